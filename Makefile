@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# One thread per process: four workers share the cores of one machine.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check format bench reproduce docs clean help
+help:            ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+
+$(VENV)/ok: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all]" --group dev
+	@touch $@
+
+demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
+	$(BIN)/laconic demo
+
+test: $(VENV)/ok check  ## set-up, checks and tests
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+check: $(VENV)/ok ## format, lint, types, architecture
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/test_architecture.py -p no:randomly --no-cov
+
+format: $(VENV)/ok  ## let ruff write
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
+
+bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
+	$(BIN)/python -m benchmarks
+
+reproduce: $(VENV)/ok  ## the papers' claims at the scale of one machine
+	$(BIN)/laconic reproduce
+
+docs: $(VENV)/ok  ## the site, in docs/_build/html
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
+
+clean:           ## remove what the commands made
+	rm -rf $(VENV) docs/_build .pytest_cache .ruff_cache .coverage runs
