@@ -25,7 +25,7 @@ test: $(VENV)/ok check  ## set-up, checks and tests
 check: $(VENV)/ok ## format, lint, types, architecture
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_architecture.py -p no:randomly --no-cov
 
 format: $(VENV)/ok  ## let ruff write

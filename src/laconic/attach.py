@@ -1,0 +1,376 @@
+"""A model and an optimizer become replicas: flat views, hooks, consensus."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from laconic import checkpoint, joining
+from laconic._version import __version__
+from laconic.buckets import Backward, Bucket, cut
+from laconic.comm.base import Comm
+from laconic.comm.group import Group, comm_for
+from laconic.errors import ConfigError
+from laconic.flat import Segment, copy_each_, flatten, lay_out, views
+from laconic.handshake import Facts, agree, describe_tensor
+from laconic.replica import Replica
+from laconic.strategies.base import Strategy
+
+log = logging.getLogger("laconic")
+Batch = TypeVar("Batch")
+_BUCKET_BYTES = 8 << 20
+
+
+class Attached:
+    """One worker's model under a strategy; made by `attach`.
+
+    The user's loop stays as it was. Models whose parameters have several dtypes or devices have several replicas.
+
+    Attributes:
+        replicas: the flat vectors and their state, one for each (dtype, device).
+        strategy: the recipe.
+        comm: the ranks; `comm.meter` holds bytes and seconds.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self.comm = comm
+        self.seed = seed
+        self.replicas: list[Replica] = []
+        self.layouts: list[tuple[list[nn.Parameter], tuple[Segment, ...]]] = []
+        self.backward: Backward | None = None
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.replicas[0].step
+
+    # -- the training step ---------------------------------------------------------------------------------------
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.comm.step = self.step
+        closure = kwargs.get("closure", args[0] if args else None)
+        if not (self.strategy.reads_gradient and closure is not None):
+            self._hooks_before()
+            return None
+
+        def evaluate() -> Any:
+            loss = closure()
+            self._hooks_before()
+            return loss
+
+        return ((), {**kwargs, "closure": evaluate})
+
+    def _hooks_before(self) -> None:
+        with torch.no_grad():
+            for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
+                if self.strategy.reads_gradient:
+                    whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
+                    whole.gather()
+                    whole.expose()
+                self.strategy.before_step(replica)
+
+    def _after_step(self, *_: Any) -> None:
+        with torch.no_grad():
+            for replica in self.replicas:
+                replica.step += 1
+                self.strategy.after_step(replica)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backward passes inside accumulate their gradients locally; the first one after sends the sum."""
+        if self.backward is None:
+            yield
+            return
+        before, self.backward.syncing = self.backward.syncing, False
+        try:
+            yield
+        finally:
+            self.backward.syncing = before
+
+    def join(self, batches: Iterable[Batch], *, after_step: Callable[[], None] | None = None) -> Iterator[Batch]:
+        """The batches; when they end, keep answering the other ranks until theirs have ended too.
+
+        A rank without data takes part in every later step with no gradient of its own: means of gradients are over
+        the ranks that have one, and averages of parameters include everyone's.
+
+        Args:
+            batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
+                otherwise each step begins with a message of 4 bytes.
+            after_step: called after each answering step, for what the loop does besides (a scheduler's step).
+        """
+        return joining.join(self, batches, after_step or (lambda: None))
+
+    # -- what the workers know together --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for every message in flight, using none of them yet."""
+        for replica in self.replicas:
+            replica.settle()
+
+    @contextmanager
+    def consensus(self) -> Generator[nn.Module]:
+        """The model all workers agree on, for evaluation and export; every rank must enter.
+
+        Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Buffers of floating
+        dtype, such as BatchNorm statistics, are averaged over workers, others are rank 0's: workers' buffers are
+        their own while they train. All of it is put back at the end.
+        """
+        self.settle()
+        with torch.no_grad():
+            own = [replica.x.clone() for replica in self.replicas]
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            for replica in self.replicas:
+                replica.x.copy_(self.strategy.consensus(replica))
+            self._average_buffers()
+        try:
+            yield self.model
+        finally:
+            with torch.no_grad():
+                for replica, x in zip(self.replicas, own, strict=True):
+                    replica.x.copy_(x)
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    def _average_buffers(self) -> None:
+        buffers = list(self.model.buffers())
+        for group in _by_kind(buffers).values():
+            vector = flatten(group, layout := lay_out([("", b) for b in group]))
+            if vector.is_floating_point():
+                self.comm.sum_(vector).wait().div_(self.comm.size)
+            else:
+                self.comm.broadcast_(vector, 0).wait()
+            copy_each_(group, views(vector, layout))
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank would need to go on as if it had never stopped.
+
+        Parameters, buffers, the optimizer's state, the strategy's state, messages in flight (waited for, not yet
+        used) and the step. Nested dicts of tensors and JSON values. The scheduler, the scaler and the data's
+        position are the caller's: see `save`.
+        """
+        return checkpoint.state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of the same rank.
+
+        Raises:
+            CheckpointError: it belongs to another recipe, model or number of workers; names the first difference.
+        """
+        checkpoint.restore(self, state)
+
+    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, whole or not at all; every rank must call.
+
+        Args:
+            folder: holds one checkpoint per saved step.
+            extra: more to keep: dicts of tensors and JSON values, such as a scheduler's `state_dict()`.
+
+        Raises:
+            CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
+            NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
+        """
+        return checkpoint.save(self, Path(folder), dict(extra or {}))
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from the newest whole checkpoint in `folder`; returns the `extra` saved with it.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it belongs to another recipe, model or world size.
+        """
+        return checkpoint.load(self, Path(folder))
+
+    def detach(self) -> None:
+        """Remove every hook; the model keeps its parameters and trains alone from here on."""
+        self.settle()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    *,
+    group: Group = None,
+    comm: Comm | None = None,
+    init: Literal["broadcast", "own"] = "broadcast",
+    seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+    find_unused: bool = False,
+    bucket_bytes: int = _BUCKET_BYTES,
+    deadline_seconds: float = 60.0,
+) -> Attached:
+    """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
+
+    Parameters become views of one vector per (dtype, device), in place: keep using the model, move it no more.
+    After `backward()` each parameter's gradient is final: the mean over workers where the strategy exchanges
+    gradients, this worker's own elsewhere. Clip it there, and the norm that is clipped is the norm of the gradient
+    the optimizer will use.
+
+    Args:
+        model: on its device already; its frozen parameters are compared but never sent again.
+        optimizer: any torch optimizer over parameters of `model`; others of its parameters are left alone.
+        strategy: the recipe.
+        group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
+        comm: the ranks as a Comm, instead of `group` (threads, simulation).
+        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's.
+        seed: the key of the strategy's random draws; equal on all ranks.
+        scaler: the loop's GradScaler; the decision to skip a step is then made by all ranks together.
+        find_unused: parameters without a gradient on any rank keep none, at 4 bytes per tensor and step; otherwise
+            a missing gradient counts as zero. Only matters where gradients are exchanged.
+        bucket_bytes: how much gradient travels in one message; less overlaps more and costs more calls.
+        deadline_seconds: how long one wait may last.
+
+    Raises:
+        ConfigError: the recipe cannot serve this model or this number of workers.
+        MismatchError: ranks were started with different models, recipes, versions or seeds.
+    """
+    comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
+    attached = Attached(model, optimizer, strategy, comm, seed=seed)
+    named = _trained(model, optimizer)
+    agree(comm, _facts(model, optimizer, strategy, comm, seed, init), next(iter(named.values())).device)
+    strategy.check(comm.size)
+    _make_replicas(attached, named)
+    if init == "broadcast":
+        _broadcast(attached)
+    with torch.no_grad():
+        for replica in attached.replicas:
+            strategy.start(replica)
+    _hook(attached, bucket_bytes=bucket_bytes, find_unused=find_unused)
+    if scaler is not None and comm.size > 1:
+        _share_skips(scaler, optimizer, comm)
+    return attached
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer moves, by their name in the model, in the model's order."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad}
+    strangers = len(held - {id(p) for p in model.parameters()})
+    if strangers:
+        raise ConfigError(f"the optimizer holds {strangers} parameters that are not the model's; attach their model")
+    if not named:
+        raise ConfigError("the optimizer holds no trainable parameter of this model; pass model.parameters() to it")
+    for name, parameter in named.items():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(f"{name} is a DTensor: attach before sharding, or train it with torch's own FSDP2")
+        if parameter.is_sparse or parameter.layout != torch.strided:
+            raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
+    return named
+
+
+def _facts(model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, seed: int, init: str) -> Facts:
+    """What must be equal on all ranks, the telling things first."""
+    groups = [
+        (f"optimizer group {i}", ", ".join(f"{k}={v}" for k, v in sorted(group.items()) if k != "params"))
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    return [
+        ("the laconic version", __version__),
+        ("the torch version", torch.__version__.split("+")[0]),
+        ("the number of workers", str(comm.size)),
+        ("the strategy", repr(strategy)),
+        ("the seed", str(seed)),
+        ("init", init),
+        ("the optimizer", type(optimizer).__name__),
+        *groups,
+        *((f"parameter {name}", describe_tensor(p)) for name, p in model.named_parameters()),
+        *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),
+    ]
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    return kinds
+
+
+def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
+    names = {id(p): name for name, p in named.items()}
+    for parameters in _by_kind(named.values()).values():
+        segments = lay_out([(names[id(p)], p) for p in parameters])
+        x = flatten(parameters, segments)
+        for parameter, view in zip(parameters, views(x, segments), strict=True):
+            parameter.data = view
+        g = torch.zeros_like(x)
+        trained = [p for p in parameters if isinstance(p, nn.Parameter)]
+        lr = _learning_rate(attached.optimizer, trained, segments, x)
+        attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed))
+        attached.layouts.append((trained, segments))
+
+
+def _learning_rate(
+    optimizer: Optimizer, parameters: list[nn.Parameter], segments: tuple[Segment, ...], x: Tensor
+) -> Callable[[], float | Tensor]:
+    """Reads the optimizer's learning rate: a number, or a vector like `x` where groups differ in it."""
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    indices = [group_of[id(p)] for p in parameters]
+    sizes = torch.tensor([segment.size for segment in segments], device=x.device)
+
+    def read() -> float | Tensor:
+        rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
+        if len(set(rates)) == 1:
+            return rates[0]
+        return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes)
+
+    return read
+
+
+def _broadcast(attached: Attached) -> None:
+    """Every rank starts from rank 0's parameters (frozen ones too) and buffers."""
+    comm = attached.comm
+    with torch.no_grad():
+        for replica in attached.replicas:
+            comm.broadcast_(replica.x, 0).wait()
+        mine = {id(p) for parameters, _ in attached.layouts for p in parameters}
+        rest = [t.data for t in attached.model.parameters() if id(t) not in mine] + list(attached.model.buffers())
+        for group in _by_kind(rest).values():
+            vector = flatten(group, layout := lay_out([("", t) for t in group]))
+            comm.broadcast_(vector, 0).wait()
+            copy_each_(group, views(vector, layout))
+
+
+def _hook(attached: Attached, *, bucket_bytes: int, find_unused: bool) -> None:
+    strategy, optimizer = attached.strategy, attached.optimizer
+    if strategy.sends_gradients and attached.comm.size > 1:
+        buckets = [
+            bucket
+            for replica, (parameters, segments) in zip(attached.replicas, attached.layouts, strict=True)
+            for bucket in cut(replica, parameters, segments, bucket_bytes)
+        ]
+        attached.backward = Backward(buckets, strategy.on_gradient, find_unused)
+        attached._handles.extend(attached.backward.watch())  # pyright: ignore[reportPrivateUsage]
+    attached._handles += [  # pyright: ignore[reportPrivateUsage]
+        optimizer.register_step_pre_hook(attached._before_step),  # pyright: ignore[reportPrivateUsage]
+        optimizer.register_step_post_hook(attached._after_step),  # pyright: ignore[reportPrivateUsage]
+    ]
+
+
+def _share_skips(scaler: torch.amp.GradScaler, mine: Optimizer, comm: Comm) -> None:
+    """Let an overflow on one rank skip the step on all, as GradScaler for sharded models does."""
+    unscale = scaler.unscale_
+
+    def unscale_and_ask(optimizer: Optimizer) -> None:
+        unscale(optimizer)
+        if optimizer is mine:
+            for found in scaler._found_inf_per_device(optimizer).values():  # pyright: ignore[reportPrivateUsage]
+                comm.sum_(found).wait()
+
+    scaler.unscale_ = unscale_and_ask

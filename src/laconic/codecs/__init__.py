@@ -1,0 +1,1 @@
+"""In how few bytes: vectors to payloads and back."""

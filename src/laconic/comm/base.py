@@ -1,0 +1,198 @@
+"""One vocabulary of messages, over any wire.
+
+Every call returns a `Work`: the message is on its way, and `wait()` brings the result. A tensor handed to a call
+belongs to the wire until that wait. Bytes are counted here, once, from the tensors themselves, so that every wire
+(process group, threads, counter) gives the same figures.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from laconic.errors import ConfigError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Work(Generic[T]):
+    """A message on its way; `wait()` returns what arrived, the first time and every later time."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
+
+    def wait(self) -> T:
+        """Block until the message has arrived and been sent.
+
+        Raises:
+            DeadlineError: nobody answered within the comm's deadline.
+            PeerLostError: a peer's connection is gone.
+        """
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def then(self, use: Callable[[T], U]) -> Work[U]:
+        """The same message, with `use` applied inside `wait()` to what arrived."""
+        return Work(lambda: use(self.wait()))
+
+
+def arrived(result: T) -> Work[T]:
+    """A message that is already here."""
+    work = Work(lambda: result)
+    work.wait()
+    return work
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of one rank's time, in seconds of `time.perf_counter`."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass
+class Meter:
+    """What one rank has sent and how long it has waited.
+
+    Attributes:
+        payload_bytes: bytes this rank sent, headers of the transport excluded. A collective counts what a
+            bandwidth-optimal algorithm sends per rank: 2 (n-1)/n of the vector for a sum, (n-1)/n for a broadcast.
+        messages: calls that sent anything.
+        exposed_seconds: time spent blocked in `Work.wait`, in seconds.
+        by_operation: payload bytes by the name of the call.
+        intervals: who talked and waited when; filled only while `tracing`.
+    """
+
+    payload_bytes: float = 0.0
+    messages: int = 0
+    exposed_seconds: float = 0.0
+    by_operation: dict[str, float] = field(default_factory=dict[str, float])
+    tracing: bool = False
+    intervals: list[Interval] = field(default_factory=list[Interval])
+
+    def sent(self, operation: str, nbytes: float) -> None:
+        """Count one call."""
+        self.messages += 1
+        self.payload_bytes += nbytes
+        self.by_operation[operation] = self.by_operation.get(operation, 0.0) + nbytes
+
+    def waited(self, operation: str, launched: float, start: float, end: float, step: int) -> None:
+        """Count one wait, from `start` to `end`, for a message launched earlier."""
+        self.exposed_seconds += end - start
+        if self.tracing:
+            self.intervals.append(Interval("talk", operation, launched, end, step))
+            self.intervals.append(Interval("wait", operation, start, end, step))
+
+
+class Comm(ABC):
+    """The ranks that train together, as one of them sees them.
+
+    All ranks make the same calls in the same order (`exchange`: consistent edges).
+
+    Attributes:
+        rank: this worker, from 0.
+        size: how many workers there are.
+        step: the training step that errors name; kept by the engine.
+        deadline_seconds: how long one wait may last.
+        meter: bytes and seconds so far.
+    """
+
+    def __init__(self, rank: int, size: int, *, deadline_seconds: float = 60.0) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank={rank}: must lie in 0..{size - 1} for {size} workers")
+        if deadline_seconds <= 0:
+            raise ConfigError(f"deadline_seconds={deadline_seconds}: must be positive; 60 is usual")
+        self.rank = rank
+        self.size = size
+        self.step = 0
+        self.deadline_seconds = deadline_seconds
+        self.meter = Meter()
+
+    def sum_(self, x: Tensor) -> Work[Tensor]:
+        """Replace `x` on every rank by its sum over all ranks."""
+        if self.size == 1:
+            return arrived(x)
+        sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
+        return self._track("sum", sent, lambda: self._sum_(x))
+
+    def broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
+        """Replace `x` on every rank by the one of rank `source`."""
+        if self.size == 1:
+            return arrived(x)
+        sent = (self.size - 1) * nbytes_of(x) / self.size
+        return self._track("broadcast", sent, lambda: self._broadcast_(x, source))
+
+    def gather(self, x: Tensor) -> Work[list[Tensor]]:
+        """Every rank's `x`, in the order of ranks; all have the same shape and dtype."""
+        if self.size == 1:
+            return arrived([x])
+        return self._track("gather", (self.size - 1) * nbytes_of(x), lambda: self._gather(x))
+
+    def scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        """Send `xs[j]` to rank j and receive one vector from each rank (an all-to-all).
+
+        Args:
+            xs: one vector per rank, of any sizes and one dtype.
+            sizes: how many elements come from each rank.
+        """
+        if len(xs) != self.size or len(sizes) != self.size:
+            raise ConfigError(f"scatter of {len(xs)} vectors and {len(sizes)} sizes: {self.size} ranks need one each")
+        if self.size == 1:
+            return arrived([xs[0]])
+        sent = sum(nbytes_of(x) for j, x in enumerate(xs) if j != self.rank)
+        return self._track("scatter", sent, lambda: self._scatter(xs, sizes))
+
+    def exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
+        """Send `x` to each rank in `to`; receive one vector like `x` from each rank in `frm`, in that order."""
+        if self.rank in to or self.rank in frm:
+            raise ConfigError(f"exchange of rank {self.rank} with itself: a topology must not contain self-loops")
+        if not to and not frm:
+            return arrived([])
+        return self._track("exchange", len(to) * nbytes_of(x), lambda: self._exchange(x, to, frm))
+
+    def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
+        """Count the call, launch it, and time the wait for it."""
+        self.meter.sent(operation, sent)
+        launched, step = time.perf_counter(), self.step
+        work = launch()
+
+        def finish() -> T:
+            start = time.perf_counter()
+            result = work.wait()
+            self.meter.waited(operation, launched, start, time.perf_counter(), step)
+            return result
+
+        return Work(finish)
+
+    @abstractmethod
+    def _sum_(self, x: Tensor) -> Work[Tensor]: ...
+
+    @abstractmethod
+    def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]: ...
+
+    @abstractmethod
+    def _gather(self, x: Tensor) -> Work[list[Tensor]]: ...
+
+    @abstractmethod
+    def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]: ...
+
+    @abstractmethod
+    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]: ...
+
+
+def nbytes_of(x: Tensor) -> int:
+    """Bytes of data in `x`, also on the meta device."""
+    return x.numel() * x.element_size()

@@ -1,0 +1,63 @@
+"""Many tensors seen as one vector with named segments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one named tensor lies in a flat vector."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.size
+
+    def of(self, vector: Tensor) -> Tensor:
+        """The tensor, as a view of `vector`, with the strides it had of old."""
+        return torch.as_strided(vector, self.shape, self.stride, vector.storage_offset() + self.start)
+
+
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of `x` without gaps: its own where it is dense (channels-last stays so), else row-major ones."""
+    return torch.empty_like(x, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
+    """One segment for each named tensor, end to end in the order given."""
+    segments: list[Segment] = []
+    start = 0
+    for name, x in named:
+        segments.append(Segment(name, start, tuple(x.shape), dense_strides(x)))
+        start += x.numel()
+    return tuple(segments)
+
+
+def views(vector: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    """All segments of `vector`, as tensors that share its memory."""
+    return [segment.of(vector) for segment in segments]
+
+
+def flatten(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
+    """A new vector that holds copies of `tensors`, one for each segment."""
+    vector = torch.empty(segments[-1].stop, dtype=tensors[0].dtype, device=tensors[0].device)
+    copy_each_(views(vector, segments), [x.detach() for x in tensors])
+    return vector
+
+
+def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors in one call."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -1,0 +1,63 @@
+"""Uneven numbers of batches: a rank whose data has ended keeps answering the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from laconic.attach import Attached
+
+Batch = TypeVar("Batch")
+
+
+class _End:
+    """No more batches."""
+
+
+_END = _End()
+
+
+def join(attached: Attached, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
+    """Yield this rank's batches, then take the steps that other ranks still have data for."""
+    lengths = _lengths(attached, len(batches) if isinstance(batches, Sized) else -1)
+    counted = min(lengths) >= 0
+    iterator = iter(batches)
+    step = 0
+    while True:
+        batch = next(iterator, _END)
+        active = sum(step < n for n in lengths) if counted else _vote(attached, batch is not _END)
+        if not active:
+            break
+        for replica in attached.replicas:
+            replica.active = active
+        if isinstance(batch, _End):
+            answer(attached)
+            after_step()
+        else:
+            yield batch
+        step += 1
+    for replica in attached.replicas:
+        replica.active = attached.comm.size
+
+
+def answer(attached: Attached) -> None:
+    """One step without a batch: no gradient of one's own, the exchanged one where gradients are exchanged."""
+    attached.optimizer.zero_grad(set_to_none=True)
+    if attached.backward is not None:
+        attached.backward.flush()
+    attached.optimizer.step()
+    attached.optimizer.zero_grad(set_to_none=True)
+
+
+def _lengths(attached: Attached, mine: int) -> list[int]:
+    length = torch.tensor([mine], device=attached.replicas[0].x.device)
+    return [int(n.item()) for n in attached.comm.gather(length).wait()]
+
+
+def _vote(attached: Attached, has_batch: bool) -> int:
+    """How many ranks have a batch for this step: 4 bytes per step, summed."""
+    vote = torch.tensor([float(has_batch)], device=attached.replicas[0].x.device)
+    return int(attached.comm.sum_(vote).wait().item())
