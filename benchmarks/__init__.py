@@ -1,0 +1,1 @@
+"""Paired benchmarks: contenders take turns in the same processes, and ratios are reported with their spread."""

@@ -1,0 +1,56 @@
+"""AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
+
+    torchrun --nproc-per-node 4 -m benchmarks.against_ddp
+    laconic emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
+    python -m benchmarks.against_ddp
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from benchmarks.paired import Step, report, start, take_turns
+from laconic import tasks
+
+
+def main(size: str = "6m", batch_size: int = 4, rounds: int = 10, steps: int = 4) -> None:
+    """Run the pair that suits the number of workers."""
+    start()
+    task = tasks.load("text")
+    rank, workers = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    shard = task.shards(workers, split="iid", seed=0)[rank]
+    batch = task.batch(shard, 0, batch_size=batch_size, seed=0, rank=rank)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        def once() -> None:
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+
+        return once
+
+    def contender(wrap: str) -> Step:
+        model = task.model(size, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if wrap == "ddp":
+            model = DistributedDataParallel(model)
+        elif wrap.startswith("laconic"):
+            laconic.attach(model, optimizer, laconic.AllReduce(), bucket_bytes=int(float(wrap[7:] or "8") * 2**20))
+        return step(model, optimizer)
+
+    yardstick = "ddp" if workers > 1 else "bare"
+    seconds = take_turns({name: contender(name) for name in (yardstick, *os.environ.get("CONT","laconic").split(","))}, rounds=rounds, steps=steps)
+    report(seconds, yardstick=yardstick)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

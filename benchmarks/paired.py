@@ -1,0 +1,85 @@
+"""Contenders take turns, block by block, in the same worker processes; ratios are formed within each round.
+
+A machine that slows down for a minute slows both sides of a ratio, which is why seconds of separate runs are never
+compared here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], None]
+
+
+@dataclass
+class Turns:
+    """One contender's seconds per step, of the clock and of this process's CPU, round by round."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def take_turns(contenders: Mapping[str, Step], *, rounds: int, steps: int, warm_up: int = 3) -> dict[str, Turns]:
+    """Let each contender do `steps` steps per round; the order alternates from round to round."""
+    for step in contenders.values():
+        for _ in range(warm_up):
+            step()
+    turns = {name: Turns() for name in contenders}
+    for turn in range(rounds):
+        names = list(contenders) if turn % 2 == 0 else list(reversed(contenders))
+        for name in names:
+            together()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                contenders[name]()
+            turns[name].cpu.append((time.process_time() - cpu) / steps)
+            together()
+            turns[name].wall.append((time.perf_counter() - wall) / steps)
+    return turns
+
+
+def together() -> None:
+    """Wait for all workers, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def report(turns: Mapping[str, Turns], *, yardstick: str) -> None:
+    """Rank 0 writes medians, and speeds against the yardstick with their quartiles, as JSON."""
+    if int(os.environ.get("RANK", "0")):
+        return
+    base = turns[yardstick]
+    rows = {
+        name: {
+            "median_seconds_per_step": round(statistics.median(turn.wall), 5),
+            "median_cpu_seconds_per_step": round(statistics.median(turn.cpu), 5),
+            f"speed_vs_{yardstick}": ratios(base.wall, turn.wall),
+            f"cpu_speed_vs_{yardstick}": ratios(base.cpu, turn.cpu),
+        }
+        for name, turn in turns.items()
+    }
+    sys.stdout.write(json.dumps({"rounds": len(base.wall), "contenders": rows}, indent=1) + "\n")
+    sys.stdout.flush()
+
+
+def ratios(base: list[float], values: list[float]) -> dict[str, float]:
+    """Median and quartiles of base / value, round by round."""
+    each = [b / v for b, v in zip(base, values, strict=True)]
+    low, median, high = statistics.quantiles(each, n=4)
+    return {"low": round(low, 4), "median": round(median, 4), "high": round(high, 4)}
+
+
+def start() -> None:
+    """Join the other workers, where the environment names any, on one thread each."""
+    torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
