@@ -1,0 +1,7 @@
+"""`python -m laconic.cli` is `laconic`."""
+
+import sys
+
+from laconic.cli import main
+
+sys.exit(main())

@@ -1,0 +1,91 @@
+"""The commands by name, and from what was typed to what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from laconic.cli.console import out
+from laconic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: where its dataclass is, and one line on what it does.
+
+    A command's module is imported when it is called for, so that help comes at once.
+    """
+
+    module: str
+    kind: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("laconic.cli.train", "Train", "train a recipe on a task, with several workers on this machine"),
+    "compare": Command("laconic.cli.compare", "Compare", "run several strategies side by side, and tabulate them"),
+    "explain": Command("laconic.cli.explain", "Explain", "what a recipe will send, keep and wait for, before any run"),
+    "report": Command("laconic.cli.report", "Report", "draw a run or a comparison as one page to look at"),
+    "emulate": Command("laconic.cli.emulate", "Emulate", "run any command once per worker, over slow links"),
+    "demo": Command("laconic.cli.demo", "Demo", "five strategies on a slow link, in under four minutes"),
+    "reproduce": Command("laconic.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
+}
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """What the arguments ask for, to be called; it returns the exit code.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        return _help
+    if arguments[0] in ("-V", "--version"):
+        return _version
+    name, *rest = arguments
+    if name not in present():
+        raise ConfigError(_unknown(name))
+    return _build(name, rest)
+
+
+def present() -> list[str]:
+    """The commands whose modules are installed."""
+    return [name for name, command in COMMANDS.items() if find_spec(command.module) is not None]
+
+
+def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
+    """The command's dataclass, filled in by tyro; help and usage errors are over once they are printed."""
+    import tyro
+
+    command = COMMANDS[name]
+    kind: Any = getattr(import_module(command.module), command.kind)
+    try:
+        return tyro.cli(kind, prog=f"laconic {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 2
+        return lambda: code
+
+
+def _help() -> int:
+    out.print("usage: laconic COMMAND ...\n\nTrain PyTorch models over slow networks.\n", markup=False)
+    for name in present():
+        out.print(f"  {name:<11}{COMMANDS[name].summary}", markup=False)
+    out.print("\nlaconic COMMAND --help says what each takes; laconic --version says which this is.", markup=False)
+    return 0
+
+
+def _version() -> int:
+    from laconic._version import __version__
+
+    out.print(f"laconic {__version__}", markup=False)
+    return 0
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{name}: no such command{hint} (commands: {', '.join(present())})"

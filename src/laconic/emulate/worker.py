@@ -1,0 +1,162 @@
+"""One worker: a process with a group of its own, its lines, and how it ended."""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Literal
+
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[int, Stream, str], None]
+
+LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Args:
+        rank: which worker.
+        code: its exit code, None when a signal ended it.
+        signal: the number of that signal, or None.
+        seconds: from its start to its end.
+        cpu_seconds: of its process and the children it waited for, user and system.
+        stopped: whether it ended only after the launcher had told it to.
+    """
+
+    rank: int
+    code: int | None
+    signal: int | None
+    seconds: float
+    cpu_seconds: float
+    stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a signal or with an exit code other than 0."""
+        return self.code != 0
+
+    @property
+    def how(self) -> str:
+        """The exit code, or the name of the signal, such as `SIGKILL`."""
+        return str(self.code) if self.signal is None else _signal_name(self.signal)
+
+    def __str__(self) -> str:
+        """Such as `worker 2 was ended by SIGKILL`."""
+        way = "ended with exit code" if self.signal is None else "was ended by"
+        return f"worker {self.rank} {way} {self.how}"
+
+
+class Lines:
+    """One output of a worker, cut into lines.
+
+    Args:
+        file: the pipe's end to read from.
+        emit: called with each line, without its end.
+    """
+
+    def __init__(self, file: IO[bytes], emit: Callable[[str], None]) -> None:
+        self.file = file
+        self._emit = emit
+        self._rest = b""
+        os.set_blocking(file.fileno(), False)
+
+    def read(self) -> bool:
+        """Emit the lines that have come; False once the pipe has ended."""
+        try:
+            piece = os.read(self.file.fileno(), LONGEST_LINE)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > LONGEST_LINE or not piece:
+            lines, self._rest = [*lines, *filter(None, [self._rest])], b""
+        for line in lines:
+            self._emit(line.decode(errors="replace").rstrip("\r"))
+        return bool(piece)
+
+    def close(self) -> None:
+        """Emit a last line that has no end and let go of the pipe."""
+        if self._rest:
+            self._emit(self._rest.decode(errors="replace"))
+            self._rest = b""
+        self.file.close()
+
+
+class Worker:
+    """A started process that leads a group of its own.
+
+    Args:
+        rank: its number.
+        command: what to run.
+        environment: the whole environment.
+        descriptors: open files it inherits.
+        on_line: told of each line, in the thread that reads.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        on_line: OnLine,
+    ) -> None:
+        self.rank = rank
+        self.exit: WorkerExit | None = None
+        self.told = False
+        self.ended = math.inf
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self.outputs = [
+            Lines(self._process.stdout, lambda line: on_line(rank, "stdout", line)),
+            Lines(self._process.stderr, lambda line: on_line(rank, "stderr", line)),
+        ]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker and whatever it has started; nothing happens once it has ended."""
+        if self.exit is None:
+            self.told = True
+            self._signal_group(number)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; if so for the first time, note how, and end what it leaves running."""
+        if self.exit is not None:
+            return True
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        if not pid:
+            return False
+        self._signal_group(signal.SIGKILL)
+        self._note(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
+        return True
+
+    def _note(self, code: int, cpu_seconds: float) -> None:
+        self._process.returncode = code
+        self.ended = time.monotonic()
+        how = (None, -code) if code < 0 else (code, None)
+        self.exit = WorkerExit(self.rank, *how, self.ended - self._started, cpu_seconds, self.told)
+
+    def _signal_group(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
