@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.cli.console import err, out
-from laconic.cli.progress import Watch, table_width
+from laconic.cli.progress import Watch, show_table
 from laconic.cli.train import default_folder
 from laconic.errors import ConfigError
 
@@ -152,7 +152,7 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
     if markdown:
         out.print(as_markdown(done.summaries), markup=False, end="")
     else:
-        out.print(rich_table(done.summaries), width=table_width())
+        show_table(rich_table(done.summaries))
     if len(done.rounds[0]) > 1:
         for recipe, (least, most) in zip(done.strategies, done.spread("seconds_per_step"), strict=True):
             if math.isfinite(least):

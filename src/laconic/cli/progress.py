@@ -8,10 +8,12 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from laconic.cli.console import err, out
 
 _PLAIN_SECONDS = 10.0
+_WIDE = 200
 Fields = dict[str, Any]
 
 
@@ -98,6 +100,7 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def table_width() -> int | None:
-    """Columns that a table may take: those of the terminal, or enough for all where there is none."""
-    return None if out.is_terminal else 200
+def show_table(table: Table) -> None:
+    """Print a table to the standard output; where that is no terminal, as wide as it needs."""
+    width = None if out.is_terminal else _WIDE
+    Console(highlight=False, width=width).print(table)

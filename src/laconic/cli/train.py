@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from laconic.cli.console import out
-from laconic.cli.progress import Watch, table_width
+from laconic.cli.progress import Watch, show_table
 from laconic.errors import ConfigError
 
 _KEPT = (
@@ -182,7 +182,7 @@ class Train:
         if self.json:
             out.print(json_text.dumps(summary), markup=False)
             return 0
-        out.print(rich_table([summary]), width=table_width())
+        show_table(rich_table([summary]))
         out.print(f"{folder}", markup=False)
         return 0
 

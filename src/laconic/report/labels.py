@@ -1,0 +1,69 @@
+"""Short names for recipes: as little of each as tells it from the others."""
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+
+_LONGEST_VALUE = 32
+
+
+def name(recipe: str) -> str:
+    """The recipe's outermost name with its base: `SlowMo(PushSum)` for `SlowMo(base=PushSum(), period=48)`.
+
+    A text that is no recipe, such as `ddp+bf16`, is its own name.
+    """
+    call = _call(recipe)
+    if call is None:
+        return recipe.strip()
+    base = next((word.value for word in call.keywords if word.arg == "base"), None)
+    inner = name(ast.unparse(base)) if base is not None else "Local"
+    return family(recipe) if inner == "Local" else f"{family(recipe)}({inner})"
+
+
+def family(recipe: str) -> str:
+    """The recipe's outermost name alone: `SlowMo`."""
+    call = _call(recipe)
+    return call.func.id if call is not None and isinstance(call.func, ast.Name) else recipe.strip()
+
+
+def labels(recipes: Sequence[str]) -> list[str]:
+    """One label per recipe, all different: its name, and those arguments that tell it from its namesakes."""
+    names = [name(recipe) for recipe in recipes]
+    told = [_apart(i, names, recipes) for i in range(len(recipes))]
+    seen = Counter[str]()
+    result: list[str] = []
+    for label in told:
+        seen[label] += 1
+        result.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
+    return result
+
+
+def shortened(words: str, most: int) -> str:
+    """The words, their end replaced by `…` where they are longer than `most` characters."""
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def _apart(index: int, names: Sequence[str], recipes: Sequence[str]) -> str:
+    namesakes = [_arguments(recipe) for other, recipe in zip(names, recipes, strict=True) if other == names[index]]
+    mine = _arguments(recipes[index])
+    telling = [key for key in mine if len({other.get(key) for other in namesakes}) > 1]
+    if not telling:
+        return names[index]
+    inside = ", ".join(f"{key}={shortened(mine[key], _LONGEST_VALUE)}" for key in telling)
+    stem = names[index]
+    return f"{stem[:-1]}, {inside})" if stem.endswith(")") else f"{stem}({inside})"
+
+
+def _arguments(recipe: str) -> dict[str, str]:
+    call = _call(recipe)
+    if call is None:
+        return {}
+    return {word.arg or "**": ast.unparse(word.value) for word in call.keywords}
+
+
+def _call(recipe: str) -> ast.Call | None:
+    try:
+        tree = ast.parse(recipe.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return tree if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) else None
