@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,6 +20,8 @@ WORDS: Mapping[str, type] = {
     "Fp16": Fp16,
 }
 
+_EXAMPLE = "write it like SlowMo(period=12)"
+
 
 def parse(text: str) -> Strategy:
     """The strategy that a recipe names, as in "SlowMo(base=PushSum(), period=48)"; a bare name is its defaults.
@@ -30,45 +32,76 @@ def parse(text: str) -> Strategy:
         ConfigError: not a recipe, an unknown name or argument, or a value that the recipe refuses.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(f"strategy {text!r}: {error.msg}; write it like SlowMo(period=12)") from None
-    strategy = _build(tree, text)
+        strategy = _build(_tree(text), text)
+    except (RecursionError, MemoryError):
+        raise ConfigError(f"strategy {_short(text)}: nested too deeply; {_EXAMPLE}") from None
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy {text!r}: is a {type(strategy).__name__}, not a strategy")
+        raise ConfigError(f"strategy {_short(text)}: is a {type(strategy).__name__}, not a strategy; {_EXAMPLE}")
     return strategy
+
+
+def brief(recipe: Any) -> str:
+    """A recipe as one would write it: its repr without the arguments that are at their defaults."""
+    if not is_dataclass(recipe):
+        return repr(recipe)
+    told = [
+        f"{field.name}={brief(value)}"
+        for field in fields(recipe)
+        if (value := getattr(recipe, field.name)) != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(told)})"
+
+
+def _tree(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"strategy {_short(text)}: {reason}; {_EXAMPLE}") from None
 
 
 def _build(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Name):
-        return _call(node.id, [], {}, text)
+        return _call(node.id, [], [], text)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        keywords = {k.arg: _build(k.value, text) for k in node.keywords if k.arg is not None}
-        return _call(node.func.id, [_build(a, text) for a in node.args], keywords, text)
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise ConfigError(f"strategy {_short(text)}: ** is not understood; name each argument")
+        keywords = [(str(keyword.arg), _build(keyword.value, text)) for keyword in node.keywords]
+        return _call(node.func.id, [_build(argument, text) for argument in node.args], keywords, text)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        raise ConfigError(f"strategy {text!r}: {ast.unparse(node)!r} is neither a literal nor a known name") from None
+        odd = _short(ast.unparse(node))
+        raise ConfigError(f"strategy {_short(text)}: {odd} is neither a literal nor a known name") from None
 
 
-def _call(name: str, arguments: list[Any], keywords: dict[str, Any], text: str) -> Any:
+def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], text: str) -> Any:
     if name not in WORDS:
-        raise ConfigError(f"strategy {text!r}: {name!r} is unknown{_suggest(name, list(WORDS))}")
+        raise ConfigError(f"strategy {_short(text)}: {name!r} is unknown{_suggest(name, list(WORDS))}")
     kind = WORDS[name]
     known = [field.name for field in fields(kind)]
-    for keyword in keywords:
+    where = f"strategy {_short(text)}: {name}"
+    if len(arguments) > len(known):
+        raise ConfigError(f"{where} was given {len(arguments)} arguments{_listed(known)}")
+    given = known[: len(arguments)]
+    for keyword, _ in keywords:
         if keyword not in known:
-            raise ConfigError(f"strategy {text!r}: {name} has no {keyword!r}{_suggest(keyword, known)}")
-    try:
-        return kind(*arguments, **keywords)
-    except TypeError as error:
-        raise ConfigError(f"strategy {text!r}: {name}: {error}; its arguments are {', '.join(known)}") from None
+            raise ConfigError(f"{where} has no {keyword!r}{_suggest(keyword, known)}")
+        if keyword in given:
+            raise ConfigError(f"{where} was given {keyword!r} twice; keep one")
+        given.append(keyword)
+    return kind(*arguments, **dict(keywords))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
 
 def _suggest(word: str, known: list[str]) -> str:
-    close = get_close_matches(word, known, n=1, cutoff=0.5) or get_close_matches(
-        word.lower(), [k.lower() for k in known], n=1, cutoff=0.5
-    )
-    nearest = next((k for k in known if close and k.lower() == close[0].lower()), None)
-    hint = f"; did you mean {nearest}?" if nearest else ""
-    return f"{hint} (known: {', '.join(sorted(known))})" if known else f"{hint} (it takes no arguments)"
+    lowered = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
+    return (f"; did you mean {lowered[close[0]]}?" if close else "") + _listed(known)
+
+
+def _listed(known: list[str]) -> str:
+    return f" (known: {', '.join(known)})" if known else " (it takes no arguments)"

@@ -80,11 +80,19 @@ class ThreadComm(Comm):
         return chosen.then(x.copy_)
 
     def _gather(self, x: Tensor) -> Work[list[Tensor]]:
-        return self._meet(f"gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
+        rows = self._meet(f"gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
+        return rows.then(lambda everyone: [row.clone() for row in everyone])
 
     def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         rows = self._meet("scatter", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
-        return rows.then(lambda everyone: [row[self.rank] for row in everyone])
+        return rows.then(lambda everyone: self._pick(everyone, sizes))
+
+    def _pick(self, rows: list[list[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
+        mine = [row[self.rank] for row in rows]
+        for peer, (x, size) in enumerate(zip(mine, sizes, strict=True)):
+            if x.numel() != size:
+                raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
+        return mine
 
     def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
         with self._hub.changed:
@@ -94,8 +102,8 @@ class ThreadComm(Comm):
         return Work(lambda: [self._letter(peer, x) for peer in frm])
 
     def _letter(self, peer: int, like: Tensor) -> Tensor:
-        box = self._hub.letters[peer, self.rank]
         with self._hub.changed:
+            box = self._hub.letters[peer, self.rank]
             self._hub.until(lambda: bool(box), self, f"a message from rank {peer}")
             letter = box.popleft()
         if letter.shape != like.shape or letter.dtype != like.dtype:

@@ -7,6 +7,7 @@ from torch import Tensor
 from laconic.codecs.base import Codec
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
 from laconic.reduce import coded_mean_, mean_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -34,6 +35,7 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         """Refuse codecs whose payloads cannot be added up."""
+        check_kinds(self)
         if self.codec is not None and not self.codec.linear:
             raise ConfigError(f"codec={self.codec}: an all-reduce needs a linear codec; use Bf16() or Fp16()")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
 from laconic.reduce import gossip_, mean_, mix_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -40,9 +41,8 @@ class Gossip(Strategy):
     limits = "workers differ by what has not yet spread; evaluate at consensus"
 
     def __post_init__(self) -> None:
-        """Check the order."""
-        if self.order not in ("while", "after"):
-            raise ConfigError(f"order={self.order!r}: must be 'while' (combine while adapting) or 'after'")
+        """Check the kinds."""
+        check_kinds(self)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
 from laconic.reduce import mean_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -49,7 +50,8 @@ class LocalSGD(Strategy):
     limits = "the longer the period and the more the workers' data differ, the further they drift apart"
 
     def __post_init__(self) -> None:
-        """Check the period."""
+        """Check the kinds and the period."""
+        check_kinds(self)
         check_period(self.period)
 
     def after_step(self, r: Replica) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.kinds import check_kinds
 from laconic.reduce import gossip_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -25,8 +26,8 @@ class PushSum(Strategy):
     where $d$ is the update of the worker's own optimizer, whose momentum stays local and whose weight decay acts on
     $z$. The sums over workers of $x$ and of $w$ change only by the updates. Where the graph is doubly stochastic
     $w$ is one, always, and neither sent nor stored.
-    Traffic: one vector (and 4 or 8 bytes, where $w$ is sent) per peer and step. State: none, or `mass`, a vector
-    of $x$ and $w$ together, and `debiased`, $z$ before the step.
+    Traffic: one vector per peer and step; where $w$ is sent it is one element more, and in fp32 at least. State: none,
+    or `mass`, that vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 1.
 
@@ -39,6 +40,10 @@ class PushSum(Strategy):
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
     waits = "every step, each worker waits for the peers that send to it in that step"
     limits = "workers differ by what has not yet spread; evaluate at consensus"
+
+    def __post_init__(self) -> None:
+        """Check the kinds."""
+        check_kinds(self)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or lose mass."""
@@ -58,7 +63,7 @@ class PushSum(Strategy):
             gossip_(r.comm, r.x, peers).wait()
             return
         mass, debiased = r.state["mass"], r.state["debiased"]
-        mass[:-1].add_(r.x).sub_(debiased)
+        mass[:-1].sub_(debiased.sub_(r.x))
         gossip_(r.comm, mass, peers).wait()
         _divide_(r, mass)
 

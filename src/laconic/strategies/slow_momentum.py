@@ -1,12 +1,14 @@
 """Average now and then, and take a momentum step on the average."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.strategies.local_sgd import Local, check_period
@@ -24,8 +26,9 @@ class SlowMo(Strategy):
     `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`); `period=1` under plain SGD is
     AllReduce with heavy-ball momentum; one worker with `momentum=0` is Lookahead. A round whose learning rate is
     zero moves nothing and lets $u$ decay. The optimizer's own state is kept as it is.
-    Traffic: one all-reduce of the parameters per period, plus the base's. State: `anchor` ($x_0$) and `slow` ($u$),
-    each the size of the parameters, and `lr_sum`.
+    Traffic: the base's, plus per period the base's exact average: one all-reduce of what the base sends, of the
+    parameters over `Local()`, of nothing over `AllReduce()`. State: `anchor` ($x_0$) and `slow` ($u$), each the size
+    of the parameters, and `lr_sum`, a number (as many as parameters, where parameter groups differ in it).
 
     Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum, ICLR 2020,
     arXiv:1910.00643, Algorithm 1.
@@ -47,12 +50,15 @@ class SlowMo(Strategy):
     limits = "tune the momentum: too much of it, or too long a period, overshoots"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the kinds and the ranges."""
+        check_kinds(self)
         check_period(self.period)
+        if isinstance(self.base, SlowMo):
+            raise ConfigError(f"base={self.base}: one slow momentum at a time; use its base, {self.base.base}")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.4 to 0.8 is usual")
-        if self.lr <= 0:
-            raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive; 1 is usual")
+        if not 0 < self.lr < inf:
+            raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
 
     @property
     def sends_gradients(self) -> bool:
@@ -73,7 +79,7 @@ class SlowMo(Strategy):
         self.base.start(r)
         r.state["anchor"] = r.x.clone()
         r.state["slow"] = torch.zeros_like(r.x)
-        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64)
+        r.state["lr_sum"] = _nothing_like(r.x)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """As the base."""
@@ -91,7 +97,7 @@ class SlowMo(Strategy):
             return
         self.base.average_(r)
         self._slow_step(r, r.state["lr_sum"] / self.period)
-        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64)
+        r.state["lr_sum"] = _nothing_like(r.x)
 
     def _slow_step(self, r: Replica, lr: Tensor) -> None:
         anchor, slow = r.state["anchor"], r.state["slow"]
@@ -106,3 +112,8 @@ class SlowMo(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """As the base."""
         return self.base.consensus(r)
+
+
+def _nothing_like(x: Tensor) -> Tensor:
+    """A sum of learning rates before the first, on the device of `x`."""
+    return x.new_zeros((), dtype=torch.float64)

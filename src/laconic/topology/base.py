@@ -1,6 +1,7 @@
 """What a graph of workers is: who sends to whom at each step, and with which weights."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,28 +67,60 @@ def check_edges(topology: Topology, size: int) -> None:
     """Refuse a graph whose ends disagree or that never connects everyone.
 
     Raises:
-        ConfigError: a message is sent that nobody expects, a self-loop, mass that is not conserved, or two workers
-            between whom nothing ever travels.
+        ConfigError: a message is sent that nobody expects, a self-loop, a weight that is not positive, mass that is
+            not conserved, or two workers between whom nothing ever travels.
     """
     topology.check(size)
-    reach = np.eye(size, dtype=bool)
+    sends = np.zeros((size, size), dtype=bool)
     for step in range(topology.period(size)):
-        seen = [topology.peers(rank, size, step) for rank in range(size)]
-        sent = {(rank, j) for rank, peers in enumerate(seen) for j in peers.to}
-        expected = {(j, rank) for rank, peers in enumerate(seen) for j in peers.frm}
-        if sent != expected or any(i == j for i, j in sent):
-            odd = sorted(sent ^ expected or {e for e in sent if e[0] == e[1]})[0]
-            raise ConfigError(f"{topology}: at step {step} the edge {odd[0]} -> {odd[1]} exists at one end only")
-        columns = topology.matrix(size, step).sum(0)
-        if not np.allclose(columns, 1.0, rtol=0, atol=1e-9):
-            rank = int(np.argmax(np.abs(columns - 1)))
-            raise ConfigError(
-                f"{topology}: rank {rank} gives away {columns[rank]:.6g} of its vector at step {step}; "
-                "what it keeps and sends must sum to 1"
-            )
-        for i, j in sent:
-            reach[j, i] = True
-    closure = np.linalg.matrix_power(reach.astype(np.float64), max(size, 1)) > 0
-    if not closure.all():
-        j, i = (int(k) for k in np.argwhere(~closure)[0])
+        flaw = _flaw_of_edges([topology.peers(rank, size, step) for rank in range(size)])
+        if flaw is None:
+            mixing = topology.matrix(size, step)
+            flaw = _flaw_of_shares(mixing)
+            sends |= mixing > 0
+        if flaw is not None:
+            raise ConfigError(f"{topology} with {size} workers, step {step}: {flaw}")
+    for i, j in _apart(sends):
         raise ConfigError(f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}")
+
+
+def _flaw_of_edges(seen: list[Peers]) -> str | None:
+    """What is wrong with the edges of one step, in words; `seen` holds what each rank believes."""
+    sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.to]
+    expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.frm]
+    edges = set(sent)
+    for i, j in sorted(edges ^ set(expected)):
+        return f"the edge {i} -> {j} exists at one end only"
+    for i in (i for i, j in edges if i == j):
+        return f"rank {i} sends to itself; what it keeps is its own weight"
+    if max(len(sent), len(expected)) > len(edges):
+        return "an edge exists twice; one edge with the sum of their weights says the same"
+    for rank, peers in enumerate(seen):
+        if len(peers.weights) != len(peers.frm):
+            return f"rank {rank} has {len(peers.weights)} weights for {len(peers.frm)} vectors it receives"
+        if not min(peers.own, *peers.weights, 1.0) > 0:
+            return f"rank {rank} mixes with weights {(peers.own, *peers.weights)}; every weight must be positive"
+    return None
+
+
+def _flaw_of_shares(mixing: NDArray[np.float64]) -> str | None:
+    """Whether any rank gives away more or less than it has, in words."""
+    columns = mixing.sum(0)
+    rank = int(np.argmax(np.abs(columns - 1)))
+    if abs(columns[rank] - 1) <= 1e-9:
+        return None
+    return f"rank {rank} gives away {columns[rank]:.6g} of its vector; what it keeps and sends must sum to 1"
+
+
+def _apart(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks, one of them 0, such that nothing of the first ever gets to the second."""
+    yield from ((0, int(j)) for j in np.flatnonzero(~_reached(sends)))
+    yield from ((int(i), 0) for i in np.flatnonzero(~_reached(sends.T)))
+
+
+def _reached(sends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which ranks something of rank 0 gets to, at last; `sends[j, i]` is true where i ever sends to j."""
+    reached = np.arange(len(sends)) == 0
+    for _ in range(len(sends)):
+        reached = reached | sends[:, reached].any(1)
+    return reached
