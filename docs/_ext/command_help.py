@@ -1,0 +1,53 @@
+"""`{command-help}`: what `laconic --help` and `laconic COMMAND --help` print, run when the site is built."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.typing import ExtensionMetadata
+
+from laconic.cli.commands import present
+
+WIDTH = "84"
+
+
+class CommandHelp(SphinxDirective):
+    """The program's own help, then a section for each of its commands."""
+
+    def run(self) -> list[nodes.Node]:
+        """A literal block, and sections with one each."""
+        return [self._block(ask()), *(self._section(name) for name in present())]
+
+    def _section(self, name: str) -> nodes.Node:
+        title = f"laconic {name}"
+        section = nodes.section("", nodes.title(title, title), self._block(ask(name)), names=[title])
+        self.state.document.note_implicit_target(section)
+        return section
+
+    def _block(self, text: str) -> nodes.Node:
+        block = nodes.literal_block(text, text, language="text")
+        self.set_source_info(block)
+        return block
+
+
+def ask(*command: str) -> str:
+    """The help as plain text.
+
+    Raises:
+        CalledProcessError: there is no such command.
+    """
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": WIDTH}
+    arguments = [sys.executable, "-m", "laconic.cli", *command, "--help"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    lines = done.stdout.strip("\n").split("\n")
+    return "\n".join(textwrap.fill(line.rstrip(), int(WIDTH)) for line in lines)
+
+
+def setup(app: Sphinx) -> ExtensionMetadata:
+    """Register the directive."""
+    app.add_directive("command-help", CommandHelp)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,52 @@
+"""The library's docstrings as autodoc wants them: `$x$`, `$$x$$` and `` `name` `` become roles and directives."""
+
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.typing import ExtensionMetadata
+
+PUBLIC = ("laconic", "laconic.tasks", "laconic.emulate", "laconic.report")
+WIDEST = 150
+"""Characters of TeX beyond which formulas that stand side by side get lines of their own."""
+
+_BLOCK = re.compile(r"[ \t]*\$\$(.+?)\$\$", re.DOTALL)
+_INLINE = re.compile(r"(?<![\\$])\$([^$]+?)\$(?!\$)", re.DOTALL)
+
+
+def translate(text: str) -> str:
+    """One docstring, its mathematics marked up for Sphinx."""
+    return _INLINE.sub(lambda m: f":math:`{' '.join(m[1].split())}`", _BLOCK.sub(_block, text))
+
+
+def _block(found: re.Match[str]) -> str:
+    indent = re.match(r"[ \t]*", found[0])
+    margin = indent[0] if indent else ""
+    tex = " ".join(found[1].split())
+    parts = tex.split(r"\qquad") if len(tex) > WIDEST else [tex]
+    return "".join(f"\n{margin}.. math:: {part.strip()}\n\n" for part in parts)
+
+
+def _process(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = translate("\n".join(lines)).split("\n")
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
+    """Follow a name from the module that defines it to the place where it is public."""
+    home, _, name = str(node.get("reftarget", "")).rpartition(".")
+    if not home.startswith("laconic."):
+        return None
+    places = (f"{public}.{name}" for public in PUBLIC if public != home)
+    resolve_xref = env.domains["py"].resolve_xref
+    found = (resolve_xref(env, node["refdoc"], app.builder, "obj", place, node, content) for place in places)
+    return next((link for link in found if link is not None), None)
+
+
+def setup(app: Sphinx) -> ExtensionMetadata:
+    """Come before napoleon, which listens at the usual priority of 500."""
+    app.connect("autodoc-process-docstring", _process, priority=400)
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

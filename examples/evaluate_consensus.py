@@ -1,0 +1,51 @@
+"""Why to evaluate at consensus: each worker sees only some of the digits, and gossips with its neighbours.
+
+Four workers as threads:  python examples/evaluate_consensus.py
+Two processes:            torchrun --standalone --nproc-per-node 2 examples/evaluate_consensus.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import laconic
+from laconic import tasks
+
+
+def work(comm: laconic.Comm) -> None:
+    """Train one worker, then measure its own model and the one all agree on."""
+    torch.set_num_threads(1)
+    task = tasks.load("digits")
+    model = task.model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    attached = laconic.attach(model, optimizer, laconic.Gossip(laconic.Ring()), comm=comm)
+    shard = task.shards(comm.size, split="label")[comm.rank]
+    for step in range(100):
+        task.loss(model, task.batch(shard, step, batch_size=16, seed=0, rank=comm.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    own = torch.tensor(task.evaluate(model).metric)
+    with attached.consensus():
+        together = task.evaluate(model).metric
+    everyone = comm.gather(own).wait()
+    if comm.rank == 0:
+        alone = ", ".join(f"{accuracy:.1%}" for accuracy in everyone)
+        print(f"each worker's own model: {alone}; the model at consensus: {together:.1%}")
+
+
+def main() -> None:
+    """Run the workers."""
+    if "RANK" not in os.environ:
+        laconic.run_threads(4, work)
+        return
+    dist.init_process_group("gloo")
+    work(laconic.GroupComm())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

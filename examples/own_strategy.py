@@ -1,0 +1,96 @@
+"""A strategy of one's own in twenty lines, beside the one it comes from.
+
+Four workers as threads:  python examples/own_strategy.py
+Two processes:            torchrun --standalone --nproc-per-node 2 examples/own_strategy.py
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import laconic
+from laconic import tasks
+from laconic.reduce import mean_
+
+# own strategy: begin
+
+
+@dataclass(frozen=True)
+class InTurn(laconic.Strategy):
+    """Average one part of the parameters at each step, the parts in turn.
+
+    Every parameter is averaged once in `parts` steps, as with LocalSGD(period=parts), and as many bytes travel; but
+    they travel evenly, a small message at each step instead of a large one now and then.
+    """
+
+    parts: int = 8
+
+    waits = "every step, all wait for the slowest worker and for one part of the parameters to travel"
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise laconic.ConfigError(f"parts={self.parts}: must be at least 1, which averages everything at each step")
+
+    def after_step(self, r: laconic.Replica) -> None:
+        """Average this step's part."""
+        mean_(r.comm, r.x.tensor_split(self.parts)[r.step % self.parts]).wait()
+
+
+# own strategy: end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one worker can tell after a run."""
+
+    rank: int
+    accuracy: float
+    payload_bytes: float
+    messages: int
+
+
+def train(strategy: laconic.Strategy, comm: laconic.Comm, *, steps: int) -> Outcome:
+    """Train on digits; the accuracy is that of the consensus model."""
+    torch.set_num_threads(1)
+    task = tasks.load("digits")
+    model = task.model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    attached = laconic.attach(model, optimizer, strategy, comm=comm)
+    shard = task.shards(comm.size)[comm.rank]
+    before = comm.meter.payload_bytes, comm.meter.messages
+    for step in range(steps):
+        task.loss(model, task.batch(shard, step, batch_size=16, seed=0, rank=comm.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    payload_bytes, messages = comm.meter.payload_bytes - before[0], comm.meter.messages - before[1]
+    with attached.consensus():
+        accuracy = task.evaluate(model).metric
+    return Outcome(comm.rank, accuracy, payload_bytes, messages)
+
+
+def run(strategy: laconic.Strategy, *, steps: int = 80) -> Outcome:
+    """On the processes that torchrun started, or else on four threads; what rank 0 or this process has to tell."""
+    if dist.is_initialized():
+        return train(strategy, laconic.GroupComm(), steps=steps)
+    return laconic.run_threads(4, lambda comm: train(strategy, comm, steps=steps))[0]
+
+
+def main() -> None:
+    """Train with both strategies."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for strategy in (laconic.LocalSGD(period=8), InTurn(parts=8)):
+        told = run(strategy)
+        if told.rank == 0:
+            kilobytes = told.payload_bytes / 1e3
+            print(f"{strategy}: accuracy {told.accuracy:.1%}, {kilobytes:.0f} kB in {told.messages} messages")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

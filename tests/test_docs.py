@@ -1,0 +1,343 @@
+"""What the documentation says is so: its links, files, recipes, command lines, programs and figures of speech."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.own_strategy import InTurn
+from examples.own_strategy import run as run_own
+
+import laconic
+from laconic.recipe import WORDS
+from laconic.runs.recipes import PEERS, parse_recipe
+from tests.pool import free_port
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+    if "_build" not in path.parts and path.is_file()
+)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+STRATEGIES = ("AllReduce", "Gossip", "Local", "LocalSGD", "PushSum", "SlowMo")
+FENCE = re.compile(r"^(<!-- runs -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def text(page: Path) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: Path, *languages: str) -> Iterator[tuple[bool, str]]:
+    """The fenced blocks of a page in some languages, and whether they are marked to be run."""
+    for marked, language, body in FENCE.findall(text(page)):
+        if language in languages:
+            yield bool(marked), body
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", text(page))
+
+
+def inline(page: Path) -> list[str]:
+    """What stands between single backticks."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may point to within a page."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# -- what pages point to ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found.relative_to(ROOT)), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    for name in inline(page):
+        if re.fullmatch(r"(examples|tests|src|docs|benchmarks)/[\w/.-]+", name) and "_build" not in name:
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_test_that_is_named_exists(page: Path) -> None:
+    named = {name for name in inline(page) if re.fullmatch(r"test_\w+", name)}
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    assert named <= set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_make_target_that_is_named_exists(page: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(body for _, body in blocks(page, "sh"))
+    named = re.findall(r"^make (\w+)", shell, re.MULTILINE) + [n[5:] for n in inline(page) if re.match(r"make \w+$", n)]
+    assert set(named) <= targets
+
+
+# -- what pages quote ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_recipe_is_understood(page: Path) -> None:
+    for code in inline(page):
+        if re.match(rf"({'|'.join(STRATEGIES)})\(.*\)$", code) and "..." not in code:
+            laconic.parse(code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_command_line_is_understood(page: Path) -> None:
+    commands = pytest.importorskip("laconic.cli.commands")
+    shell = "\n".join(body for _, body in blocks(page, "sh")).replace("\\\n", " ")
+    lines = [line for line in shell.split("\n") if line.startswith("laconic ")]
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        assert is_dataclass(commands.parse(words)), line
+        for flag, value in pairwise(words):
+            for recipe in value.split(";") if flag in ("--strategy", "--strategies") else ():
+                parse_recipe(recipe)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_python_blocks_are_python(page: Path) -> None:
+    for _, code in blocks(page, "python"):
+        ast.parse(code)
+
+
+def runnable() -> list[Path]:
+    return [page for page in PAGES if any(marked for marked, _ in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", runnable(), ids=str)
+def test_blocks_that_are_marked_run_one_after_another(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": page.stem}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for marked, code in blocks(page, "python"):
+            if marked:
+                exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_reference_lists_exactly_the_words_of_recipes() -> None:
+    words = prose(Path("docs/reference/recipes.md")).partition("## Words")[2].partition("## Several")[0]
+    listed = {word for row in re.findall(r"^\| \w+ \| (`.*) \|$", words, re.MULTILINE) for word in row.split(", ")}
+    assert {word.strip("`") for word in listed} == set(WORDS)
+
+
+def test_the_reference_lists_exactly_the_yardsticks() -> None:
+    yardsticks = prose(Path("docs/reference/recipes.md")).partition("and yardsticks")[2]
+    listed = {parse_recipe(name) for row in re.findall(r"^\| (`.*?) \|", yardsticks, re.M) for name in names_in(row)}
+    assert {type(peer) for peer in listed} == set(PEERS.values())
+
+
+def names_in(row: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", row)
+
+
+def test_the_paper_of_every_strategy_is_listed() -> None:
+    page = text(Path("docs/reference/papers.md"))
+    for name in STRATEGIES:
+        paper = getattr(laconic, name).paper
+        number = re.search(r"arXiv:[\d.]+\d", paper)
+        assert (number[0] if number else paper.rpartition(":")[2].split(",")[0].split(" ")[1]) in page, paper
+        assert f"`{name}`" in page
+
+
+def test_what_is_to_be_measured_has_a_beginning_and_an_end() -> None:
+    for page in PAGES:
+        marks = re.findall(r"<!-- (/?)measured:([\w-]+) -->", text(page))
+        assert marks[::2] == [("", name) for _, name in marks[::2]]
+        assert marks[1::2] == [("/", name) for _, name in marks[::2]]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text(Path("README.md")).split("\n")) < 200
+
+
+def test_the_words_by_which_an_error_is_found_are_in_it() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "laconic").rglob("*.py"))
+    said = re.sub(r'"\s*f?"', "", sources)
+    table = text(Path("docs/how-to/troubleshooting.md")).partition("## Errors")[2].partition("## Symptoms")[0]
+    rows = re.findall(r"^\| `(\w+)`, `([^`]+)` \|", table, re.MULTILINE)
+    assert len(rows) > 10
+    for kind, words in rows:
+        assert issubclass(getattr(laconic, kind), laconic.LaconicError)
+        assert words in said, words
+
+
+# -- what a run leaves --------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
+    import json
+
+    from laconic.runs import resolve, work
+
+    asked = {"task": "digits", "strategy": "LocalSGD(period=2)", "steps": 4, "eval_every": 2, "save_every": 4}
+    summary = work(resolve({**asked, "workers": 1, "threads": 1}), tmp_path)
+    page = text(Path("docs/reference/run-folder.md"))
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.M))
+
+    def named(title: str) -> set[str]:
+        return set(re.findall(r"`([a-z_]+)`", sections[title]))
+
+    assert summary is not None
+    assert set(summary) <= named("summary.json")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {key for line in lines for key in line} == named("metrics.jsonl")
+    links = json.loads((tmp_path / "links.json").read_text())
+    assert set(links[0]) == named("links.json") - {"null"}
+    files = {name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)`", page, re.MULTILINE)}
+    assert {path.name for path in tmp_path.iterdir()} - {"settings.json"} <= files
+
+
+# -- examples -----------------------------------------------------------------------------------------------------
+
+
+def _example(path: str, arguments: list[str], rank: int, size: int, port: int, said: str) -> None:
+    """One process of an example, as a launcher would start it; what it prints goes to a file."""
+    if size > 1:
+        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    sys.argv = [path, *arguments]
+    warnings.simplefilter("error")
+    with Path(said).open("w", encoding="utf-8") as file, redirect_stdout(file):
+        runpy.run_path(path, run_name="__main__")
+
+
+def run_example(path: Path, folder: Path, *arguments: str, size: int = 1) -> str:
+    """Run an example on so many processes; returns what rank 0 printed."""
+    context = multiprocessing.get_context("forkserver")
+    port = free_port()
+    folder.mkdir(exist_ok=True)
+    said = [folder / f"said-{rank}.txt" for rank in range(size)]
+    processes = [
+        context.Process(target=_example, args=(str(path), list(arguments), rank, size, port, str(said[rank])))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * size
+    return said[0].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_runs_alone_and_with_another_worker(path: Path, size: int, tmp_path: Path) -> None:
+    arguments = ["--folder", str(tmp_path / "kept"), "--steps", "10"] if path.stem == "resume" else []
+    assert run_example(path, tmp_path, *arguments, size=size).strip()
+
+
+def test_an_example_runs_under_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / "train.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("workers 2, ")
+
+
+def test_an_example_that_is_resumed_ends_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    path, folder, size = ROOT / "examples" / "resume.py", str(tmp_path / "stopped"), 2
+    run_example(path, tmp_path / "a", "--folder", folder, "--steps", "10", size=size)
+    resumed = run_example(path, tmp_path / "a", "--folder", folder, "--steps", "20", "--resume", size=size)
+    whole = run_example(path, tmp_path / "b", "--folder", str(tmp_path / "whole"), "--steps", "20", size=size)
+    assert resumed.startswith("steps 10 to 20")
+    assert resumed.rpartition(" ")[2] == whole.rpartition(" ")[2]
+
+
+def test_ones_own_strategy_sends_what_local_sgd_sends_in_more_messages() -> None:
+    own, local = run_own(InTurn(parts=4), steps=8), run_own(laconic.LocalSGD(period=4), steps=8)
+    assert own.payload_bytes == pytest.approx(local.payload_bytes)
+    assert own.messages == 4 * local.messages
+
+
+def test_ones_own_strategy_in_one_part_is_local_sgd_at_every_step() -> None:
+    def parameters(strategy: laconic.Strategy) -> Callable[[laconic.Comm], list[float]]:
+        return lambda comm: train_a_little(strategy, comm)
+
+    own, local = (laconic.run_threads(3, parameters(s)) for s in (InTurn(parts=1), laconic.LocalSGD(period=1)))
+    assert own == local
+
+
+def train_a_little(strategy: laconic.Strategy, comm: laconic.Comm) -> list[float]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.zero_()
+    laconic.attach(model, optimizer, strategy, comm=comm)
+    for step in range(5):
+        model(torch.full((1, 3), 1.0 + comm.rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def test_the_tutorials_strategy_is_as_short_as_it_says() -> None:
+    source = (ROOT / "examples" / "own_strategy.py").read_text(encoding="utf-8")
+    body = source.partition("# own strategy: begin")[2].partition("# own strategy: end")[0].strip().split("\n")
+    assert len(body) <= 20
+
+
+# -- the site -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for library in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(library, reason="the docs group is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", tmp_path / "trees", DOCS, tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(r'<(script|link|img)[^>]+(src|href)="https?://', page.read_text(encoding="utf-8")), page
