@@ -13,7 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "laconic", "tests.pool"])
+# Optimizers import torch._dynamo when they are made, which costs half a second.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "laconic", "tests.pool"]
+)
 
 
 def free_port() -> int:
@@ -25,7 +28,9 @@ def free_port() -> int:
 class Worker:
     """One rank: its process and the pipe its result comes back on."""
 
-    def __init__(self, work: Callable[..., Any], rank: int, size: int, port: int, seconds: float, arguments: Any) -> None:
+    def __init__(
+        self, work: Callable[..., Any], rank: int, size: int, port: int, seconds: float, arguments: Any
+    ) -> None:
         self.rank = rank
         self.inbox, outbox = _context.Pipe(duplex=False)
         self.process = _context.Process(target=_main, args=(outbox, work, rank, size, port, seconds, arguments))

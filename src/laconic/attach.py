@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,20 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from laconic import checkpoint, joining
-from laconic._version import __version__
 from laconic.buckets import Backward, Bucket, cut
 from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
 from laconic.errors import ConfigError
 from laconic.flat import Segment, copy_each_, flatten, lay_out, views
-from laconic.handshake import Facts, agree, describe_tensor
+from laconic.handshake import agree, facts_of
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 
-log = logging.getLogger("laconic")
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
 
@@ -39,6 +35,8 @@ class Attached:
         replicas: the flat vectors and their state, one for each (dtype, device).
         strategy: the recipe.
         comm: the ranks; `comm.meter` holds bytes and seconds.
+        scaler: the loop's GradScaler, where it has one.
+        undo: what `detach` undoes.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
@@ -50,7 +48,8 @@ class Attached:
         self.replicas: list[Replica] = []
         self.layouts: list[tuple[list[nn.Parameter], tuple[Segment, ...]]] = []
         self.backward: Backward | None = None
-        self._handles: list[RemovableHandle] = []
+        self.scaler: torch.amp.GradScaler | None = None
+        self.undo = ExitStack()
 
     @property
     def step(self) -> int:
@@ -60,9 +59,8 @@ class Attached:
     # -- the training step ---------------------------------------------------------------------------------------
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.comm.step = self.step
-        closure = kwargs.get("closure", args[0] if args else None)
-        if not (self.strategy.reads_gradient and closure is not None):
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer itself
+        if closure is None:
             self._hooks_before()
             return None
 
@@ -71,7 +69,7 @@ class Attached:
             self._hooks_before()
             return loss
 
-        return ((), {**kwargs, "closure": evaluate})
+        return args[:1], {**kwargs, "closure": evaluate}
 
     def _hooks_before(self) -> None:
         with torch.no_grad():
@@ -87,6 +85,7 @@ class Attached:
             for replica in self.replicas:
                 replica.step += 1
                 self.strategy.after_step(replica)
+        self.comm.step = self.step
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -129,13 +128,13 @@ class Attached:
         their own while they train. All of it is put back at the end.
         """
         self.settle()
-        with torch.no_grad():
-            own = [replica.x.clone() for replica in self.replicas]
-            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            for replica in self.replicas:
-                replica.x.copy_(self.strategy.consensus(replica))
-            self._average_buffers()
+        own = [replica.x.clone() for replica in self.replicas]
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
+            with torch.no_grad():
+                for replica in self.replicas:
+                    replica.x.copy_(self.strategy.consensus(replica))
+                self._average_buffers()
             yield self.model
         finally:
             with torch.no_grad():
@@ -197,9 +196,7 @@ class Attached:
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""
         self.settle()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.undo.close()
 
 
 def attach(
@@ -244,7 +241,16 @@ def attach(
     comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
     named = _trained(model, optimizer)
-    agree(comm, _facts(model, optimizer, strategy, comm, seed, init), next(iter(named.values())).device)
+    settings = {
+        "the number of workers": comm.size,
+        "the strategy": strategy,
+        "the seed": seed,
+        "init": init,
+        "bucket_bytes": bucket_bytes,
+        "find_unused": find_unused,
+        "the use of a scaler": scaler is not None and scaler.is_enabled(),
+    }
+    agree(comm, facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
     strategy.check(comm.size)
     _make_replicas(attached, named)
     if init == "broadcast":
@@ -253,8 +259,9 @@ def attach(
         for replica in attached.replicas:
             strategy.start(replica)
     _hook(attached, bucket_bytes=bucket_bytes, find_unused=find_unused)
-    if scaler is not None and comm.size > 1:
-        _share_skips(scaler, optimizer, comm)
+    attached.scaler = scaler
+    if scaler is not None and comm.size > 1 and not strategy.sends_gradients:
+        _share_skips(attached, scaler)
     return attached
 
 
@@ -273,26 +280,6 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
     return named
-
-
-def _facts(model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, seed: int, init: str) -> Facts:
-    """What must be equal on all ranks, the telling things first."""
-    groups = [
-        (f"optimizer group {i}", ", ".join(f"{k}={v}" for k, v in sorted(group.items()) if k != "params"))
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    return [
-        ("the laconic version", __version__),
-        ("the torch version", torch.__version__.split("+")[0]),
-        ("the number of workers", str(comm.size)),
-        ("the strategy", repr(strategy)),
-        ("the seed", str(seed)),
-        ("init", init),
-        ("the optimizer", type(optimizer).__name__),
-        *groups,
-        *((f"parameter {name}", describe_tensor(p)) for name, p in model.named_parameters()),
-        *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),
-    ]
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
@@ -356,21 +343,29 @@ def _hook(attached: Attached, *, bucket_bytes: int, find_unused: bool) -> None:
             for bucket in cut(replica, parameters, segments, bucket_bytes)
         ]
         attached.backward = Backward(buckets, strategy.on_gradient, find_unused)
-        attached._handles.extend(attached.backward.watch())  # pyright: ignore[reportPrivateUsage]
-    attached._handles += [  # pyright: ignore[reportPrivateUsage]
-        optimizer.register_step_pre_hook(attached._before_step),  # pyright: ignore[reportPrivateUsage]
-        optimizer.register_step_post_hook(attached._after_step),  # pyright: ignore[reportPrivateUsage]
-    ]
+        for handle in attached.backward.watch():
+            attached.undo.callback(handle.remove)
+    before = optimizer.register_step_pre_hook(attached._before_step)  # pyright: ignore[reportPrivateUsage]
+    after = optimizer.register_step_post_hook(attached._after_step)  # pyright: ignore[reportPrivateUsage]
+    attached.undo.callback(before.remove)
+    attached.undo.callback(after.remove)
 
 
-def _share_skips(scaler: torch.amp.GradScaler, mine: Optimizer, comm: Comm) -> None:
+def _share_skips(attached: Attached, scaler: torch.amp.GradScaler) -> None:
     """Let an overflow on one rank skip the step on all, as GradScaler for sharded models does."""
-    unscale = scaler.unscale_
+    check, device = scaler._unscale_grads_, attached.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
 
-    def unscale_and_ask(optimizer: Optimizer) -> None:
-        unscale(optimizer)
-        if optimizer is mine:
-            for found in scaler._found_inf_per_device(optimizer).values():  # pyright: ignore[reportPrivateUsage]
-                comm.sum_(found).wait()
+    def check_together(
+        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = check(optimizer, inv_scale, found_inf, allow_fp16)
+        if optimizer is not attached.optimizer:
+            return found
+        overflows = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))
+        return {device: attached.comm.sum_(overflows).wait()}
 
-    scaler.unscale_ = unscale_and_ask
+    def restore() -> None:
+        scaler._unscale_grads_ = check  # pyright: ignore[reportPrivateUsage]
+
+    scaler._unscale_grads_ = check_together  # pyright: ignore[reportPrivateUsage]
+    attached.undo.callback(restore)

@@ -35,11 +35,13 @@ class Bucket:
     def gather(self) -> None:
         """Copy the parameters' gradients into the flat vector; no gradient counts as zero."""
         with torch.no_grad():
-            present = [(g, p.grad) for g, p in zip(self.gradients, self.parameters, strict=True) if p.grad is not None]
+            found: list[tuple[Tensor, Tensor]] = []
             for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
                 if parameter.grad is None:
                     gradient.zero_()
-            moved = [(mine, theirs) for mine, theirs in present if mine.data_ptr() != theirs.data_ptr()]
+                else:
+                    found.append((gradient, parameter.grad.to_dense()))
+            moved = [(mine, theirs) for mine, theirs in found if mine.data_ptr() != theirs.data_ptr()]
             if moved:
                 copy_each_([m for m, _ in moved], [t for _, t in moved])
 

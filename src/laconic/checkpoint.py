@@ -1,34 +1,33 @@
 """Checkpoints: safetensors and JSON, written whole or not at all, read back bit for bit.
 
-A checkpoint is a folder `step-NNNNNNNN` with two files per rank: `rank-NNNN.safetensors` holds the tensors and
-`rank-NNNN.json`, written last and only when every rank's tensors are safely on disk, holds the rest and the tensors'
-checksum. A rank's part without its JSON does not exist. Ranks need not share a disk.
+A checkpoint is a folder `step-NNNNNNNN` with a `Part` for each rank. Every rank first writes everything to disk; when
+all have done so, each gives its part its name. A step counts where every rank has its part. Ranks need not share a
+disk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laconic._version import __version__
 from laconic.comm.base import arrived
 from laconic.errors import CheckpointError, NonFiniteError
-from laconic.files import write_atomically
-from laconic.handshake import gather_texts
-from laconic.tree import pack, unpack
+from laconic.handshake import describe_tensor, gather_texts
+from laconic.part import Part
 
 if TYPE_CHECKING:
     from laconic.attach import Attached
 
-_FOLDER = re.compile(r"step-(\d{8})")
+T = TypeVar("T")
+_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 def state_of(attached: Attached) -> dict[str, Any]:
@@ -45,90 +44,95 @@ def state_of(attached: Attached) -> dict[str, Any]:
             }
             for replica in attached.replicas
         ],
-        "buffers": {name: buffer.detach().clone() for name, buffer in attached.model.named_buffers()},
-        "optimizer": attached.optimizer.state_dict(),
+        "others": {name: x.clone() for name, x in _others(attached).items()},
+        "optimizer": deepcopy(attached.optimizer.state_dict()),
     }
 
 
 def restore(attached: Attached, state: Mapping[str, Any]) -> None:
     """Put `state_of` back; refuse one that belongs elsewhere before touching anything."""
-    ours, theirs = _identity(attached), state["identity"]
-    for key, value in ours.items():
-        if theirs.get(key) != value:
-            raise CheckpointError(f"the checkpoint's {key} is {theirs.get(key)}, this run's is {value}")
+    _refuse_stranger(attached, state)
     attached.settle()
     with torch.no_grad():
         for replica, saved in zip(attached.replicas, state["replicas"], strict=True):
+            like = replica.state
             replica.x.copy_(saved["x"])
             replica.step = saved["step"]
-            like = replica.state
-            replica.state = {name: x.clone().to(_home(like, name, x)) for name, x in saved["state"].items()}
+            replica.state = {
+                name: x.clone().to(_home(like.get(name), x, replica.x)) for name, x in saved["state"].items()
+            }
             replica.inflight = {
                 name: arrived([x.clone().to(replica.x.device) for x in received])
                 for name, received in saved["inflight"].items()
             }
-        for name, buffer in attached.model.named_buffers():
-            buffer.copy_(state["buffers"][name])
-    attached.optimizer.load_state_dict(state["optimizer"])
+        for name, x in _others(attached).items():
+            x.copy_(state["others"][name])
+    attached.optimizer.load_state_dict(deepcopy(state["optimizer"]))
+    attached.comm.step = attached.step
 
 
-def _home(like: Mapping[str, Tensor], name: str, x: Tensor) -> torch.device:
-    return like[name].device if name in like else x.device
+def _others(attached: Attached) -> dict[str, Tensor]:
+    """The model's buffers, and the parameters that the optimizer does not move, by name."""
+    moved = {id(p) for parameters, _ in attached.layouts for p in parameters}
+    parameters = {name: p.detach() for name, p in attached.model.named_parameters() if id(p) not in moved}
+    return parameters | {name: buffer.detach() for name, buffer in attached.model.named_buffers()}
 
 
-def _identity(attached: Attached) -> dict[str, Any]:
+def _home(like: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
+    """Where a strategy keeps this tensor: where a fresh start puts one of that shape, else with the parameters."""
+    return like.device if like is not None and like.shape == saved.shape else x.device
+
+
+def _identity(attached: Attached) -> dict[str, str]:
     """What a checkpoint and a run must have in common."""
+    groups = [len(group["params"]) for group in attached.optimizer.param_groups]
     return {
-        "strategy": repr(attached.strategy),
-        "number of workers": attached.comm.size,
-        "rank": attached.comm.rank,
-        "seed": attached.seed,
-        "optimizer": type(attached.optimizer).__name__,
-        "parameters": [
-            [[segment.name, list(segment.shape)] for segment in segments] for _, segments in attached.layouts
-        ],
+        "the strategy": repr(attached.strategy),
+        "the number of workers": str(attached.comm.size),
+        "the rank": str(attached.comm.rank),
+        "the seed": str(attached.seed),
+        "the optimizer": f"{type(attached.optimizer).__name__} over groups of {groups} parameters",
+        **{
+            f"parameter {segment.name}": describe_tensor(parameter)
+            for parameters, segments in attached.layouts
+            for parameter, segment in zip(parameters, segments, strict=True)
+        },
+        **{f"{name}, which is not trained,": describe_tensor(x) for name, x in _others(attached).items()},
     }
+
+
+def _refuse_stranger(attached: Attached, state: Mapping[str, Any]) -> None:
+    ours, theirs = _identity(attached), state["identity"]
+    for name in {**ours, **theirs}:
+        if name not in theirs or name not in ours:
+            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
+        if ours[name] != theirs[name]:
+            raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
 
 
 def save(attached: Attached, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
     """Write every rank's part, then commit; keep the newest `keep` checkpoints."""
-    state = state_of(attached)
+    content = {"state": state_of(attached), "extra": extra, "random": _random_state()}
     _refuse_non_finite(attached)
-    home = folder / f"step-{attached.step:08d}"
-    name = f"rank-{attached.comm.rank:04d}"
-    tree, tensors = pack({"state": state, "extra": extra, "random": _random_state()})
-    problem, checksum = "", ""
+    part = Part(folder / f"step-{attached.step:08d}", attached.comm.rank)
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        checksum = _write_tensors(home / f"{name}.safetensors", tensors)
-    except OSError as error:
-        problem = f"rank {attached.comm.rank} cannot write {home}: {error.strerror or error}"
-    _stop_together(attached, problem)
-    body = {"laconic": __version__, "checksum": checksum, "tree": tree}
-    try:
-        write_atomically(home / f"{name}.json", json.dumps(body).encode())
-    except OSError as error:
-        problem = f"rank {attached.comm.rank} cannot write {home}: {error.strerror or error}"
-    _stop_together(attached, problem)
-    for old in _whole_steps(folder, attached.comm.rank)[:-keep]:
-        _remove_part(folder / f"step-{old:08d}", name)
-    return home
+        aside = _together(attached, part, lambda: part.write_aside(content))
+        _together(attached, part, lambda: part.commit(aside))
+    finally:
+        _tidy(part, keep)
+    return part.home
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    from safetensors.torch import save as to_bytes
-
-    content = to_bytes(tensors)
-    write_atomically(path, content)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _remove_part(home: Path, name: str) -> None:
-    """Forget one rank's part, its commit first; the last rank out removes the folder."""
-    (home / f"{name}.json").unlink(missing_ok=True)
-    (home / f"{name}.safetensors").unlink(missing_ok=True)
-    if home.is_dir() and not any(home.iterdir()):
-        shutil.rmtree(home, ignore_errors=True)
+def _tidy(part: Part, keep: int) -> None:
+    """Remove leftovers, and what is older than the newest `keep` parts."""
+    folder, rank = part.home.parent, part.rank
+    # What refuses to go is no reason to fail: it is tried again the next time.
+    with suppress(OSError, ValueError, LookupError):
+        part.tidy()
+        whole = _whole_steps(folder, rank)
+        for step, home in _steps(folder):
+            if step < min(whole[-keep:], default=0):
+                Part(home, rank).remove()
 
 
 def load(attached: Attached, folder: Path) -> dict[str, Any]:
@@ -140,57 +144,44 @@ def load(attached: Attached, folder: Path) -> dict[str, Any]:
     if not common:
         lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
         raise CheckpointError(f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders")
-    problem, content = "", {}
-    try:
-        content = read(folder / f"step-{max(common):08d}", comm.rank)
-        restore(attached, content["state"])
-    except CheckpointError as error:
-        problem = str(error)
-    _stop_together(attached, problem)
+    part = Part(folder / f"step-{max(common):08d}", comm.rank)
+    content = _together(attached, part, lambda: _read_own(attached, part))
+    restore(attached, content["state"])
     _restore_random_state(content["random"])
     return content["extra"]
 
 
-def read(home: Path, rank: int) -> dict[str, Any]:
-    """One rank's part of a checkpoint, checked against its checksum.
+def _read_own(attached: Attached, part: Part) -> dict[str, Any]:
+    content = part.read()
+    _refuse_stranger(attached, content["state"])
+    return content
 
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
-    from safetensors.torch import load as from_bytes
 
-    path = home / f"rank-{rank:04d}.safetensors"
-    try:
-        body = json.loads((home / f"rank-{rank:04d}.json").read_bytes())
-        content = path.read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        if found != body["checksum"]:
-            raise CheckpointError(
-                f"{path} is damaged: its checksum is {found[:12]}, {body['checksum'][:12]} was written; "
-                f"remove {home} to go on from the checkpoint before"
-            )
-        return unpack(body["tree"], from_bytes(content))
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{home}, rank {rank}: cannot be read ({error}); remove it to go on from an older one"
-        ) from error
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder, whole or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name)))
 
 
 def _whole_steps(folder: Path, rank: int) -> list[int]:
     """Steps whose part of this rank was committed, oldest first."""
-    if not folder.is_dir():
-        return []
-    steps = [(int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name))]
-    return sorted(step for step, path in steps if (path / f"rank-{rank:04d}.json").exists())
+    return [step for step, home in _steps(folder) if Part(home, rank).path.exists()]
 
 
-def _stop_together(attached: Attached, problem: str) -> None:
-    """Raise on every rank what went wrong on any."""
-    device = attached.replicas[0].x.device
-    problems = [text.decode() for text in gather_texts(attached.comm, problem.encode(), device)]
-    first = next((p for p in problems if p), None)
+def _together(attached: Attached, part: Part, work: Callable[[], T]) -> T:
+    """The result of this rank's work; raises on every rank what went wrong on any."""
+    results, problem = list[T](), ""
+    try:
+        results.append(work())
+    except (OSError, CheckpointError) as error:
+        place = "" if str(part.home) in str(error) else f"{part.home}: "
+        problem = f"rank {part.rank}: {place}{error}"
+    texts = gather_texts(attached.comm, problem.encode(), attached.replicas[0].x.device)
+    first = next((text.decode() for text in texts if text), None)
     if first:
         raise CheckpointError(first)
+    return results[0]
 
 
 def _refuse_non_finite(attached: Attached) -> None:

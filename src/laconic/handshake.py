@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from laconic._version import __version__
 from laconic.comm.base import Comm
 from laconic.errors import MismatchError
 
@@ -48,12 +50,46 @@ def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
     return f"only rank {rank} has {longer[min(len(mine), len(theirs))][0]}"
 
 
+def facts_of(
+    model: nn.Module, optimizer: Optimizer, trained: Mapping[str, Tensor], settings: Mapping[str, object]
+) -> Facts:
+    """What must be equal on all ranks, the telling things first.
+
+    Args:
+        model: its parameters and buffers are compared by name, shape, dtype and whether they are trained.
+        optimizer: its kind and the settings of its groups are compared.
+        trained: the parameters that the optimizer moves, by name.
+        settings: everything else.
+    """
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = [
+        (f"{key} of optimizer group {i}", str(value))
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in sorted(group.items())
+        if key != "params"
+    ]
+    parameters = [
+        (f"parameter {name}", describe_tensor(p) + (f" in group {group_of[id(p)]}" if name in trained else ""))
+        for name, p in model.named_parameters()
+    ]
+    return [
+        ("the laconic version", __version__),
+        ("the torch version", torch.__version__.split("+")[0]),
+        *((name, str(value)) for name, value in settings.items()),
+        ("the optimizer", type(optimizer).__name__),
+        *groups,
+        *parameters,
+        *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),
+    ]
+
+
 def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of any length, in the order of ranks."""
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     lengths = [int(n.item()) for n in comm.gather(length).wait()]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if not any(lengths):
+        return [b""] * len(lengths)
+    padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     rows = comm.gather(padded.to(device)).wait()
     return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]
 

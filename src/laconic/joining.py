@@ -26,21 +26,26 @@ def join(attached: Attached, batches: Iterable[Batch], after_step: Callable[[], 
     counted = min(lengths) >= 0
     iterator = iter(batches)
     step = 0
-    while True:
-        batch = next(iterator, _END)
-        active = sum(step < n for n in lengths) if counted else _vote(attached, batch is not _END)
-        if not active:
-            break
-        for replica in attached.replicas:
-            replica.active = active
-        if isinstance(batch, _End):
-            answer(attached)
-            after_step()
-        else:
-            yield batch
-        step += 1
+    try:
+        while True:
+            batch = next(iterator, _END)
+            active = sum(step < n for n in lengths) if counted else _vote(attached, batch is not _END)
+            if not active:
+                return
+            _expect(attached, active)
+            if isinstance(batch, _End):
+                answer(attached)
+                after_step()
+            else:
+                yield batch
+            step += 1
+    finally:
+        _expect(attached, attached.comm.size)
+
+
+def _expect(attached: Attached, active: int) -> None:
     for replica in attached.replicas:
-        replica.active = attached.comm.size
+        replica.active = active
 
 
 def answer(attached: Attached) -> None:
@@ -48,7 +53,13 @@ def answer(attached: Attached) -> None:
     attached.optimizer.zero_grad(set_to_none=True)
     if attached.backward is not None:
         attached.backward.flush()
-    attached.optimizer.step()
+    if attached.scaler is None:
+        attached.optimizer.step()
+    else:
+        # A scaler sets itself up with the first loss, of which this rank may have had none.
+        attached.scaler.scale(torch.zeros((), device=attached.replicas[0].x.device))
+        attached.scaler.step(attached.optimizer)
+        attached.scaler.update()
     attached.optimizer.zero_grad(set_to_none=True)
 
 

@@ -25,8 +25,9 @@ def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().contiguous().clone()
-        return {"$tensor": path}
+        name = path if path not in tensors else f"{path} {len(tensors)}"
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"$tensor": name}
     if isinstance(value, tuple):
         return {"$tuple": [_pack(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):

@@ -79,38 +79,58 @@ def reading(summaries: Sequence[Fields]) -> str:
         summaries: of runs of equal training time; the first is the yardstick.
     """
     base, *others = summaries
-    name = base["strategy"]
-    waits = base["exposed_seconds_per_step"] / base["seconds_per_step"]
-    sentences = [
-        f"In {base['seconds']:.0f} s of training {name} took {base['steps']} steps and spent {waits:.0%} of them "
-        f"waiting for the network; it sends {_megabytes(base)} per worker and step."
-    ]
-    fastest = min(others, key=lambda each: each["seconds_per_step"])
+    twins = [each for each in others if _says_as_much(each, base)]
+    rivals = [each for each in others if each not in twins]
+    words = [_waiting(base), *(_twin(each, base) for each in twins)]
+    if rivals:
+        words += [_pace(base, rivals), *_quality(base, rivals)]
+    return " ".join(words)
+
+
+def _waiting(base: Fields) -> str:
+    share = base["exposed_seconds_per_step"] / base["seconds_per_step"]
+    return (
+        f"In {base['seconds']:.0f} s of training {base['strategy']} took {base['steps']} steps and spent {share:.0%} "
+        f"of them waiting for the network; it sends {_megabytes(base)} per worker and step."
+    )
+
+
+def _twin(twin: Fields, base: Fields) -> str:
+    """A word on one that says the same; all that may differ is the time it takes."""
+    ratio = base["seconds_per_step"] / twin["seconds_per_step"]
+    return f"{_called(twin)} sends the same and makes {ratio:.2f} times as many steps in a second."
+
+
+def _pace(base: Fields, rivals: Sequence[Fields]) -> str:
+    fastest = min(rivals, key=lambda each: each["seconds_per_step"])
     ratio = base["seconds_per_step"] / fastest["seconds_per_step"]
-    if ratio > 1.02:
-        sentences.append(
-            f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
-            f"{fastest['steps']} steps in the same time."
-        )
-    else:
-        sentences.append(f"Nothing here made its steps faster than {name}: the link is not what holds them back.")
-    return " ".join([*sentences, *_quality(base, others)])
+    if ratio < 1.02:
+        return f"Saying less made no steps faster than those of {base['strategy']}: the link is not what holds it back."
+    return (
+        f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
+        f"{fastest['steps']} steps in the same time."
+    )
 
 
-def _quality(base: Fields, others: Sequence[Fields]) -> list[str]:
+def _quality(base: Fields, rivals: Sequence[Fields]) -> list[str]:
     """What the time that was gained is worth, in held-out loss."""
-    best = min([base, *others], key=lambda each: each["eval_loss"])
-    worse = [each for each in others if each["eval_loss"] > base["eval_loss"]]
-    if best is base:
+    best = min(rivals, key=lambda each: each["eval_loss"])
+    worse = [each for each in rivals if each["eval_loss"] > base["eval_loss"]]
+    if best in worse:
         return [f"At equal time none reached a lower held-out loss than {base['strategy']} ({base['eval_loss']:.3f})."]
-    sentences = [
+    words = [
         f"At equal time {_called(best)} has the lowest held-out loss, {best['eval_loss']:.3f} "
         f"against {base['eval_loss']:.3f}."
     ]
     if worse:
         names = " and ".join(_called(each) for each in worse)
-        sentences.append(f"{names} did worse than {base['strategy']}: saying less is not free.")
-    return sentences
+        words.append(f"{names} did worse than {base['strategy']}: saying less is not free.")
+    return words
+
+
+def _says_as_much(one: Fields, other: Fields) -> bool:
+    own, others = one["payload_bytes_per_worker_per_step"], other["payload_bytes_per_worker_per_step"]
+    return abs(own - others) <= 0.01 * others
 
 
 def _called(summary: Fields) -> str:

@@ -45,7 +45,7 @@ class Watch:
                 BarColumn(24),
                 TextColumn("{task.fields[words]}"),
             )
-            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
             self._live.start()
             self._bar = self._live.add_task(self._label, total=1.0, words="starting")
         return self

@@ -113,7 +113,7 @@ class Train:
 
         if started_by_torchrun():
             return self._join()
-        settings, folder = self._prepared(self.workers or 4)
+        settings, folder = self._prepared(4 if self.workers is None else self.workers)
         with Watch(settings.strategy, settings.steps, settings.seconds) as watch:
             summary = launch(settings, folder, listener=watch, resume=self.resume is not None)
         return self._show(summary, folder)

@@ -2,147 +2,225 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from laconic.comm.base import Comm, Work
 from laconic.comm.threads import alone
 from laconic.errors import CommError, ConfigError, DeadlineError, PeerLostError
+from laconic.roll_call import RollCall
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
-Handles = Sequence[dist.Work | None]
-_ROLL_CALL_SECONDS = 2.0
+Handles = list[dist.Work]
+_WIRE_WORDS = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
 
 
 class GroupComm(Comm):
     """One rank's view of a process group.
 
-    A failed call closes the group at once, so that every other rank fails too instead of waiting for its deadline;
-    then the survivors answer a roll call on the rendezvous store, and the error names who did not.
+    On Gloo it opens connections of its own beside the group's. A failed call closes them at once, so that every other
+    rank fails too instead of waiting for its deadline; then the survivors answer a roll call on the rendezvous store,
+    and the error names who did not. (A rank that is busy elsewhere for two seconds more counts as missing.)
 
     Args:
         group: a process group; the default one when None.
         deadline_seconds: how long one wait may last (on NCCL the group's own timeout holds).
+
+    Raises:
+        CommError: not all ranks of the group came to make theirs.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, deadline_seconds: float = 60.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), deadline_seconds=deadline_seconds)
-        self.group = group
-        self._blocking = dist.get_backend(group) == "gloo"
-        self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members = dist.get_process_group_ranks(group or _world())
+        store = _own_store(members)
+        self._roll_call = RollCall(store, members, self.rank)
+        self._inflight: dict[int, Handles] = {}
+        self._fault: CommError | None = None
+        self._shared = _Wire(group or _world(), timed=False)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
+        self._own: list[_Wire] = []  # at most one, in a list that can be emptied
+        if self._gloo_devices and self.size > 1:
+            self._open(store)
+
+    def _open(self, store: Store) -> None:
+        start = time.monotonic()
+        try:
+            self._own.append(_connect(store, self.rank, self.size, self.deadline_seconds))
+        except RuntimeError as error:
+            problem = _first_sentence(error)
+        else:
+            weakref.finalize(self, self._own.clear)
+            return
+        raise self._failed("connecting", problem, time.monotonic() - start, self.step)
 
     def _sum_(self, x: Tensor) -> Work[Tensor]:
-        return self._start("sum", lambda: [dist.all_reduce(x, group=self.group, async_op=True)], lambda: x)
+        return self._start("sum", x, lambda wire: wire.sum(x), lambda: x)
 
     def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
-        def launch() -> Handles:
-            return [dist.broadcast(x, group_src=source, group=self.group, async_op=True)]
-
-        return self._start(f"broadcast from rank {source}", launch, lambda: x)
+        return self._start(f"broadcast from rank {source}", x, lambda wire: wire.broadcast(x, source), lambda: x)
 
     def _gather(self, x: Tensor) -> Work[list[Tensor]]:
-        rows = x.new_empty((self.size, x.numel()))
-
-        def launch() -> Handles:
-            flat = x.contiguous().view(-1)
-            return [dist.all_gather(list(rows), flat, group=self.group, async_op=True)]
-
-        return self._start("gather", launch, lambda: [row.view(x.shape) for row in rows])
+        flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
+        return self._start("gather", x, lambda wire: wire.gather(flat, rows), lambda: [r.view(x.shape) for r in rows])
 
     def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         sent, received = torch.cat(list(xs)), xs[0].new_empty(sum(sizes))
-
-        def launch() -> Handles:
-            counts = [x.numel() for x in xs]
-            return [dist.all_to_all_single(received, sent, list(sizes), counts, group=self.group, async_op=True)]
-
-        return self._start("scatter", launch, lambda: list(received.split(list(sizes))))
+        counts = [x.numel() for x in xs]
+        return self._start(
+            "scatter",
+            sent,
+            lambda wire: wire.scatter(sent, counts, received, list(sizes)),
+            lambda: list(received.split(list(sizes))),
+        )
 
     def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
         received = [torch.empty_like(x) for _ in frm]
-
-        def launch() -> Handles:
-            sends = [dist.P2POp(dist.isend, x, group=self.group, group_peer=j) for j in to]
-            receives = [
-                dist.P2POp(dist.irecv, y, group=self.group, group_peer=j) for j, y in zip(frm, received, strict=True)
-            ]
-            return list(dist.batch_isend_irecv(sends + receives))
-
         peers = ", ".join(str(j) for j in sorted({*to, *frm}))
-        return self._start(f"exchange with ranks {peers}", launch, lambda: received)
+        return self._start(
+            f"exchange with ranks {peers}", x, lambda wire: wire.exchange(x, to, received, frm), lambda: received
+        )
 
-    def _start(self, operation: str, launch: Callable[[], Handles], result: Callable[[], T]) -> Work[T]:
-        step = self.step
-        try:
-            handles = launch()
-        except RuntimeError as error:
-            raise self._failed(operation, step, error, 0.0) from error
+    def _start(self, operation: str, x: Tensor, launch: Callable[[_Wire], Handles], result: Callable[[], T]) -> Work[T]:
+        if self._fault is not None:
+            raise self._closed(self._fault)
+        step, timed = self.step, x.device.type in self._gloo_devices
+        handles, problem = _try_launch(launch, self._own[0] if timed else self._shared)
+        if problem:
+            raise self._failed(operation, problem, 0.0, step)
+        self._inflight[id(handles)] = handles
 
         def finish() -> T:
             start = time.monotonic()
-            try:
-                for handle in handles:
-                    if handle is not None:
-                        self._wait(handle)
-            except RuntimeError as error:
-                raise self._failed(operation, step, error, time.monotonic() - start) from error
+            # On NCCL a timeout makes the wait block the host; its own watchdog keeps the deadline instead.
+            problem = _try_wait(handles, self.deadline_seconds if timed else None)
+            self._inflight.pop(id(handles), None)
+            if problem or self._fault is not None:
+                raise self._failed(operation, problem, time.monotonic() - start, step)
             return result()
 
         return Work(finish)
 
-    def _wait(self, handle: dist.Work) -> None:
-        # A timeout makes NCCL's wait block the host; its own watchdog keeps the deadline instead.
-        if self._blocking:
-            handle.wait(timedelta(seconds=self.deadline_seconds))
+    def _failed(self, operation: str, problem: str, waited: float, step: int) -> CommError:
+        """Hang up, call the roll, and say what happened; once."""
+        if self._fault is not None:
+            return self._closed(self._fault)
+        late = waited >= 0.95 * self.deadline_seconds or "timed out" in problem.lower()
+        late, missing = self._roll_call.hold(late, self._hang_up)
+        where, who = f"rank {self.rank}, step {step}, {operation}", ", ".join(missing)
+        be = "is" if len(missing) == 1 else "are"
+        if late:
+            names = f"; {who} {be} not answering" if missing else ""
+            self._fault = DeadlineError(f"{where}: no answer within {self.deadline_seconds:g} s{names} ({problem})")
         else:
-            handle.wait()
+            names = f"{who} {be} lost" if missing else "a connection was closed"
+            self._fault = PeerLostError(f"{where}: {names} ({problem})")
+        return self._fault
 
-    def _failed(self, operation: str, step: int, error: RuntimeError, waited: float) -> CommError:
-        missing = self._roll_call()
-        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
-        where = f"rank {self.rank}, step {step}, {operation}"
-        if waited >= 0.95 * self.deadline_seconds:
-            names = f"; {who} not answering" if missing else ""
-            return DeadlineError(f"{where}: no answer within {self.deadline_seconds:g} s{names}")
-        names = f"{who} lost" if missing else "a connection was closed"
-        return PeerLostError(f"{where}: {names} ({str(error).splitlines()[0][:200]})")
+    @staticmethod
+    def _closed(fault: CommError) -> CommError:
+        return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
 
-    def _roll_call(self) -> list[int]:
-        """Close the group, say "here" on the store, and return the ranks that do not within two seconds."""
-        close(self.group)
-        keys = {rank: f"laconic/here/{member}" for rank, member in enumerate(self._members)}
-        end = time.monotonic() + _ROLL_CALL_SECONDS
-        try:
-            self._store.set(keys[self.rank], "1")
-            missing = [rank for rank in keys if not self._store.check([keys[rank]])]
-            while missing and time.monotonic() < end:
-                time.sleep(0.05)
-                missing = [rank for rank in missing if not self._store.check([keys[rank]])]
-        except (RuntimeError, OSError):
-            # The store went with the process that hosts it.
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self._members[0] == 0
-            return [0] if hosted else []
-        if self._members[self.rank] == 0:
-            time.sleep(0.5)  # this process may host the store the others still read
-        return missing
+    def _hang_up(self) -> None:
+        """Close the connections: they end with the last reference to the group and to its handles."""
+        for handles in self._inflight.values():
+            handles.clear()
+        self._inflight.clear()
+        self._own.clear()
 
 
-def close(group: dist.ProcessGroup | None) -> None:
-    """Close a group's connections, whatever state it is in."""
+class _Wire:
+    """Torch's calls on one group: the caller's, or connections of our own, which are ours to close."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timed: bool) -> None:
+        self._group = group
+        self.timed = timed
+
+    def sum(self, x: Tensor) -> Handles:
+        return [self._group.allreduce([x])]
+
+    def broadcast(self, x: Tensor, source: int) -> Handles:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return [self._group.broadcast([x], options)]
+
+    def gather(self, x: Tensor, rows: list[Tensor]) -> Handles:
+        return [self._group.allgather([rows], [x])]
+
+    def scatter(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
+        return [self._group.alltoall_base(received, sent, sizes, counts)]
+
+    def exchange(self, x: Tensor, to: Sequence[int], received: list[Tensor], frm: Sequence[int]) -> Handles:
+        pairs = list(zip(frm, received, strict=True))
+        if self.timed:
+            return [self._group.send([x], j, 0) for j in to] + [self._group.recv([y], j, 0) for j, y in pairs]
+        sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in to]
+        receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
+        return list(dist.batch_isend_irecv(sends + receives))
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default group exists: its rank was asked for"
+    return world
+
+
+def _connect(store: Store, rank: int, size: int, deadline_seconds: float) -> _Wire:
+    """New connections among the same ranks, with a deadline that no other user of their group will meet."""
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_seconds))
+    # A backend has the calls of a group, which torch's stubs do not tell.
+    return _Wire(cast(dist.ProcessGroup, group), timed=True)
+
+
+def _own_store(members: Sequence[int]) -> Store:
+    """A part of the rendezvous store for one group's connections, new at every call; all members call equally often."""
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    name = f"laconic/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
+    return PrefixStore(f"{name}/{store.add(f'{name}/calls/{dist.get_rank()}', 1)}", store)
+
+
+def _try_launch(launch: Callable[[_Wire], Handles], wire: _Wire) -> tuple[Handles, str]:
+    """The handles of a call, or what went wrong, in words."""
     try:
-        dist.destroy_process_group(group)
-    except (RuntimeError, ValueError, AssertionError):
-        return
+        return launch(wire), ""
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _WIRE_WORDS.search(str(error)):
+            raise
+        return [], _first_sentence(error)
+
+
+def _try_wait(handles: Handles, seconds: float | None) -> str:
+    """Wait for all handles; what went wrong, in words (a traceback would keep handle and group alive)."""
+    try:
+        while handles:
+            handle = handles.pop(0)
+            handle.wait() if seconds is None else handle.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if "Invalid scalar type" in str(error):
+            raise  # no wire carries this dtype
+        handles.clear()
+        return _first_sentence(error)
+    return ""
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What a wire says, without its place in the source and its advice."""
+    line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
+    return line.partition(". ")[0][:200]
 
 
 def comm_for(group: Group = None, *, deadline_seconds: float = 60.0) -> Comm:
@@ -169,4 +247,4 @@ def comm_for(group: Group = None, *, deadline_seconds: float = 60.0) -> Comm:
     return alone()
 
 
-__all__ = ["Group", "GroupComm", "close", "comm_for"]
+__all__ = ["Group", "GroupComm", "comm_for"]

@@ -1,0 +1,1 @@
+"""One module for each claim, with what it measures; listed in `laconic.runs.reproductions`."""

@@ -1,0 +1,108 @@
+"""What each rank notes at each step, and what the workers make of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.comm.base import Comm
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step of one rank, or the mean of one step over ranks.
+
+    Attributes:
+        step: steps done with this one.
+        seconds: training time since the start of the run, at the end of the step.
+        loss: in nats.
+        payload_bytes: sent while training so far.
+        step_seconds: how long the step took.
+        exposed_seconds: how much of that was spent waiting for messages alone.
+    """
+
+    step: int
+    seconds: float
+    loss: float
+    payload_bytes: float
+    step_seconds: float
+    exposed_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """What the step took besides waiting."""
+        return self.step_seconds - self.exposed_seconds
+
+    def line(self) -> dict[str, Any]:
+        """As it stands in metrics.jsonl."""
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "payload_bytes": self.payload_bytes,
+            "compute_seconds": self.compute_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "step_seconds": self.step_seconds,
+        }
+
+
+def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Record]:
+    """Gather what the ranks noted since they last met: means over ranks, but the time at which the last was done.
+
+    Every rank gets the same list, so that what they decide from it is the same decision.
+    """
+    rows = torch.tensor([_numbers(record) for record in mine], dtype=torch.float64, device=device)
+    everyone: Tensor = torch.stack([x.cpu() for x in comm.gather(rows).wait()])
+    means, latest = everyone.mean(0).tolist(), everyone[:, :, 0].amax(0).tolist()
+    return [Record(record.step, seconds, *mean[1:]) for record, seconds, mean in zip(mine, latest, means, strict=True)]
+
+
+def _numbers(record: Record) -> list[float]:
+    return [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
+
+
+@dataclass
+class Totals:
+    """Figures of a whole run, from its steps."""
+
+    records: list[Record] = field(default_factory=list[Record])
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Take in more steps."""
+        self.records.extend(records)
+
+    def steady(self) -> list[Record]:
+        """The steps after the first few, which also pay for caches, buckets and connections."""
+        return self.records[min(8, len(self.records) // 4) :]
+
+    def summary(self) -> dict[str, Any]:
+        """Means per step, and the training loss over the last tenth of the steps."""
+        if not self.records:
+            return dict.fromkeys(_PER_STEP)
+        last, steady = self.records[-1], self.steady()
+        tail = self.records[-max(1, len(self.records) // 10) :]
+        # A median alone would hide what a method says only every few steps.
+        figures = (
+            fmean(record.step_seconds for record in steady),
+            median(record.step_seconds for record in steady),
+            last.payload_bytes / last.step,
+            fmean(record.compute_seconds for record in steady),
+            fmean(record.exposed_seconds for record in steady),
+            fmean(record.loss for record in tail),
+        )
+        return dict(zip(_PER_STEP, figures, strict=True))
+
+
+_PER_STEP = (
+    "seconds_per_step",
+    "median_seconds_per_step",
+    "payload_bytes_per_worker_per_step",
+    "compute_seconds_per_step",
+    "exposed_seconds_per_step",
+    "train_loss",
+)

@@ -1,0 +1,163 @@
+"""One rank of a run; as a program, `python -m laconic.runs FOLDER [--resume]`, started once per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from laconic.attach import attach
+from laconic.comm.base import Comm
+from laconic.emulate import Straggler
+from laconic.errors import ConfigError, LaconicError
+from laconic.handshake import Facts, agree, gather_texts
+from laconic.runs.engine import Engine, LaconicEngine
+from laconic.runs.folder import Fields, RunFolder
+from laconic.runs.peers import Peer
+from laconic.runs.processes import joined
+from laconic.runs.recipes import Recipe, parse_recipe
+from laconic.runs.settings import Settings
+from laconic.runs.traffic import Carried
+from laconic.runs.training import Training, Workplace
+from laconic.runs.writer import Writer
+from laconic.tasks import Task, load
+
+Emit = Callable[[Fields], None]
+_CPU = torch.device("cpu")
+_PRIVATE = ("command", "data", "threads")
+
+
+def silent(_: Fields) -> None:
+    """Say nothing."""
+
+
+def work(settings: Settings, folder: Path, *, emit: Emit = silent, resume: bool = False) -> Fields | None:
+    """Train as one rank: the one that torchrun's variables name, or rank 0 of one where there are none.
+
+    Args:
+        settings: equal on all ranks.
+        folder: of the run; rank 0's counts.
+        emit: told of steps and evaluations, on rank 0.
+        resume: go on from the newest checkpoint in the folder.
+
+    Returns:
+        The summary on rank 0, None on the others.
+
+    Raises:
+        ConfigError: something in the settings cannot work.
+        MismatchError: ranks were started with different settings or data.
+        CommError: another rank is lost, or does not answer.
+        CheckpointError: there is nothing to resume.
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        with joined(settings) as (comm, control):
+            return _train(settings, folder, comm, control, emit, resume)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Emit, resume: bool) -> Fields | None:
+    task = load(settings.task, data=Path(settings.data) if settings.data else None)
+    agree(control, _facts(settings, task), _CPU)
+    home = RunFolder(Path(gather_texts(control, str(folder.resolve()).encode(), _CPU)[0].decode()))
+    recipe, model = parse_recipe(settings.strategy), task.model(settings.model, seed=settings.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    engine = _engine(recipe, model.to(settings.device), settings, comm, control)
+    extra = engine.load(home.checkpoints) if resume else None
+    writer = Writer(home, settings, task, engine.step) if comm.rank == 0 else None
+    if writer is not None:
+        writer.write_config(parameters, recipe.paper)
+        emit({"event": "start", "parameters": parameters, "step": engine.step})
+    place = Workplace(
+        settings=settings,
+        task=task,
+        shard=task.shards(settings.workers, split=settings.split, seed=settings.seed)[comm.rank],
+        engine=engine,
+        control=control,
+        straggler=Straggler.from_environment(),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME") if settings.link else None,
+        checkpoints=home.checkpoints,
+        writer=writer,
+        emit=emit,
+    )
+    training = Training(place, extra)
+    training.run()
+    return _finish(training)
+
+
+def _facts(settings: Settings, task: Task) -> Facts:
+    """What all ranks must have in common before anything is made of it."""
+    asked = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _PRIVATE]
+    return [*asked, ("the data", task.fingerprint())]
+
+
+def _engine(recipe: Recipe, model: nn.Module, settings: Settings, comm: Comm, control: Comm) -> Engine:
+    optimizer = make_optimizer(model, settings)
+    recipe.check(settings.workers)
+    if isinstance(recipe, Peer):
+        return recipe.engine(model, optimizer, control)
+    attached = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
+    return LaconicEngine(attached, optimizer)
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
+    """The optimizer that the settings name, over all parameters."""
+    if settings.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+
+
+def _finish(training: Training) -> Fields | None:
+    """Gather what each link carried, and write the last files."""
+    place, carried = training.place, training.carried
+    wire = [-1.0, -1.0] if carried is None else [float(carried.sent), float(carried.received)]
+    mine = torch.tensor([*wire, training.payload_bytes], dtype=torch.float64)
+    rows = [row.tolist() for row in place.control.gather(mine).wait()]
+    if place.writer is None:
+        return None
+    every = [None if row[0] < 0 else Carried(round(row[0]), round(row[1])) for row in rows]
+    known = [each.sent for each in every if each is not None]
+    mean = sum(known) / len(known) if len(known) == len(every) else None
+    place.writer.write_links(every, [row[2] for row in rows])
+    summary = place.writer.write_summary(training.evaluation, training.seconds_to_target, mean)
+    place.writer.close()
+    return summary
+
+
+def main(arguments: list[str]) -> int:
+    """Train as one rank and tell the launcher how it goes, in lines of JSON; 0 done, 1 failed, 2 the user's error."""
+    folder = RunFolder(Path(arguments[0]))
+    try:
+        work(folder.settings(), folder.path, emit=tell, resume="--resume" in arguments)
+    except LaconicError as error:
+        tell({"event": "error", "kind": type(error).__name__, "message": str(error)})
+        return 2 if isinstance(error, ConfigError) else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def tell(event: dict[str, Any]) -> None:
+    """Say one thing to the launcher."""
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def leave(code: int) -> None:
+    """End at once when something failed: connections that are half dead may keep an orderly end waiting."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)

@@ -1,0 +1,65 @@
+"""Real tasks: data, models of named sizes, a loss and a measure.
+
+`text` and `digits` need no files. The others read the folder that LACONIC_DATA names; `mnist`, `cifar10` and `agnews`
+are downloaded instead where the `datasets` library is installed and the folder has none of their files.
+"""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from laconic.errors import ConfigError
+from laconic.tasks.base import IGNORED, Defaults, Evaluation, Measure, Task
+from laconic.tasks.census import a9a
+from laconic.tasks.data.base import Batch, Shard
+from laconic.tasks.data.files import Folder
+from laconic.tasks.language import shakespeare, text, wikitext2
+from laconic.tasks.news import agnews
+from laconic.tasks.pictures import cifar10, digits, mnist
+from laconic.tasks.translation import multi30k
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Defaults",
+    "Evaluation",
+    "Measure",
+    "Shard",
+    "Task",
+    "load",
+    "names",
+]
+
+_TASKS: dict[str, Callable[[Folder], Task]] = {
+    "text": text,
+    "digits": digits,
+    "mnist": mnist,
+    "cifar10": cifar10,
+    "shakespeare": shakespeare,
+    "wikitext2": wikitext2,
+    "agnews": agnews,
+    "multi30k": multi30k,
+    "a9a": a9a,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The tasks that `load` knows, those that need no files first."""
+    return tuple(_TASKS)
+
+
+def load(name: str, *, data: Path | None = None) -> Task:
+    """Load a task.
+
+    Args:
+        name: one of `names()`.
+        data: the folder of data files; None means the one that LACONIC_DATA names.
+
+    Raises:
+        ConfigError: for an unknown name, a missing folder or file, or one that cannot be read.
+    """
+    if name not in _TASKS:
+        close = difflib.get_close_matches(name, _TASKS, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"task={name!r}: unknown; the tasks are {', '.join(_TASKS)}{hint}")
+    return _TASKS[name](Folder(name, None if data is None else Path(data)))

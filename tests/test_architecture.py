@@ -1,0 +1,329 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import laconic
+from laconic import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
+from laconic.recipe import WORDS
+
+ROOT = Path(laconic.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# From the ground up: a room may import from the floors below its own.
+FLOORS: list[set[str]] = [
+    {"errors", "_version"},
+    {"kinds", "roll_call"},
+    {"comm", "topology", "kernels", "flat", "files", "tree"},
+    {"codecs", "part"},
+    {"reduce"},
+    {"replica"},
+    {"strategies"},
+    {"recipe", "handshake", "buckets", "joining"},
+    {"checkpoint"},
+    {"attach"},
+    {"plan", "sim"},
+    {"runs"},
+    {"cli", "__main__"},
+]
+# They know nothing of the rest, and only what lies above `attach` knows them.
+APART = {"tasks", "emulate", "report"}
+GROUND = {"errors", "files", "_version"}
+# Rooms whose files are alternatives to each other, with what is common to all of them in `base`.
+PEERS = {"comm", "topology", "codecs", "strategies", "kernels"}
+# A world of one process needs no sockets; slow momentum's default base is silence.
+NEIGHBOURS = {("comm.group", "comm.threads"), ("strategies.slow_momentum", "strategies.local_sgd")}
+# `attach` refuses sharded parameters, which it has to know to do so.
+TALKERS = {"comm/group.py", "tensor2d/mesh.py"}
+TALKING = {"attach.py": ["torch.distributed.tensor"]}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def name_of(path: Path) -> str:
+    """A file's module, within laconic."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs; what is imported for type checkers alone does not."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from running(node)
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import that runs; name is empty for a plain `import module`."""
+    for node in running(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """The modules of laconic that a file imports, within laconic; "" is the whole of it."""
+    found: set[str] = set()
+    for module, name in imports_of(path):
+        if module == "laconic" or module.startswith("laconic."):
+            inner = module.removeprefix("laconic").removeprefix(".")
+            deeper = f"{inner}.{name}".strip(".")
+            found.add(deeper if deeper in MODULES else inner)
+    return found
+
+
+def floor_of(room: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if room in floor)
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+ABOVE_ATTACH = floor_of("attach") + 1
+
+
+def test_every_room_has_its_floor() -> None:
+    known = set().union(*FLOORS) | APART | {""}
+    assert {room_of(module) for module in MODULES} <= known
+
+
+def test_imports_point_down() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        module = name_of(path)
+        room = room_of(module)
+        if not room:
+            continue
+        for other in own_imports(path):
+            if room_of(other) != room and not may_import(room, room_of(other)):
+                wrong.append(f"{module} imports {other or 'laconic'}")
+    assert not wrong, wrong
+
+
+def may_import(room: str, other: str) -> bool:
+    if room in APART:
+        return other in GROUND
+    if other in APART or not other:
+        return floor_of(room) >= ABOVE_ATTACH
+    return floor_of(other) < floor_of(room)
+
+
+def test_alternatives_know_only_what_is_common_to_them() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        module = name_of(path)
+        if room_of(module) not in PEERS or path.stem == "__init__":
+            continue
+        for other in own_imports(path):
+            fine = other.endswith(".base") or (module, other) in NEIGHBOURS or room_of(other) != room_of(module)
+            if not fine:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong, wrong
+
+
+def test_nothing_imports_itself_by_a_detour() -> None:
+    graph = {name_of(path): own_imports(path) - {name_of(path), room_of(name_of(path)), ""} for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module not in done:
+            for other in graph.get(module, set()):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        place = path.relative_to(ROOT).as_posix()
+        if place in TALKERS or place.startswith("runs/"):
+            continue
+        used = [f"{module}.{name}".removesuffix(".") for module, name in imports_of(path)]
+        used += [ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+        allowed = TALKING.get(place, [])
+        wrong += [
+            f"{place}: {word}"
+            for word in used
+            if word.startswith("torch.distributed") and not any(word.startswith(a) for a in allowed)
+        ]
+    assert not wrong, wrong
+
+
+# -- what must not be there --------------------------------------------------------------------------------------------
+
+PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+OBJECT_CALLS = {
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+}
+
+
+def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def literal(call: ast.Call, name: str) -> Any:
+    return next((k.value.value for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
+
+
+def unsafe(name: str, call: ast.Call) -> bool:
+    if name in ("eval", "exec", "compile", "torch.save") or name.rpartition(".")[2] in OBJECT_CALLS:
+        return True
+    if name == "torch.load":
+        return literal(call, "weights_only") is not True
+    return bool(literal(call, "allow_pickle"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_that_is_read_can_run(path: Path) -> None:
+    imported = {module.partition(".")[0] for module, _ in imports_of(path)}
+    assert not imported & PICKLERS
+    assert not [f"line {call.lineno}: {name}" for name, call in calls_in(path) if unsafe(name, call)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_left_to_be_done(path: Path) -> None:
+    names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
+    assert "NotImplementedError" not in names
+    assert not [word for word in ("TODO", "FIXME", "XXX", "HACK") if word in path.read_text()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            assert node.end_lineno - first.lineno < 60, f"{node.name} at line {node.lineno}"
+
+
+def test_the_global_seed_is_never_set() -> None:
+    seeders = {"torch.manual_seed", "random.seed", "np.random.seed", "torch.cuda.manual_seed_all"}
+    wrong = [f"{name_of(path)}: {name}" for path in FILES for name, _ in calls_in(path) if name in seeders]
+    assert not wrong, wrong
+
+
+# -- the public names --------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_sorted_and_complete() -> None:
+    assert list(laconic.__all__) == sorted(laconic.__all__)
+    assert len(set(laconic.__all__)) == len(laconic.__all__)
+    visible = {
+        name for name, value in vars(laconic).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert visible | {"__version__"} == set(laconic.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in laconic.__all__ if name != "__version__"])
+def test_every_public_name_is_documented(name: str) -> None:
+    thing = getattr(laconic, name)
+    assert inspect.getdoc(thing)
+    if not inspect.isclass(thing):
+        return
+    for attribute, value in vars(thing).items():
+        if not attribute.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            assert inspect.getdoc(getattr(thing, attribute)), f"{name}.{attribute}"
+
+
+def test_importing_laconic_needs_torch_and_nothing_else() -> None:
+    optional = ["matplotlib", "rich", "tyro", "sklearn", "safetensors", "PIL", "datasets", "tensorboard"]
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import laconic
+print([name for name in {optional} if name in sys.modules and name not in before])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout.strip() == "[]"
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(base: type) -> list[type]:
+    """All kinds of recipe in laconic itself."""
+    below = [kind for child in base.__subclasses__() for kind in [child, *kinds_of(child)]]
+    return [kind for kind in below if kind.__module__.startswith("laconic.") and not inspect.isabstract(kind)]
+
+
+RECIPES = [kind for base in (Strategy, Topology, Codec) for kind in kinds_of(base)]
+
+
+@pytest.mark.parametrize("kind", RECIPES, ids=lambda kind: kind.__name__)
+def test_every_recipe_is_a_frozen_dataclass_that_its_repr_makes_again(kind: type) -> None:
+    assert dataclasses.is_dataclass(kind)
+    recipe = kind()
+    assert hash(recipe) == hash(kind())
+    for field in dataclasses.fields(kind):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(recipe, field.name, None)
+    assert again(recipe) == recipe
+    assert WORDS[kind.__name__] is kind
+    assert kind.__name__ in laconic.__all__
+
+
+def again(recipe: Any) -> Any:
+    """A recipe, made again from its repr."""
+    if isinstance(recipe, Strategy):
+        return parse(repr(recipe))
+    holder = "PushSum(topology={})" if isinstance(recipe, Topology) else "AllReduce(codec={})"
+    made: Any = parse(holder.format(repr(recipe)))
+    return made.topology if isinstance(recipe, Topology) else made.codec
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        SlowMo(PushSum(Hypercube()), period=48, momentum=0.6, lr=0.9),
+        SlowMo(laconic.AllReduce(Bf16()), period=1, momentum=1e-3),
+        Gossip(laconic.Complete(), order="after"),
+        LocalSGD(10**9),
+    ],
+    ids=repr,
+)
+def test_recipes_within_recipes_are_made_again(recipe: Strategy) -> None:
+    assert parse(repr(recipe)) == recipe
+    assert repr(parse(repr(recipe))) == repr(recipe)
+
+
+def test_a_recipe_s_text_is_never_run() -> None:
+    for text in (
+        "__import__('os').getcwd()",
+        "LocalSGD(period=(lambda: 8)())",
+        "LocalSGD.__init__",
+        "[AllReduce()][0]",
+    ):
+        with pytest.raises(ConfigError, match="strategy"):
+            parse(text)
