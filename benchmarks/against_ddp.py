@@ -1,8 +1,8 @@
 """AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
 
-    torchrun --nproc-per-node 4 -m benchmarks.against_ddp
-    laconic emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
-    python -m benchmarks.against_ddp
+torchrun --nproc-per-node 4 -m benchmarks.against_ddp
+laconic emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
+python -m benchmarks.against_ddp
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.paired import Step, report, start, take_turns
 from laconic import tasks
 
 
-def main(size: str = "6m", batch_size: int = 4, rounds: int = 10, steps: int = 4) -> None:
+def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int = 4) -> None:
     """Run the pair that suits the number of workers."""
     start()
     task = tasks.load("text")
@@ -41,16 +41,16 @@ def main(size: str = "6m", batch_size: int = 4, rounds: int = 10, steps: int = 4
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if wrap == "ddp":
             model = DistributedDataParallel(model)
-        elif wrap.startswith("laconic"):
-            laconic.attach(model, optimizer, laconic.AllReduce(), bucket_bytes=int(float(wrap[7:] or "8") * 2**20))
+        elif wrap == "laconic":
+            laconic.attach(model, optimizer, laconic.AllReduce())
         return step(model, optimizer)
 
     yardstick = "ddp" if workers > 1 else "bare"
-    seconds = take_turns({name: contender(name) for name in (yardstick, *os.environ.get("CONT","laconic").split(","))}, rounds=rounds, steps=steps)
+    seconds = take_turns({name: contender(name) for name in (yardstick, "laconic")}, rounds=rounds, steps=steps)
     report(seconds, yardstick=yardstick)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*(int(word) for word in sys.argv[1:2]))

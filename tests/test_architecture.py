@@ -32,7 +32,7 @@ FLOORS: list[set[str]] = [
     {"strategies"},
     {"recipe", "handshake", "buckets", "joining"},
     {"checkpoint"},
-    {"attach"},
+    {"attached"},
     {"plan", "sim"},
     {"runs"},
     {"cli", "__main__"},
@@ -46,7 +46,7 @@ PEERS = {"comm", "topology", "codecs", "strategies", "kernels"}
 NEIGHBOURS = {("comm.group", "comm.threads"), ("strategies.slow_momentum", "strategies.local_sgd")}
 # `attach` refuses sharded parameters, which it has to know to do so.
 TALKERS = {"comm/group.py", "tensor2d/mesh.py"}
-TALKING = {"attach.py": ["torch.distributed.tensor"]}
+TALKING = {"attached.py": ["torch.distributed.tensor"]}
 
 
 @cache
@@ -101,7 +101,7 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-ABOVE_ATTACH = floor_of("attach") + 1
+ABOVE_ATTACH = floor_of("attached") + 1
 
 
 def test_every_room_has_its_floor() -> None:
@@ -240,10 +240,26 @@ def test_the_global_seed_is_never_set() -> None:
 def test_the_public_names_are_sorted_and_complete() -> None:
     assert list(laconic.__all__) == sorted(laconic.__all__)
     assert len(set(laconic.__all__)) == len(laconic.__all__)
-    visible = {
-        name for name, value in vars(laconic).items() if not name.startswith("_") and not inspect.ismodule(value)
+    found = {name for names in laconic._PLACES.values() for name in names.split()}
+    assert found | {"__version__"} == set(laconic.__all__)
+
+
+def test_type_checkers_find_the_public_names_where_they_are_imported_from() -> None:
+    tree = ast.parse(Path(laconic.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {
+        (str(node.module).removeprefix("laconic."), alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
-    assert visible | {"__version__"} == set(laconic.__all__)
+    assert told == {(place, name) for place, names in laconic._PLACES.items() for name in names.split()}
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    code = "import sys, laconic.cli.commands; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("name", [name for name in laconic.__all__ if name != "__version__"])
@@ -263,6 +279,7 @@ def test_importing_laconic_needs_torch_and_nothing_else() -> None:
 import sys, torch
 before = set(sys.modules)
 import laconic
+laconic.attach, laconic.parse
 print([name for name in {optional} if name in sys.modules and name not in before])
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_buckets_tile_the_vector_from_its_end(sizes: list[int], bucket_bytes: in
     assert [p for bucket in reversed(buckets) for p in bucket.parameters] == parameters
     edges = [(bucket.part.start, bucket.part.stop) for bucket in reversed(buckets)]
     assert edges[0][0] == 0 and edges[-1][1] == sum(sizes)
-    assert all(left[1] == right[0] for left, right in zip(edges, edges[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(edges))
     for bucket in buckets:
         smallest = bucket.parameters[0].numel() * 4
         assert (bucket.part.stop - bucket.part.start) * 4 - smallest < bucket_bytes

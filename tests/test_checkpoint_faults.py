@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic import Attached, CheckpointError, Comm, LocalSGD, SlowMo, run_threads
+from laconic.files import write_atomically
 from tests.engine import attach, batches, flat, net, steps
 from tests.pool import start_processes
 
@@ -189,7 +190,7 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_is_named_on_every_
 ) -> None:
     owner, name = CALLS[call]
     original = getattr(owner, name)
-    turn = 0
+    turn, halves = 0, list[bool]()
     while True:
         turn += 1
         fault = Faulty(original, turn, error)
@@ -203,8 +204,25 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_is_named_on_every_
         assert "rank 1" in told and os.strerror(error) in told and "step-00000004" in told
         assert len({loaded for _, loaded, _ in found}) == 1
         assert all(not name.startswith(".") for *_, own in found for name in own)
+        halves.append((folder / "step-00000004" / "rank-0000.json").exists())
     assert found[0] == ("", 4, found[0][2])
     assert turn > 1
+    # Only when the very last call fails has the other rank finished already.
+    assert not any(halves[:-1])
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    whole = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *arguments: Full(whole(*arguments)))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_atomically(path, b"new and longer")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
 
 
 def test_a_half_written_file_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

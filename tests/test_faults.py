@@ -24,7 +24,7 @@ Report = tuple[str, str, float, str]
 def train(
     strategy: Strategy, victims: Sequence[int], sign: int, deadline_seconds: float, groups: Sequence[Sequence[int]] = ()
 ) -> Report:
-    """Train until something happens to the victims, in the midst of a backward pass; what this rank is told, and when."""
+    """Train until something happens to the victims, in the midst of a backward pass; what is told to this rank."""
     rank = dist.get_rank()
     made = {tuple(members): dist.new_group(members) for members in groups}
     group = next((made[members] for members in made if rank in members), None)
@@ -95,6 +95,24 @@ def late() -> Report:
     return "nothing", "", 0.0, ""
 
 
+def around() -> Report:
+    """Several messages fly around a ring when rank 2 is killed; rank 0 is not its neighbour."""
+    comm = GroupComm(deadline_seconds=30.0)
+    ends = [(comm.rank - 1) % 4, (comm.rank + 1) % 4]
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        for comm.step in range(30):
+            flying = [comm.exchange(torch.ones(1000), ends, ends) for _ in range(3)]
+            if comm.rank == 2 and comm.step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for work in flying:
+                work.wait()
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What happens to whom."""
@@ -124,6 +142,7 @@ SCENARIOS = {
     **{name: scenario for name, (scenario, _) in KILLED.items()},
     "one group of two": fault(AllReduce(), [3], signal.SIGKILL, 30.0, [[0, 2], [1, 3]]),
     "careless": Scenario(3, [1], careless),
+    "around": Scenario(4, [2], around),
     **{name: scenario for name, (scenario, _) in STOPPED.items()},
     "absent": Scenario(3, [1], absent),
     "late": Scenario(3, [], late),
@@ -134,7 +153,7 @@ SCENARIOS = {
 def told() -> dict[str, dict[int, Report]]:
     """What the survivors of every scenario were told. Most of it is waiting, so several run at a time."""
     names = list(SCENARIOS)
-    return {**survivors(names[:6]), **survivors(names[6:])}
+    return {**survivors(names[:7]), **survivors(names[7:])}
 
 
 def survivors(names: Sequence[str]) -> dict[str, dict[int, Report]]:
@@ -186,6 +205,15 @@ def test_a_rank_that_ends_with_an_error_of_its_own_ends_the_others(told: dict[st
     for kind, text, *_ in told["careless"].values():
         assert kind == "PeerLostError"
         assert "step 2, sum: rank 1 is lost" in text
+
+
+def test_a_failure_reaches_ranks_that_are_no_neighbours_past_messages_in_flight(
+    told: dict[str, dict[int, Report]],
+) -> None:
+    for kind, text, seconds, _ in told["around"].values():
+        assert kind == "PeerLostError"
+        assert "rank 2 is lost" in text
+        assert seconds < 5
 
 
 def test_a_rank_that_never_attaches_is_named(told: dict[str, dict[int, Report]]) -> None:

@@ -2,31 +2,54 @@
 
     replica = laconic.attach(model, optimizer, laconic.SlowMo(period=12))
 
-and the training loop stays as it was. See `attach`.
+and the training loop stays as it was. See `attach`. Names are imported when they are first used, so that the command
+line need not wait for torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from laconic._version import __version__
-from laconic.attach import Attached, attach
-from laconic.codecs.base import Codec
-from laconic.codecs.cast import Bf16, Fp16
-from laconic.comm.base import Comm, Meter, Work
-from laconic.comm.counting import CountingComm
-from laconic.comm.group import GroupComm
-from laconic.comm.threads import ThreadComm, run_threads
-from laconic.errors import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    DeadlineError,
-    LaconicError,
-    MismatchError,
-    NonFiniteError,
-    PeerLostError,
-)
-from laconic.recipe import parse
-from laconic.replica import Replica
-from laconic.strategies import AllReduce, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy
-from laconic.topology import Complete, Hypercube, OnePeerExponential, Peers, Ring, Topology
+
+if TYPE_CHECKING:
+    from laconic.attached import Attached, attach
+    from laconic.codecs.base import Codec
+    from laconic.codecs.cast import Bf16, Fp16
+    from laconic.comm.base import Comm, Meter, Work
+    from laconic.comm.counting import CountingComm
+    from laconic.comm.group import GroupComm
+    from laconic.comm.threads import ThreadComm, run_threads
+    from laconic.errors import (
+        CheckpointError,
+        CommError,
+        ConfigError,
+        DeadlineError,
+        LaconicError,
+        MismatchError,
+        NonFiniteError,
+        PeerLostError,
+    )
+    from laconic.recipe import brief, parse
+    from laconic.replica import Replica
+    from laconic.strategies import AllReduce, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy
+    from laconic.topology import Complete, Hypercube, OnePeerExponential, Peers, Ring, Topology
+
+_PLACES = {
+    "attached": "Attached attach",
+    "codecs.base": "Codec",
+    "codecs.cast": "Bf16 Fp16",
+    "comm.base": "Comm Meter Work",
+    "comm.counting": "CountingComm",
+    "comm.group": "GroupComm",
+    "comm.threads": "ThreadComm run_threads",
+    "errors": (
+        "CheckpointError CommError ConfigError DeadlineError LaconicError MismatchError NonFiniteError PeerLostError"
+    ),
+    "recipe": "brief parse",
+    "replica": "Replica",
+    "strategies": "AllReduce Gossip Local LocalSGD PushSum SlowMo Strategy",
+    "topology": "Complete Hypercube OnePeerExponential Peers Ring Topology",
+}
 
 __all__ = [
     "AllReduce",
@@ -63,6 +86,22 @@ __all__ = [
     "Work",
     "__version__",
     "attach",
+    "brief",
     "parse",
     "run_threads",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from where it is defined, once."""
+    for place, names in _PLACES.items():
+        if name in names.split():
+            value: object = getattr(import_module(f"laconic.{place}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -24,7 +24,7 @@ from laconic.handshake import describe_tensor, gather_texts
 from laconic.part import Part
 
 if TYPE_CHECKING:
-    from laconic.attach import Attached
+    from laconic.attached import Attached
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"step-(\d{8,})")

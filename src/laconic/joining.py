@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from laconic.attach import Attached
+    from laconic.attached import Attached
 
 Batch = TypeVar("Batch")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.attach import Attached
+from laconic.attached import Attached
 from laconic.comm.base import Interval
 
 

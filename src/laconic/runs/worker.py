@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from laconic.attach import attach
+from laconic.attached import attach
 from laconic.comm.base import Comm
 from laconic.emulate import Straggler
 from laconic.errors import ConfigError, LaconicError
