@@ -15,7 +15,16 @@ from typing import Any
 _context = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo when they are made, which costs half a second.
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "laconic", "tests.pool"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed",
+        "pytest",
+        "hypothesis",
+        "laconic.attached",
+        "laconic.recipe",
+        "tests.pool",
+    ]
 )
 
 

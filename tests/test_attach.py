@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import laconic
 from laconic import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
@@ -400,6 +401,32 @@ def test_sparse_gradients_are_exchanged_too() -> None:
         optimizer.step()
     assert torch.equal(x, y)
     torch.testing.assert_close(x, flat(model))
+
+
+class Checkpointed(nn.Module):
+    """Forgets its activations, and runs forward once more within backward."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for layer in self.layers:
+            x = layer(x.tanh()) if self.reentrant is None else checkpoint(layer, x.tanh(), use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_run_again_within_backward_change_nothing(reentrant: bool) -> None:
+    def work(comm: Comm, how: bool | None) -> Tensor:
+        attached = attach(comm, AllReduce(), model=drawn(Checkpointed(how)))
+        return flat(steps(attached, batches(comm.rank, 4)).model)
+
+    plain = run_threads(2, lambda comm: work(comm, None))
+    again = run_threads(2, lambda comm: work(comm, reentrant))
+    assert all(torch.equal(plain[0], x) for x in [*plain, *again])
 
 
 # -- closures ----------------------------------------------------------------------------------------------------------

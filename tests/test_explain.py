@@ -44,7 +44,7 @@ def test_a_card_of_local_sgd_says_what_its_docstring_says() -> None:
     assert card.messages_per_step == 1 / 8
     assert card.all_reduce_bytes_per_step == 6000
     assert card.bf16_all_reduce_bytes_per_step == 3000
-    assert card.memory_bytes_per_parameter == {"parameters": 4.0, "gradient": 4.0}
+    assert card.memory_bytes_per_parameter == {"parameters": 4.0}
     assert card.largest_step_seconds == pytest.approx(6000 * 8 / (1e6 * PAYLOAD_SHARE))
     assert card.seconds_per_step == pytest.approx(6000 * 8 / (1e6 * PAYLOAD_SHARE) / 8)
 
@@ -57,7 +57,7 @@ def test_a_card_of_slow_momentum_over_push_sum_adds_the_two_up() -> None:
     assert card.collective_bytes_per_step == 1000
     assert card.links == (Link(1, 2000.0), Link(2, 2000.0))
     assert card.memory_bytes_per_parameter == {
-        "parameters": 4.0, "gradient": 4.0, "anchor": 4.0, "slow": 4.0, "received": 4.0,
+        "parameters": 4.0, "anchor": 4.0, "slow": 4.0, "received": 4.0,
     }  # fmt: skip
     assert [m.name for m in card.methods] == ["SlowMo(base=PushSum(), period=6)", "PushSum()"]
     assert all(m.paper and m.waits for m in card.methods)

@@ -103,12 +103,14 @@ class Attached:
         """The batches; when they end, keep answering the other ranks until theirs have ended too.
 
         A rank without data takes part in every later step with no gradient of its own: means of gradients are over
-        the ranks that have one, and averages of parameters include everyone's.
+        the ranks that have one, and averages of parameters include everyone's. Each batch is one optimizer step:
+        to accumulate gradients, let each item be all the batches of a step.
 
         Args:
             batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
                 otherwise each step begins with a message of 4 bytes.
-            after_step: called after each answering step, for what the loop does besides (a scheduler's step).
+            after_step: called after each answering step, for what the loop does besides (a scheduler's step);
+                the scaler given to `attach` is kept up already.
         """
         return joining.join(self, batches, after_step or (lambda: None))
 
@@ -158,8 +160,8 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank would need to go on as if it had never stopped.
 
-        Parameters, buffers, the optimizer's state, the strategy's state, messages in flight (waited for, not yet
-        used) and the step. Nested dicts of tensors and JSON values. The scheduler, the scaler and the data's
+        All parameters and buffers, the optimizer's state, the strategy's state, messages in flight (waited for, not
+        yet used) and the step. Nested dicts of tensors and JSON values. The scheduler, the scaler and the data's
         position are the caller's: see `save`.
         """
         return checkpoint.state_of(self)
@@ -226,7 +228,8 @@ def attach(
         strategy: the recipe.
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
-        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's.
+        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's. The
+            optimizer's state is each rank's own either way.
         seed: the key of the strategy's random draws; equal on all ranks.
         scaler: the loop's GradScaler; the decision to skip a step is then made by all ranks together.
         find_unused: parameters without a gradient on any rank keep none, at 4 bytes per tensor and step; otherwise
@@ -296,7 +299,7 @@ def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter]) -> Non
         x = flatten(parameters, segments)
         for parameter, view in zip(parameters, views(x, segments), strict=True):
             parameter.data = view
-        g = torch.zeros_like(x)
+        g = attached.strategy.room_for_gradient(x)
         trained = [p for p in parameters if isinstance(p, nn.Parameter)]
         lr = _learning_rate(attached.optimizer, trained, segments, x)
         attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed))

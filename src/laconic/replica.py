@@ -15,7 +15,7 @@ class Replica:
 
     Attributes:
         x: the parameters, one vector; the model's parameters are views of it.
-        g: the gradient, like `x`; filled where the strategy asks for it.
+        g: the gradient, like `x`, where the strategy sends or reads it; empty elsewhere.
         comm: the ranks that train together.
         state: what the strategy remembers, by name; saved and restored as it is.
         inflight: messages that were launched and not yet collected, by name.

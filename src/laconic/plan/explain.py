@@ -197,7 +197,9 @@ def _links(steps: Sequence[Step]) -> tuple[Link, ...]:
 def _memory(run: DryRun, steps: Sequence[Step]) -> dict[str, float]:
     """Bytes per parameter, by name; `received` is the room for the most that one exchange brings."""
     r = run.replica
-    held = {"parameters": nbytes_of(r.x), "gradient": nbytes_of(r.g)}
+    held = {"parameters": nbytes_of(r.x)}
+    if r.g.numel():
+        held["gradient"] = nbytes_of(r.g)
     held |= {name: nbytes_of(tensor) for name, tensor in r.state.items() if tensor.dim()}
     received = [len(exchange.frm) * exchange.nbytes for step in steps for exchange in step.exchanges]
     if received and max(received):

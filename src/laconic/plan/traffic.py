@@ -141,8 +141,8 @@ class DryRun:
         strategy.check(workers)
         self.strategy = strategy
         self.comm = LedgerComm(rank, workers)
-        x, g = (torch.empty(sum(sizes), dtype=dtype, device="meta") for _ in range(2))
-        self.replica = Replica(x, g, self.comm, lr=lambda: 1.0)
+        x = torch.empty(sum(sizes), dtype=dtype, device="meta")
+        self.replica = Replica(x, strategy.room_for_gradient(x), self.comm, lr=lambda: 1.0)
         self._parts: list[slice] = []
         if strategy.sends_gradients and workers > 1:
             tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]

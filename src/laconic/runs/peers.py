@@ -154,10 +154,18 @@ class Peer(ABC):
     def engine(self, model: nn.Module, optimizer: Optimizer, control: Comm) -> PeerEngine:
         """Wrap a model and its optimizer."""
         device = next(model.parameters()).device
-        devices = [device] if device.type == "cuda" else None
-        engine = PeerEngine(DistributedDataParallel(model, device_ids=devices), optimizer, control)
+        network = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_megabytes(model),
+        )
+        engine = PeerEngine(network, optimizer, control)
         self.prepare(engine, Sent(engine))
         return engine
+
+    def bucket_megabytes(self, model: nn.Module) -> float | None:
+        """How much gradient travels together; None is torch's usual."""
+        return None
 
     @abstractmethod
     def prepare(self, engine: PeerEngine, sent: Sent) -> None:
@@ -232,6 +240,9 @@ class Bf16Gradients(Peer):
 class PowerSGD(Peer):
     """Gradients travel as the factors of a low-rank matrix, with error feedback.
 
+    All in one bucket: the hook sends from the thread that received, so over Gloo the messages of several buckets
+    would leave in an order of its own on each rank, and meet the wrong ones.
+
     Args:
         rank: columns kept; fewer says less and forgets more.
         start: steps before it begins, at least 2; until then gradients travel whole.
@@ -248,6 +259,10 @@ class PowerSGD(Peer):
             raise ConfigError(f"rank={self.rank}: must keep at least 1 column")
         if self.start < 2:
             raise ConfigError(f"start={self.start}: must be at least 2; DDP rebuilds its buckets before that")
+
+    def bucket_megabytes(self, model: nn.Module) -> float:
+        """Enough for all gradients."""
+        return 1 + sum(nbytes_of(p) for p in model.parameters()) / (1 << 20)
 
     def prepare(self, engine: PeerEngine, sent: Sent) -> None:
         """Register torch's hook; what it sends is what its own statistics say."""

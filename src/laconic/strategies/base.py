@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from laconic.comm.base import Work
@@ -36,6 +37,10 @@ class Strategy(ABC):  # noqa: B024
     def reads_gradient(self) -> bool:
         """Whether `before_step` needs `r.g`, and may rewrite it."""
         return False
+
+    def room_for_gradient(self, x: Tensor) -> Tensor:
+        """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
+        return torch.zeros_like(x) if self.sends_gradients or self.reads_gradient else x.new_empty(0)
 
     def check(self, size: int) -> None:
         """Refuse a number of workers that the recipe cannot serve, before anything is sent.
