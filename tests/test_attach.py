@@ -580,5 +580,6 @@ def test_sparse_parameters_are_refused_by_name() -> None:
 
 def test_several_workers_without_a_process_group_are_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    model = net()
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 but no process group: call torch.distributed"):
-        laconic.attach(net(), momentum(net()), AllReduce())
+        laconic.attach(model, momentum(model), AllReduce())

@@ -49,7 +49,7 @@ def apart() -> dict[str, Any]:
     lines = [comm_for(mesh[name], deadline_seconds=10) for name in ("replicate", "shard")]
     with pytest.raises(ConfigError, match=r"a mesh of shape \(2, 2\): name one dimension, as in mesh\['replicate'\]"):
         laconic.attach(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), group=mesh)
-    return {
+    found = {
         "place": (comm.rank, comm.size),
         "total": float(total),
         "around": float(around[0]),
@@ -59,6 +59,8 @@ def apart() -> dict[str, Any]:
         "mesh": flat(steps(attach(None, AllReduce(), group=mesh["replicate"]), batches(rank, 3)).model).tolist(),
         "sharded": refusal_of_shards(mesh),
     }
+    dist.barrier()  # rank 0 hosts the store
+    return found
 
 
 def refusal_of_shards(mesh: Any) -> str:

@@ -70,6 +70,7 @@ def careless() -> Report:
 
 def absent() -> Report:
     """Rank 1 never attaches."""
+    dist.barrier()
     start = time.monotonic()
     if dist.get_rank() == 1:
         time.sleep(60)
@@ -191,7 +192,7 @@ def test_a_stopped_rank_ends_all_others_at_the_deadline_by_its_name(
         assert kind == "DeadlineError"
         assert text.startswith(f"rank {rank}, step ")
         assert f"no answer within 1.5 s; rank {STOPPED[name][1]} is not answering" in text
-        assert 1.2 < seconds < 8
+        assert 1.2 < seconds < 10
 
 
 def test_a_lost_rank_ends_its_own_group_only_and_goes_by_both_its_ranks(told: dict[str, dict[int, Report]]) -> None:

@@ -151,9 +151,13 @@ def test_the_cause_is_told_and_not_what_it_brought_on_the_others(tmp_path):
 
 def test_a_kill_explains_the_loss_of_a_peer(tmp_path):
     ears = heard((0, {"event": "step", "step": 7}), (0, error("PeerLostError", "rank 0, step 8: rank 1 is lost")))
-    found = explained(ended(1, 9), ears, RunFolder(tmp_path))
+    home = RunFolder(tmp_path)
+    home.write_settings(resolve({"task": "digits"}))
+    found = explained(ended(1, 9), ears, home)
     assert type(found) is PeerLostError
-    assert "after step 7; rank 0, step 8: rank 1 is lost" in str(found)
+    assert "after step 7; rank 0, step 8: rank 1 is lost. Use --save-every" in str(found)
+    (home.checkpoints / "step-00000001").mkdir(parents=True)
+    assert f"--resume {tmp_path}" in str(explained(ended(1, 9), ears, home))
 
 
 def test_a_crash_is_told_by_its_last_line_and_kept_whole(tmp_path):

@@ -342,6 +342,17 @@ def test_sides_of_different_length_are_refused(tmp_path: Path) -> None:
         tasks.load("multi30k", data=tmp_path)
 
 
+def test_an_unknown_word_is_never_translated_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_multi30k(tmp_path)
+    task = tasks.load("multi30k", data=tmp_path)
+    target = torch.from_numpy(task.data.test.target).long()[:, 1:]  # type: ignore[attr-defined]
+    monkeypatch.setattr("laconic.tasks.translation.translate", lambda model, source: target)
+    assert bleu(task, task.model(seed=0), limit=None) == pytest.approx(100)  # type: ignore[arg-type]
+    target[target == target[0, 1]] = UNKNOWN
+    task.data.test.target[:, 1:] = target  # type: ignore[attr-defined]
+    assert 0 < bleu(task, task.model(seed=0), limit=None) < 90  # type: ignore[arg-type]
+
+
 def test_bleu_is_for_translations(tmp_path: Path) -> None:
     write_multi30k(tmp_path)
     model = tasks.load("multi30k", data=tmp_path).model(seed=0)

@@ -241,9 +241,9 @@ def attach(
         ConfigError: the recipe cannot serve this model or this number of workers.
         MismatchError: ranks were started with different models, recipes, versions or seeds.
     """
+    named = _trained(model, optimizer)
     comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
-    named = _trained(model, optimizer)
     settings = {
         "the number of workers": comm.size,
         "the strategy": strategy,

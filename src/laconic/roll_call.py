@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-_STORE_SECONDS = 1.0
-_ROLL_CALL_SECONDS = 2.0
+_STORE_SECONDS = 2.0
+_ROLL_CALL_SECONDS = 2.5
 _LINGER_SECONDS = 1.0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.cli.console import err, out
-from laconic.cli.progress import Watch, show_table
+from laconic.cli.progress import Watch, show_summaries
 from laconic.cli.train import default_folder
 from laconic.errors import ConfigError
 
@@ -147,12 +147,11 @@ def title(settings: Settings, count: int) -> str:
 def show(done: Comparison, *, markdown: bool = False) -> None:
     """Print the table, and what differed between rounds."""
     from laconic.report import markdown as as_markdown
-    from laconic.report import rich_table
 
     if markdown:
         out.print(as_markdown(done.summaries), markup=False, end="")
     else:
-        show_table(rich_table(done.summaries))
+        show_summaries(done.summaries)
     if len(done.rounds[0]) > 1:
         for recipe, (least, most) in zip(done.strategies, done.spread("seconds_per_step"), strict=True):
             if math.isfinite(least):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from laconic.cli.console import err, out
+from laconic.report import rich_table, rows
 
 _PLAIN_SECONDS = 10.0
 _WIDE = 200
@@ -100,7 +102,17 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def show_table(table: Table) -> None:
-    """Print a table to the standard output; where that is no terminal, as wide as it needs."""
-    width = None if out.is_terminal else _WIDE
-    Console(highlight=False, width=width).print(table)
+def show_summaries(summaries: Sequence[Fields]) -> None:
+    """Print summaries as a table: a run per line where that fits, else, and for one run, a figure per line."""
+    console = Console(highlight=False, width=None if out.is_terminal else _WIDE)
+    lines = rows(summaries)
+    widths = [max(len(heading), *(len(line[heading]) for line in lines)) + 3 for heading in lines[0]]
+    if len(lines) > 1 and sum(widths) < console.width:
+        console.print(rich_table(summaries))
+        return
+    table = Table("", show_header=len(lines) > 1)
+    for line in lines:
+        table.add_column(line["strategy"], justify="right", overflow="fold")
+    for heading in lines[0] if len(lines) == 1 else list(lines[0])[1:]:
+        table.add_row(heading, *(line[heading] for line in lines))
+    console.print(table)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from laconic.cli.console import out
-from laconic.cli.progress import Watch, show_table
+from laconic.cli.progress import Watch, show_summaries
 from laconic.errors import ConfigError
 
 _KEPT = (
@@ -175,14 +175,14 @@ class Train:
         return replace(settings, command=before.command)
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:
-        from laconic.report import rich_table, write_trace
+        from laconic.report import write_trace
 
         if self.trace:
             write_trace(folder)
         if self.json:
             out.print(json_text.dumps(summary), markup=False)
             return 0
-        show_table(rich_table([summary]))
+        show_summaries([summary])
         out.print(f"{folder}", markup=False)
         return 0
 

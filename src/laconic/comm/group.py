@@ -33,7 +33,7 @@ class GroupComm(Comm):
 
     On Gloo it opens connections of its own beside the group's. A failed call closes them at once, so that every other
     rank fails too instead of waiting for its deadline; then the survivors answer a roll call on the rendezvous store,
-    and the error names who did not. (A rank that is busy elsewhere for two seconds more counts as missing.)
+    and the error names who did not. (A rank that is busy elsewhere for seconds more counts as missing.)
 
     Args:
         group: a process group; the default one when None.
@@ -66,7 +66,7 @@ class GroupComm(Comm):
         else:
             weakref.finalize(self, self._own.clear)
             return
-        raise self._failed("connecting", problem, time.monotonic() - start, self.step)
+        raise self._failed("connecting", problem, time.monotonic() - start)
 
     def _sum_(self, x: Tensor) -> Work[Tensor]:
         return self._start("sum", x, lambda wire: wire.sum(x), lambda: x)
@@ -98,10 +98,10 @@ class GroupComm(Comm):
     def _start(self, operation: str, x: Tensor, launch: Callable[[_Wire], Handles], result: Callable[[], T]) -> Work[T]:
         if self._fault is not None:
             raise self._closed(self._fault)
-        step, timed = self.step, x.device.type in self._gloo_devices
+        timed = x.device.type in self._gloo_devices
         handles, problem = _try_launch(launch, self._own[0] if timed else self._shared)
         if problem:
-            raise self._failed(operation, problem, 0.0, step)
+            raise self._failed(operation, problem, 0.0)
         self._inflight[id(handles)] = handles
 
         def finish() -> T:
@@ -110,18 +110,18 @@ class GroupComm(Comm):
             problem = _try_wait(handles, self.deadline_seconds if timed else None)
             self._inflight.pop(id(handles), None)
             if problem or self._fault is not None:
-                raise self._failed(operation, problem, time.monotonic() - start, step)
+                raise self._failed(operation, problem, time.monotonic() - start)
             return result()
 
         return Work(finish)
 
-    def _failed(self, operation: str, problem: str, waited: float, step: int) -> CommError:
+    def _failed(self, operation: str, problem: str, waited: float) -> CommError:
         """Hang up, call the roll, and say what happened; once."""
         if self._fault is not None:
             return self._closed(self._fault)
         late = waited >= 0.95 * self.deadline_seconds or "timed out" in problem.lower()
         late, missing = self._roll_call.hold(late, self._hang_up)
-        where, who = f"rank {self.rank}, step {step}, {operation}", ", ".join(missing)
+        where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(missing)
         be = "is" if len(missing) == 1 else "are"
         if late:
             names = f"; {who} {be} not answering" if missing else ""
@@ -190,7 +190,11 @@ def _own_store(members: Sequence[int]) -> Store:
     """A part of the rendezvous store for one group's connections, new at every call; all members call equally often."""
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     name = f"laconic/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
-    return PrefixStore(f"{name}/{store.add(f'{name}/calls/{dist.get_rank()}', 1)}", store)
+    try:
+        calls = store.add(f"{name}/calls/{dist.get_rank()}", 1)
+    except RuntimeError as error:
+        raise PeerLostError(f"the rendezvous store is gone, and the process that hosts it ({error})") from error
+    return PrefixStore(f"{name}/{calls}", store)
 
 
 def _try_launch(launch: Callable[[_Wire], Handles], wire: _Wire) -> tuple[Handles, str]:

@@ -14,7 +14,9 @@ from laconic import errors
 from laconic.emulate import Network, Stream, Workers, parse_links, straggler_environment
 from laconic.errors import LaconicError, PeerLostError
 from laconic.runs.folder import Fields, RunFolder
+from laconic.runs.recipes import parse_recipe
 from laconic.runs.settings import Settings
+from laconic.strategies.base import Strategy
 
 Listener = Callable[[Fields], None]
 _KEPT_LINES = 200
@@ -114,7 +116,7 @@ def explained(workers: Workers, heard: Heard, home: RunFolder) -> LaconicError:
     killed = failure is not None and failure.signal is not None
     if killed and failure is not None:
         told = f"; {lost[0]['message']}" if lost else ""
-        return PeerLostError(f"{failure} after step {heard.step}{told}. {_how_to_go_on(home)}")
+        return PeerLostError(f"{failure} after step {heard.step}{told}{_how_to_go_on(home)}")
     if causes:
         return _as_error(causes[0])
     crashed = next((rank for rank in heard.said if rank not in heard.errors and _traceback(heard.said[rank])), None)
@@ -143,6 +145,8 @@ def _crash(rank: int, heard: Heard, home: RunFolder) -> LaconicError:
 
 
 def _how_to_go_on(home: RunFolder) -> str:
+    """A word on checkpoints; none for yardsticks, which are not saved."""
     if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
-        return f"Go on from its last checkpoint with --resume {home.path}"
-    return "Use --save-every to be able to go on from where a run was lost"
+        return f". Go on from its last checkpoint with --resume {home.path}"
+    saved = isinstance(parse_recipe(home.settings().strategy), Strategy)
+    return ". Use --save-every to be able to go on from where a run was lost" if saved else ""

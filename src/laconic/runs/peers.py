@@ -135,7 +135,7 @@ class PeerEngine:
         """Raise what a failed collective means; anything else is raised as it is."""
         if not _LOST.search(str(error)):
             raise error
-        rank, first = self.control.rank, str(error).splitlines()[0][:200]
+        rank, first = self.control.rank, str(error).splitlines()[0].rpartition("RuntimeError: ")[2][:200]
         raise PeerLostError(f"rank {rank}, step {self.step}, {what}: a connection was closed ({first})") from error
 
 

@@ -2,6 +2,14 @@
 
 `text` and `digits` need no files. The others read the folder that LACONIC_DATA names; `mnist`, `cifar10` and `agnews`
 are downloaded instead where the `datasets` library is installed and the folder has none of their files.
+
+    mnist        mnist/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz
+    cifar10      cifar10/{train_part1,test}.npz: all JPEG bytes joined (`jpeg`), where each begins (`offsets`), `labels`
+    shakespeare  text/tinyshakespeare.txt
+    wikitext2    text/wikitext2.{train,valid,test}.txt; the first may be missing
+    agnews       agnews/{train,test}.csv; the first may be missing
+    multi30k     multi30k/{train,test_2016_flickr}.{en,de}.gz, a sentence a line
+    a9a          libsvm/a9a.gz
 """
 
 import difflib

@@ -16,7 +16,7 @@ from laconic.tasks.base import IGNORED, TOKEN_ACCURACY, Defaults, Task, evaluati
 from laconic.tasks.data.base import Batch, Census, Indices, Words, sample
 from laconic.tasks.data.examples import ExampleSet, padded, trimmed
 from laconic.tasks.data.files import Folder, lines, read
-from laconic.tasks.data.words import BEGIN, END, Vocabulary, tokens
+from laconic.tasks.data.words import BEGIN, END, PADDING, UNKNOWN, Vocabulary, tokens
 from laconic.tasks.models.sentences import Translator
 
 _LENGTH = 48
@@ -57,12 +57,14 @@ def multi30k(folder: Folder) -> Task:
         "small": partial(build, width=128, layers=2, heads=4),
         "base": partial(build, width=256, layers=3, heads=4),
     }
-    settings = (Defaults("adamw", lr=2e-3, batch_size=32, weight_decay=0.01), Defaults("sgd", lr=0.2, batch_size=32))
+    settings = (Defaults("adamw", lr=2e-3, batch_size=32, weight_decay=0.01), Defaults("sgd", lr=0.1, batch_size=32))
     return Task("multi30k", "Multi30k, English to German", TOKEN_ACCURACY, networks, data, settings)
 
 
 def bleu(task: Task, model: Translator, *, limit: int | None = 200) -> float:
     """BLEU, 0 to 100, of greedy translations of held-out sentences: lower-case words, one reference.
+
+    A word that is not in the vocabulary is never translated right.
 
     Args:
         task: `multi30k`.
@@ -77,7 +79,9 @@ def bleu(task: Task, model: Translator, *, limit: int | None = 200) -> float:
     found: list[list[str]] = []
     for first in range(0, len(rows), data.evaluation_batch):
         source = table.take(rows[first : first + data.evaluation_batch])[0]
-        found += [table.vocabulary.sentence(numbers) for numbers in translate(model, source).tolist()]
+        said = translate(model, source)
+        said = said.masked_fill(said == UNKNOWN, PADDING)
+        found += [table.vocabulary.sentence(numbers) for numbers in said.tolist()]
     wanted = [table.vocabulary.sentence(numbers[1:]) for numbers in table.target[rows].tolist()]
     return corpus_bleu(found, wanted)
 
