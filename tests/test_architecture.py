@@ -44,9 +44,7 @@ GROUND = {"errors", "files", "_version"}
 PEERS = {"comm", "topology", "codecs", "strategies", "kernels"}
 # A world of one process needs no sockets; slow momentum's default base is silence.
 NEIGHBOURS = {("comm.group", "comm.threads"), ("strategies.slow_momentum", "strategies.local_sgd")}
-# `attach` refuses sharded parameters, which it has to know to do so.
 TALKERS = {"comm/group.py", "tensor2d/mesh.py"}
-TALKING = {"attached.py": ["torch.distributed.tensor"]}
 
 
 @cache
@@ -166,12 +164,7 @@ def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
             continue
         used = [f"{module}.{name}".removesuffix(".") for module, name in imports_of(path)]
         used += [ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
-        allowed = TALKING.get(place, [])
-        wrong += [
-            f"{place}: {word}"
-            for word in used
-            if word.startswith("torch.distributed") and not any(word.startswith(a) for a in allowed)
-        ]
+        wrong += [f"{place}: {word}" for word in used if word.startswith("torch.distributed")]
     assert not wrong, wrong
 
 

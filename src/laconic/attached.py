@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from laconic import checkpoint, joining
@@ -278,7 +277,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     if not named:
         raise ConfigError("the optimizer holds no trainable parameter of this model; pass model.parameters() to it")
     for name, parameter in named.items():
-        if isinstance(parameter, DTensor):
+        if hasattr(parameter, "device_mesh"):  # a DTensor; importing its module only to ask costs half a second
             raise ConfigError(f"{name} is a DTensor: attach before sharding, or train it with torch's own FSDP2")
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")

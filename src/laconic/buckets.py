@@ -18,6 +18,7 @@ from laconic.comm.base import Work
 from laconic.flat import Segment, copy_each_, views
 from laconic.replica import Replica
 
+_FIRST_BYTES = 1 << 20
 Exchange = Callable[[Replica, slice], Work[Tensor] | None]
 
 
@@ -52,18 +53,25 @@ class Bucket:
 
 
 def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segment], bucket_bytes: int) -> list[Bucket]:
-    """Cut one replica into buckets of about `bucket_bytes`, last parameters first."""
+    """Cut one replica into buckets, last parameters first: small ones, so that the wire starts early, then larger ones.
+
+    Args:
+        replica: its gradient is cut.
+        parameters: in the order of the segments.
+        segments: of the flat vector.
+        bucket_bytes: the most; the first bucket has a megabyte at most, each later one up to twice the one before.
+    """
     gradients = views(replica.g, segments)
     buckets: list[Bucket] = []
-    stop = len(segments)
+    stop, limit = len(segments), min(_FIRST_BYTES, bucket_bytes)
     while stop:
         start, nbytes = stop, 0
-        while start and nbytes < bucket_bytes:
+        while start and nbytes < limit:
             start -= 1
             nbytes += segments[start].size * replica.g.element_size()
         part = slice(segments[start].start, segments[stop - 1].stop)
         buckets.append(Bucket(replica, list(parameters[start:stop]), gradients[start:stop], part))
-        stop = start
+        stop, limit = start, min(2 * limit, bucket_bytes)
     return buckets
 
 

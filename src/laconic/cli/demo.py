@@ -33,7 +33,7 @@ class Demo:
         out: the folder; runs/text-demo-TIME unless given.
     """
 
-    seconds: float = 20.0
+    seconds: float = 16.0
     link: str = "100mbit"
     out: Path | None = None
 
