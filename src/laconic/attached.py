@@ -254,6 +254,7 @@ def attach(
     }
     agree(comm, facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
     strategy.check(comm.size)
+    strategy.check_optimizer(optimizer)
     _make_replicas(attached, named)
     if init == "broadcast":
         _broadcast(attached)

@@ -22,6 +22,7 @@ class Replica:
         step: optimizer steps done.
         active: ranks that still have data; a mean of gradients divides by this.
         seed: the key of every random draw, equal on all ranks.
+        observed: what the strategy has noticed lately, by name, as numbers for the metrics; not saved.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Replica:
         self.active = comm.size
         self.state: dict[str, Tensor] = {}
         self.inflight: dict[str, Work[list[Tensor]]] = {}
+        self.observed: dict[str, float | Tensor] = {}
         self._lr = lr
 
     @property

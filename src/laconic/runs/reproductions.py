@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.files import write_atomically
+from laconic.runs import claims
 from laconic.runs.driver import Listener
 
-MODULES = {"local-sgd-bytes": "laconic.runs.claims.local_sgd_bytes"}
+# One module per claim, called as it is on the command line: local_sgd_bytes is local-sgd-bytes.
+MODULES = {each.name.replace("_", "-"): f"{claims.__name__}.{each.name}" for each in iter_modules(claims.__path__)}
 Begin = Callable[[str, int], None]
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.comm.base import Work
 from laconic.reduce import mean_
@@ -44,6 +45,13 @@ class Strategy(ABC):  # noqa: B024
 
     def check(self, size: int) -> None:
         """Refuse a number of workers that the recipe cannot serve, before anything is sent.
+
+        Raises:
+            ConfigError: with the value, the rule and the fix.
+        """
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that this recipe cannot go with, such as a second momentum.
 
         Raises:
             ConfigError: with the value, the rule and the fix.
