@@ -74,7 +74,7 @@ def test_the_learning_rate_warms_up_and_follows_the_cosine():
 
 def test_what_is_left_open_is_filled_in_by_the_task():
     one = resolve({"task": "digits", "strategy": "LocalSGD", "steps": 50, "workers": 2})
-    assert (one.strategy, one.optimizer, one.eval_every) == ("LocalSGD(period=8)", "sgd", 5)
+    assert (one.strategy, one.optimizer, one.eval_every) == ("LocalSGD()", "sgd", 5)
     assert one.batch_size > 0 and one.model == "mlp"
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_peer_is_refused_with_the_fix(text, words):
 
 
 def test_recipes_are_separated_by_semicolons():
-    assert split_recipes("ddp; AllReduce(); ") == ["ddp", "AllReduce(codec=None)"]
+    assert split_recipes("ddp; AllReduce(); ") == ["ddp", "AllReduce()"]
 
 
 @pytest.mark.parametrize(("text", "words"), [(" ; ", "at least one"), ("ddp; AllReduce; AllReduce()", "twice")])

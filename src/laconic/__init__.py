@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     )
     from laconic.recipe import brief, parse
     from laconic.replica import Replica
-    from laconic.strategies import AllReduce, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy
+    from laconic.strategies import (
+        AllReduce,
+        CoCoD,
+        Gossip,
+        Local,
+        LocalSGD,
+        OverlapLocalSGD,
+        PushSum,
+        SlowMo,
+        Strategy,
+        Streaming,
+    )
     from laconic.topology import Complete, Hypercube, OnePeerExponential, Peers, Ring, Topology
 
 _PLACES = {
@@ -47,7 +58,7 @@ _PLACES = {
     ),
     "recipe": "brief parse",
     "replica": "Replica",
-    "strategies": "AllReduce Gossip Local LocalSGD PushSum SlowMo Strategy",
+    "strategies": "AllReduce CoCoD Gossip Local LocalSGD OverlapLocalSGD PushSum SlowMo Strategy Streaming",
     "topology": "Complete Hypercube OnePeerExponential Peers Ring Topology",
 }
 
@@ -56,6 +67,7 @@ __all__ = [
     "Attached",
     "Bf16",
     "CheckpointError",
+    "CoCoD",
     "Codec",
     "Comm",
     "CommError",
@@ -74,6 +86,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "OnePeerExponential",
+    "OverlapLocalSGD",
     "PeerLostError",
     "Peers",
     "PushSum",
@@ -81,6 +94,7 @@ __all__ = [
     "Ring",
     "SlowMo",
     "Strategy",
+    "Streaming",
     "ThreadComm",
     "Topology",
     "Work",

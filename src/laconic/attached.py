@@ -18,7 +18,11 @@ from laconic.comm.group import Group, comm_for
 from laconic.errors import ConfigError
 from laconic.flat import Segment, copy_each_, flatten, lay_out, views
 from laconic.handshake import agree, facts_of
+from laconic.moments import Moments
+from laconic.parameters import by_kind, learning_rate, trained
 from laconic.replica import Replica
+from laconic.scaling import share_skips
+from laconic.shards import Shards, folder_of, is_sharded, local
 from laconic.strategies.base import Strategy
 
 Batch = TypeVar("Batch")
@@ -32,6 +36,7 @@ class Attached:
 
     Attributes:
         replicas: the flat vectors and their state, one for each (dtype, device).
+        shards: parameters of which this rank holds a part.
         strategy: the recipe.
         comm: the ranks; `comm.meter` holds bytes and seconds.
         scaler: the loop's GradScaler, where it has one.
@@ -46,6 +51,7 @@ class Attached:
         self.seed = seed
         self.replicas: list[Replica] = []
         self.layouts: list[tuple[list[nn.Parameter], tuple[Segment, ...]]] = []
+        self.shards = Shards(model, [])
         self.backward: Backward | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.undo = ExitStack()
@@ -71,20 +77,53 @@ class Attached:
         return args[:1], {**kwargs, "closure": evaluate}
 
     def _hooks_before(self) -> None:
+        self.shards.read()
         with torch.no_grad():
             for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
+                if all(parameter.grad is None for parameter in parameters):
+                    replica.samples = 0.0
                 if self.strategy.reads_gradient:
                     whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
                     whole.gather()
                     whole.expose()
                 self.strategy.before_step(replica)
+        self.shards.write()
 
     def _after_step(self, *_: Any) -> None:
+        self.shards.read()
         with torch.no_grad():
             for replica in self.replicas:
                 replica.step += 1
                 self.strategy.after_step(replica)
+                replica.samples = 1.0
+        self.shards.write()
         self.comm.step = self.step
+
+    def saw(self, samples: float) -> None:
+        """Say how many samples are behind the next step's gradient, for averages that are weighted by them.
+
+        Args:
+            samples: of all batches of the step together. A step of which nothing is said counts as one.
+
+        Raises:
+            ConfigError: a negative number, or none that is finite.
+        """
+        if not 0 <= samples < float("inf"):
+            raise ConfigError(f"samples={samples}: must be finite and not negative; say len(batch)")
+        for replica in self.replicas:
+            replica.samples = float(samples)
+
+    def observations(self) -> dict[str, float]:
+        """What the strategy noticed since this was last asked, by name; the most of it where there are several vectors.
+
+        Gossip notices `consensus_distance`, the probe of heterogeneity how much gradients differ.
+        """
+        found: dict[str, float] = {}
+        for replica in self.replicas:
+            for name, value in replica.observed.items():
+                found[name] = max(found.get(name, float("-inf")), float(value))
+            replica.observed.clear()
+        return found
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -129,6 +168,7 @@ class Attached:
         their own while they train. All of it is put back at the end.
         """
         self.settle()
+        self.shards.read()
         own = [replica.x.clone() for replica in self.replicas]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
@@ -136,17 +176,19 @@ class Attached:
                 for replica in self.replicas:
                     replica.x.copy_(self.strategy.consensus(replica))
                 self._average_buffers()
+            self.shards.write()
             yield self.model
         finally:
             with torch.no_grad():
                 for replica, x in zip(self.replicas, own, strict=True):
                     replica.x.copy_(x)
+                self.shards.write()
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(buffers[name])
 
     def _average_buffers(self) -> None:
         buffers = list(self.model.buffers())
-        for group in _by_kind(buffers).values():
+        for group in by_kind(buffers).values():
             vector = flatten(group, layout := lay_out([("", b) for b in group]))
             if vector.is_floating_point():
                 self.comm.sum_(vector).wait().div_(self.comm.size)
@@ -184,7 +226,7 @@ class Attached:
             CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
         """
-        return checkpoint.save(self, Path(folder), dict(extra or {}))
+        return checkpoint.save(self, self._own(folder), dict(extra or {}))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from the newest whole checkpoint in `folder`; returns the `extra` saved with it.
@@ -192,7 +234,11 @@ class Attached:
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another recipe, model or world size.
         """
-        return checkpoint.load(self, Path(folder))
+        return checkpoint.load(self, self._own(folder))
+
+    def _own(self, folder: str | Path) -> Path:
+        """Where the ranks that hold the same parts of the model keep their checkpoints."""
+        return Path(folder) / folder_of(p for parameters, _ in self.layouts for p in parameters)
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""
@@ -240,7 +286,7 @@ def attach(
         ConfigError: the recipe cannot serve this model or this number of workers.
         MismatchError: ranks were started with different models, recipes, versions or seeds.
     """
-    named = _trained(model, optimizer)
+    named = trained(model, optimizer)
     comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
     settings = {
@@ -253,8 +299,7 @@ def attach(
         "the use of a scaler": scaler is not None and scaler.is_enabled(),
     }
     agree(comm, facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
-    strategy.check(comm.size)
-    strategy.check_optimizer(optimizer)
+    _check(attached, named)
     _make_replicas(attached, named)
     if init == "broadcast":
         _broadcast(attached)
@@ -264,63 +309,40 @@ def attach(
     _hook(attached, bucket_bytes=bucket_bytes, find_unused=find_unused)
     attached.scaler = scaler
     if scaler is not None and comm.size > 1 and not strategy.sends_gradients:
-        _share_skips(attached, scaler)
+        share_skips(attached, scaler)
     return attached
 
 
-def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer moves, by their name in the model, in the model's order."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad}
-    strangers = len(held - {id(p) for p in model.parameters()})
-    if strangers:
-        raise ConfigError(f"the optimizer holds {strangers} parameters that are not the model's; attach their model")
-    if not named:
-        raise ConfigError("the optimizer holds no trainable parameter of this model; pass model.parameters() to it")
-    for name, parameter in named.items():
-        if hasattr(parameter, "device_mesh"):  # a DTensor; importing its module only to ask costs half a second
-            raise ConfigError(f"{name} is a DTensor: attach before sharding, or train it with torch's own FSDP2")
-        if parameter.is_sparse or parameter.layout != torch.strided:
-            raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
-    return named
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for x in tensors:
-        kinds.setdefault((x.dtype, x.device), []).append(x)
-    return kinds
+def _check(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
+    """Can the recipe serve these workers, this optimizer and these parameters?"""
+    strategy = attached.strategy
+    strategy.check(attached.comm.size)
+    strategy.check_optimizer(attached.optimizer)
+    if strategy.sends_gradients and any(is_sharded(p) for p in named.values()):
+        raise ConfigError(
+            f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
+            "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
+        )
 
 
 def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
     names = {id(p): name for name, p in named.items()}
-    for parameters in _by_kind(named.values()).values():
-        segments = lay_out([(names[id(p)], p) for p in parameters])
-        x = flatten(parameters, segments)
+    sharded: list[tuple[Tensor, Tensor]] = []
+    for parameters in by_kind(named.values()).values():
+        segments = lay_out([(names[id(p)], local(p)) for p in parameters])
+        x = flatten([local(p) for p in parameters], segments)
         for parameter, view in zip(parameters, views(x, segments), strict=True):
-            parameter.data = view
+            if is_sharded(parameter):
+                sharded.append((parameter, view))
+            else:
+                parameter.data = view
         g = attached.strategy.room_for_gradient(x)
-        trained = [p for p in parameters if isinstance(p, nn.Parameter)]
-        lr = _learning_rate(attached.optimizer, trained, segments, x)
-        attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed))
-        attached.layouts.append((trained, segments))
-
-
-def _learning_rate(
-    optimizer: Optimizer, parameters: list[nn.Parameter], segments: tuple[Segment, ...], x: Tensor
-) -> Callable[[], float | Tensor]:
-    """Reads the optimizer's learning rate: a number, or a vector like `x` where groups differ in it."""
-    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    indices = [group_of[id(p)] for p in parameters]
-    sizes = torch.tensor([segment.size for segment in segments], device=x.device)
-
-    def read() -> float | Tensor:
-        rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
-        if len(set(rates)) == 1:
-            return rates[0]
-        return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes)
-
-    return read
+        moved = [p for p in parameters if isinstance(p, nn.Parameter)]
+        lr = learning_rate(attached.optimizer, moved, segments, x)
+        moments = Moments(attached.optimizer, moved, segments)
+        attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed, moments=moments))
+        attached.layouts.append((moved, segments))
+    attached.shards = Shards(attached.model, sharded)
 
 
 def _broadcast(attached: Attached) -> None:
@@ -329,9 +351,11 @@ def _broadcast(attached: Attached) -> None:
     with torch.no_grad():
         for replica in attached.replicas:
             comm.broadcast_(replica.x, 0).wait()
+        attached.shards.write()
         mine = {id(p) for parameters, _ in attached.layouts for p in parameters}
-        rest = [t.data for t in attached.model.parameters() if id(t) not in mine] + list(attached.model.buffers())
-        for group in _by_kind(rest).values():
+        rest = [local(t.data) for t in attached.model.parameters() if id(t) not in mine]
+        rest += list(attached.model.buffers())
+        for group in by_kind(rest).values():
             vector = flatten(group, layout := lay_out([("", t) for t in group]))
             comm.broadcast_(vector, 0).wait()
             copy_each_(group, views(vector, layout))
@@ -352,23 +376,3 @@ def _hook(attached: Attached, *, bucket_bytes: int, find_unused: bool) -> None:
     after = optimizer.register_step_post_hook(attached._after_step)  # pyright: ignore[reportPrivateUsage]
     attached.undo.callback(before.remove)
     attached.undo.callback(after.remove)
-
-
-def _share_skips(attached: Attached, scaler: torch.amp.GradScaler) -> None:
-    """Let an overflow on one rank skip the step on all, as GradScaler for sharded models does."""
-    check, device = scaler._unscale_grads_, attached.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
-
-    def check_together(
-        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = check(optimizer, inv_scale, found_inf, allow_fp16)
-        if optimizer is not attached.optimizer:
-            return found
-        overflows = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))
-        return {device: attached.comm.sum_(overflows).wait()}
-
-    def restore() -> None:
-        scaler._unscale_grads_ = check  # pyright: ignore[reportPrivateUsage]
-
-    scaler._unscale_grads_ = check_together  # pyright: ignore[reportPrivateUsage]
-    attached.undo.callback(restore)

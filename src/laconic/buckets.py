@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from laconic.comm.base import Work
 from laconic.flat import Segment, copy_each_, views
 from laconic.replica import Replica
+from laconic.shards import is_sharded, local, whole_like
 
 _FIRST_BYTES = 1 << 20
 Exchange = Callable[[Replica, slice], Work[Tensor] | None]
@@ -41,7 +42,7 @@ class Bucket:
                 if parameter.grad is None:
                     gradient.zero_()
                 else:
-                    found.append((gradient, parameter.grad.to_dense()))
+                    found.append((gradient, local(parameter.grad).to_dense()))
             moved = [(mine, theirs) for mine, theirs in found if mine.data_ptr() != theirs.data_ptr()]
             if moved:
                 copy_each_([m for m, _ in moved], [t for _, t in moved])
@@ -49,7 +50,12 @@ class Bucket:
     def expose(self) -> None:
         """Let every parameter's gradient be its part of the flat vector."""
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
-            parameter.grad = gradient
+            if not is_sharded(parameter):
+                parameter.grad = gradient
+            elif parameter.grad is None:
+                parameter.grad = whole_like(gradient.clone(), parameter)
+            else:
+                local(parameter.grad).copy_(gradient)
 
 
 def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segment], bucket_bytes: int) -> list[Bucket]:

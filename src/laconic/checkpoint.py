@@ -22,6 +22,8 @@ from laconic.comm.base import arrived
 from laconic.errors import CheckpointError, NonFiniteError
 from laconic.handshake import describe_tensor, gather_texts
 from laconic.part import Part
+from laconic.recipe import brief
+from laconic.shards import local, rewrap_, unwrap
 
 if TYPE_CHECKING:
     from laconic.attached import Attached
@@ -33,6 +35,7 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 def state_of(attached: Attached) -> dict[str, Any]:
     """Everything one rank remembers, as nested dicts of tensors and JSON values."""
     attached.settle()
+    attached.shards.read()
     return {
         "identity": _identity(attached),
         "replicas": [
@@ -45,7 +48,7 @@ def state_of(attached: Attached) -> dict[str, Any]:
             for replica in attached.replicas
         ],
         "others": {name: x.clone() for name, x in _others(attached).items()},
-        "optimizer": deepcopy(attached.optimizer.state_dict()),
+        "optimizer": deepcopy(unwrap(attached.optimizer.state_dict())),
     }
 
 
@@ -65,16 +68,18 @@ def restore(attached: Attached, state: Mapping[str, Any]) -> None:
                 name: arrived([x.clone().to(replica.x.device) for x in received])
                 for name, received in saved["inflight"].items()
             }
+        attached.shards.write()
         for name, x in _others(attached).items():
             x.copy_(state["others"][name])
     attached.optimizer.load_state_dict(deepcopy(state["optimizer"]))
+    rewrap_(attached.optimizer)
     attached.comm.step = attached.step
 
 
 def _others(attached: Attached) -> dict[str, Tensor]:
     """The model's buffers, and the parameters that the optimizer does not move, by name."""
     moved = {id(p) for parameters, _ in attached.layouts for p in parameters}
-    parameters = {name: p.detach() for name, p in attached.model.named_parameters() if id(p) not in moved}
+    parameters = {name: local(p.detach()) for name, p in attached.model.named_parameters() if id(p) not in moved}
     return parameters | {name: buffer.detach() for name, buffer in attached.model.named_buffers()}
 
 
@@ -87,7 +92,7 @@ def _identity(attached: Attached) -> dict[str, str]:
     """What a checkpoint and a run must have in common."""
     groups = [len(group["params"]) for group in attached.optimizer.param_groups]
     return {
-        "the strategy": repr(attached.strategy),
+        "the strategy": brief(attached.strategy),
         "the number of workers": str(attached.comm.size),
         "the rank": str(attached.comm.rank),
         "the seed": str(attached.seed),

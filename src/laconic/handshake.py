@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from laconic._version import __version__
 from laconic.comm.base import Comm
 from laconic.errors import MismatchError
+from laconic.shards import place_of
 
 Facts = list[tuple[str, str]]
 
@@ -95,6 +96,7 @@ def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
 
 
 def describe_tensor(x: Tensor) -> str:
-    """Shape, dtype and whether it is trained."""
+    """Shape, dtype, which part of it is here, and whether it is trained."""
     shape = "x".join(str(n) for n in x.shape) or "scalar"
-    return f"{shape} {str(x.dtype).removeprefix('torch.')}{'' if x.requires_grad else ' frozen'}"
+    part = f", {place}" if (place := place_of(x)) else ""
+    return f"{shape} {str(x.dtype).removeprefix('torch.')}{'' if x.requires_grad else ' frozen'}{part}"

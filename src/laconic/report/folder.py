@@ -117,7 +117,12 @@ def _step(line: Facts) -> Step | None:
     if step is None or "loss" not in line:
         return None
     names = ("seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
-    return Step(int(step), *(_or_nan(line, name) for name in names))
+    return Step(int(step), *(_or_nan(line, name) for name in names), observed=_observed(line.get("observed")))
+
+
+def _observed(entry: object) -> dict[str, float]:
+    facts: Facts = entry if isinstance(entry, dict) else {}
+    return {str(name): value for name in facts if (value := number(facts, str(name))) is not None}
 
 
 def _evaluation(line: Facts) -> Evaluation | None:

@@ -13,6 +13,7 @@ from laconic.report.files import write_text
 from laconic.report.folder import read
 from laconic.report.headline import lead, setting, summary_table, tiles
 from laconic.report.links import link_picture
+from laconic.report.observed import observed_pictures
 from laconic.report.palette import TONES, Look, looks
 from laconic.report.picture import Picture
 from laconic.report.runs import Collection
@@ -43,6 +44,7 @@ class Drawings:
     """Every picture of a report; what could not be drawn is absent."""
 
     losses: Sequence[Picture]
+    observed: Sequence[Picture]
     times: Picture | None
     timelines: dict[int, Picture]
     links: Picture | None
@@ -50,7 +52,7 @@ class Drawings:
     def all(self) -> list[Picture]:
         """The pictures in the page's order."""
         single = [picture for picture in (self.times, self.links) if picture is not None]
-        return [*self.losses, *single, *self.timelines.values()]
+        return [*self.losses, *self.observed, *single, *self.timelines.values()]
 
 
 def write(folder: Path) -> Written:
@@ -70,6 +72,7 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
     """Make every picture the runs have the data for."""
     return Drawings(
         losses=loss_pictures(collection, styles),
+        observed=observed_pictures(collection, styles),
         times=time_picture(collection, styles),
         timelines=timeline_pictures(collection, styles),
         links=link_picture(collection, styles),
@@ -118,7 +121,7 @@ def _navigation() -> str:
 def _sections(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> list[str]:
     bodies = (
         summary_table(collection, styles),
-        _losses(drawings.losses),
+        _losses([*drawings.losses, *drawings.observed]),
         _times(drawings.times),
         _timelines(collection, drawings.timelines),
         _links(collection, drawings.links),

@@ -1,6 +1,6 @@
 """What a run folder says: its configuration, its metrics, its timeline and its links."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from laconic.report.facts import Facts, text
@@ -8,7 +8,10 @@ from laconic.report.facts import Facts, text
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: the loss is the mean over workers, bytes are cumulative per worker; NaN where unsaid."""
+    """One training step: the loss is the mean over workers, bytes are cumulative per worker; NaN where unsaid.
+
+    `observed` holds what the method noticed in this step, by name.
+    """
 
     step: int
     seconds: float
@@ -17,6 +20,7 @@ class Step:
     compute_seconds: float
     exposed_seconds: float
     step_seconds: float
+    observed: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def optimizer(self) -> Optimizer:
+        """What moves the model."""
+        ...
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
         ...
@@ -41,6 +46,10 @@ class Engine(Protocol):
     @property
     def intervals(self) -> list[Interval]:
         """Who talked and waited when, recorded while `trace(True)`."""
+        ...
+
+    def observations(self) -> dict[str, float]:
+        """What the method noticed since this was last asked, by name."""
         ...
 
     def set_lr(self, lr: float) -> None:
@@ -105,6 +114,7 @@ class LaconicEngine:
         self.optimizer = optimizer
         self.network = attached.model
         self.consensus = attached.consensus
+        self.observations = attached.observations
         self.settle = attached.settle
         self.load = attached.load
 

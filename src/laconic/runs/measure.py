@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor
 
 from laconic.comm.base import Comm
+from laconic.handshake import gather_texts
+
+_FIXED = 5
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Record:
         payload_bytes: sent while training so far.
         step_seconds: how long the step took.
         exposed_seconds: how much of that was spent waiting for messages alone.
+        observed: what the method noticed in this step, by name; the mean over the ranks that noticed it.
     """
 
     step: int
@@ -32,6 +38,7 @@ class Record:
     payload_bytes: float
     step_seconds: float
     exposed_seconds: float
+    observed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def compute_seconds(self) -> float:
@@ -48,6 +55,7 @@ class Record:
             "compute_seconds": self.compute_seconds,
             "exposed_seconds": self.exposed_seconds,
             "step_seconds": self.step_seconds,
+            **({"observed": self.observed} if self.observed else {}),
         }
 
 
@@ -56,14 +64,30 @@ def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Reco
 
     Every rank gets the same list, so that what they decide from it is the same decision.
     """
-    rows = torch.tensor([_numbers(record) for record in mine], dtype=torch.float64, device=device)
+    names = _names(comm, mine, device)
+    rows = torch.tensor([_numbers(record, names) for record in mine], dtype=torch.float64, device=device)
     everyone: Tensor = torch.stack([x.cpu() for x in comm.gather(rows).wait()])
-    means, latest = everyone.mean(0).tolist(), everyone[:, :, 0].amax(0).tolist()
-    return [Record(record.step, seconds, *mean[1:]) for record, seconds, mean in zip(mine, latest, means, strict=True)]
+    # A rank that noticed nothing says NaN, which counts for nothing in the mean.
+    means, latest = everyone.nanmean(0).tolist(), everyone[:, :, 0].amax(0).tolist()
+    return [
+        Record(record.step, seconds, *mean[1:_FIXED], observed=_known(names, mean[_FIXED:]))
+        for record, seconds, mean in zip(mine, latest, means, strict=True)
+    ]
 
 
-def _numbers(record: Record) -> list[float]:
-    return [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
+def _names(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[str]:
+    """Of everything that any rank has noticed."""
+    noticed = json.dumps(sorted({name for record in mine for name in record.observed}))
+    return sorted({name for text in gather_texts(comm, noticed.encode(), device) for name in json.loads(text)})
+
+
+def _known(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values, strict=True) if math.isfinite(value)}
+
+
+def _numbers(record: Record, names: Sequence[str]) -> list[float]:
+    fixed = [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
+    return [*fixed, *(record.observed.get(name, math.nan) for name in names)]
 
 
 @dataclass

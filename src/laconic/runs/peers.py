@@ -96,6 +96,10 @@ class PeerEngine:
     def settle(self) -> None:
         """Nothing is ever in flight between steps."""
 
+    def observations(self) -> dict[str, float]:
+        """Torch's methods notice nothing."""
+        return {}
+
     def trace(self, on: bool) -> None:
         """Record waits, or not."""
         self._tracing = on

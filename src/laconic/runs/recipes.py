@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from laconic.errors import ConfigError
-from laconic.recipe import WORDS, parse
+from laconic.recipe import WORDS, brief, parse
 from laconic.runs.peers import Bf16Gradients, Peer, Plain, PostLocalSGD, PowerSGD
 from laconic.strategies.base import Strategy
 
@@ -52,8 +52,8 @@ def split_recipes(text: str) -> list[str]:
 
 
 def describe(recipe: Recipe) -> str:
-    """The text that `parse_recipe` reads back."""
-    return str(recipe) if isinstance(recipe, Peer) else repr(recipe)
+    """The text that `parse_recipe` reads back: as one would write it, without arguments at their defaults."""
+    return str(recipe) if isinstance(recipe, Peer) else brief(recipe)
 
 
 def _meant(word: str) -> str:

@@ -2,9 +2,23 @@
 
 from laconic.strategies.all_reduce import AllReduce
 from laconic.strategies.base import Strategy
+from laconic.strategies.cocod import CoCoD
 from laconic.strategies.gossip import Gossip
 from laconic.strategies.local_sgd import Local, LocalSGD
+from laconic.strategies.overlap_local_sgd import OverlapLocalSGD
 from laconic.strategies.push_sum import PushSum
 from laconic.strategies.slow_momentum import SlowMo
+from laconic.strategies.streaming import Streaming
 
-__all__ = ["AllReduce", "Gossip", "Local", "LocalSGD", "PushSum", "SlowMo", "Strategy"]
+__all__ = [
+    "AllReduce",
+    "CoCoD",
+    "Gossip",
+    "Local",
+    "LocalSGD",
+    "OverlapLocalSGD",
+    "PushSum",
+    "SlowMo",
+    "Strategy",
+    "Streaming",
+]
