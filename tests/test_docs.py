@@ -36,7 +36,7 @@ PAGES = sorted(
     if "_build" not in path.parts and path.is_file()
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-STRATEGIES = ("AllReduce", "Gossip", "Local", "LocalSGD", "PushSum", "SlowMo")
+STRATEGIES = tuple(name for name in strategies.__all__ if name != "Strategy")
 FENCE = re.compile(r"^(<!-- runs -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

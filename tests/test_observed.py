@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic import Comm, Local, run_threads
+from laconic import (
+    Comm,
+    DecentLaM,
+    DoubleAveraging,
+    ExactDiffusion,
+    Gossip,
+    Local,
+    QuasiGlobal,
+    Strategy,
+    run_threads,
+)
 from laconic.replica import Replica
 from laconic.report.page import write
 from laconic.runs.folder import RunFolder
 from laconic.runs.measure import Record, share
-from tests.engine import attach
+from tests.engine import attach, batches, steps
 from tests.report_samples import write_run
 
 
@@ -74,3 +84,22 @@ def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
     kept = RunFolder(tmp_path).rewind(40)
     assert kept[39].observed == {"consensus_distance": 2.5}
     assert kept[38].observed == {}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Gossip(), Gossip(order="after"), DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()],
+    ids=str,
+)
+def test_methods_that_gossip_notice_how_far_workers_are_apart(strategy: Strategy):
+    def work(comm: Comm) -> list[float]:
+        attached = attach(comm, strategy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        seen: list[float] = []
+        for x, y in batches(comm.rank, 4):
+            steps(attached, [(x, y)])
+            seen.append(attached.observations().get("consensus_distance", math.nan))
+        return seen
+
+    for seen in run_threads(3, work):
+        assert all(distance > 0 for distance in seen[1:])
+        assert max(seen[1:]) < 1.0

@@ -62,20 +62,6 @@ def test_the_sum_of_parameters_moves_by_the_gradients_alone() -> None:
         assert torch.allclose(totals[k] - totals[k - 1], moved, rtol=0, atol=1e-14)
 
 
-def test_what_does_not_move_leaves_the_mass_bitwise_alone() -> None:
-    comm = laconic.CountingComm(0, 1)
-    r = Replica(torch.rand(9), torch.zeros(9), comm, lr=lambda: 0.0)
-    strategy = PushSum(Irregular())
-    r.state = {"mass": torch.cat([3 * torch.rand(9), torch.tensor([3.0])]), "debiased": r.x.clone()}
-    before = mass(r).clone()
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(PushSum, "_weightless", lambda self, r: False)
-        r.step = 1
-        strategy.after_step(r)
-    assert torch.equal(mass(r), before)
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_one_peer_weights_stay_exactly_one(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = quadratic(n, DOUBLE)

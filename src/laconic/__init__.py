@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from laconic.strategies import (
         AllReduce,
         CoCoD,
+        DecentLaM,
+        DoubleAveraging,
+        ExactDiffusion,
         Gossip,
         Local,
         LocalSGD,
         OverlapLocalSGD,
         PushSum,
+        QuasiGlobal,
         SlowMo,
         Strategy,
         Streaming,
@@ -58,7 +62,10 @@ _PLACES = {
     ),
     "recipe": "brief parse",
     "replica": "Replica",
-    "strategies": "AllReduce CoCoD Gossip Local LocalSGD OverlapLocalSGD PushSum SlowMo Strategy Streaming",
+    "strategies": (
+        "AllReduce CoCoD DecentLaM DoubleAveraging ExactDiffusion Gossip Local LocalSGD OverlapLocalSGD "
+        "PushSum QuasiGlobal SlowMo Strategy Streaming"
+    ),
     "topology": "Complete Hypercube OnePeerExponential Peers Ring Topology",
 }
 
@@ -75,6 +82,9 @@ __all__ = [
     "ConfigError",
     "CountingComm",
     "DeadlineError",
+    "DecentLaM",
+    "DoubleAveraging",
+    "ExactDiffusion",
     "Fp16",
     "Gossip",
     "GroupComm",
@@ -90,6 +100,7 @@ __all__ = [
     "PeerLostError",
     "Peers",
     "PushSum",
+    "QuasiGlobal",
     "Replica",
     "Ring",
     "SlowMo",

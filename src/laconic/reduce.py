@@ -1,10 +1,14 @@
 """The one file where codecs, topologies and comms meet."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from laconic.codecs.base import Codec, State
 from laconic.comm.base import Comm, Work
 from laconic.topology.base import Peers
+
+Notice = Callable[[Tensor, list[Tensor]], None]
 
 
 def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
@@ -34,6 +38,19 @@ def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
     return x
 
 
-def gossip_(comm: Comm, x: Tensor, peers: Peers) -> Work[Tensor]:
-    """Send `x` to this step's peers and mix in what they send; len(peers.to) vectors sent per rank."""
-    return comm.exchange(x, peers.to, peers.frm).then(lambda received: mix_(x, received, peers))
+def gossip_(comm: Comm, x: Tensor, peers: Peers, notice: Notice | None = None) -> Work[Tensor]:
+    """Send `x` to this step's peers and mix in what they send; len(peers.to) vectors sent per rank.
+
+    Args:
+        comm: the ranks.
+        x: a vector; belongs to the wire until the wait.
+        peers: of this step.
+        notice: told of `x` and of what came, before they are mixed.
+    """
+
+    def mix(received: list[Tensor]) -> Tensor:
+        if notice is not None:
+            notice(x, received)
+        return mix_(x, received, peers)
+
+    return comm.exchange(x, peers.to, peers.frm).then(mix)

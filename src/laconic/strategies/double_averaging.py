@@ -1,0 +1,79 @@
+"""Mix parameters and momentum with neighbours."""
+
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from laconic.certificate import check_average_kept
+from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
+from laconic.kinds import check_kinds
+from laconic.reduce import gossip_
+from laconic.replica import Replica
+from laconic.strategies.base import Strategy
+from laconic.topology.base import Topology
+from laconic.topology.graphs import Ring
+
+
+@dataclass(frozen=True)
+class DoubleAveraging(Strategy):
+    r"""Heavy-ball momentum that is mixed with the neighbours' as the parameters are (DA-DmSGD).
+
+    With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
+
+    $$u_i = \beta m_i + g_i, \qquad x_i \leftarrow \sum_j W_{ij} (x_j - \gamma u_j), \qquad
+      m_i \leftarrow \sum_j W_{ij} u_j .$$
+
+    Workers agree on the direction as well as on the place, for twice the bytes. The bias on heterogeneous data lies
+    between D-PSGD's and that of momentum which stays local. `momentum=0` is `Gossip(order="after")`; the complete graph
+    is AllReduce with momentum. A step whose learning rate is zero mixes, and lets $m$ decay.
+    Traffic: two vectors per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
+
+    Yu, Jin and Yang, On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
+    Optimization, ICML 2019, arXiv:1905.03817.
+
+    Args:
+        topology: any graph whose weights are doubly stochastic, changing ones too.
+        momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
+    """
+
+    topology: Topology = Ring()
+    momentum: float = 0.9
+
+    paper = "Yu, Jin and Yang, On the Linear Speedup Analysis of ... Momentum SGD, ICML 2019, arXiv:1905.03817"
+    waits = "every step, each worker waits for its neighbours of that step, and for twice the parameters to travel"
+    limits = "twice the bytes of the other gossiping methods"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the momentum."""
+        check_kinds(self)
+        check_momentum(self.momentum)
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that do not exist, do not connect, or do not keep the average."""
+        check_average_kept(self, self.topology, size)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a second momentum."""
+        refuse_momentum(optimizer, self)
+
+    def start(self, r: Replica) -> None:
+        """Begin without momentum."""
+        check_resolution(r.x, self)
+        r.scratch("anchor")
+        r.scratch("momentum")
+
+    def before_step(self, r: Replica) -> None:
+        """Remember where the step begins."""
+        r.state["anchor"].copy_(r.x)
+
+    def after_step(self, r: Replica) -> None:
+        """Add the momentum to the optimizer's step, and mix both."""
+        displacement, momentum = r.state["anchor"], r.state["momentum"]
+        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        displacement.sub_(r.x)
+        descend_(r.x, momentum, r.lr, self.momentum)
+        place = gossip_(r.comm, r.x, peers, r.notice_distance)
+        accumulate_(momentum, displacement, r.lr, keep=self.momentum)
+        direction = gossip_(r.comm, momentum, peers)
+        place.wait()
+        direction.wait()

@@ -1,0 +1,100 @@
+"""Mix parameters with neighbours, and take the momentum from where the mixed parameters went."""
+
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from laconic.certificate import check_average_kept, check_stable, quasi_global
+from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
+from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
+from laconic.reduce import gossip_
+from laconic.replica import Replica
+from laconic.strategies.base import Strategy
+from laconic.topology.base import Topology
+from laconic.topology.graphs import OnePeerExponential
+
+
+@dataclass(frozen=True)
+class QuasiGlobal(Strategy):
+    r"""Step along a momentum that follows the displacement of the mixed parameters (QG-DmSGD).
+
+    With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
+
+    $$u_i = g_i + \beta m_i, \qquad x_i' = \sum_j W_{ij} (x_j - \gamma u_j), \qquad
+      m_i \leftarrow \mu m_i + \tfrac{1-\mu}{\gamma} (x_i - x_i') .$$
+
+    After mixing, the displacement is nearly everyone's, so that $m$ estimates the global direction without a message
+    of its own. The bias on heterogeneous data is D-PSGD's, at any momentum; Nesterov's form rests where D-PSGD
+    does at the learning rate $(1+\beta)\gamma$. `momentum=0` is `Gossip(order="after")`.
+    It stays stable on directed and changing graphs, where DecentLaM does not. A step whose learning rate is zero mixes,
+    and lets $m$ decay.
+    Traffic: one vector per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
+
+    Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data, ICML 2021,
+    arXiv:2102.04761.
+
+    Args:
+        topology: any graph whose weights are doubly stochastic, changing ones too.
+        momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
+        nesterov: look ahead, $u_i = g_i + \beta (g_i + \beta m_i)$.
+        memory: $\mu$ in [0, 1), how much of $m$ is kept at each step; more smooths more. None is the momentum.
+    """
+
+    topology: Topology = OnePeerExponential()
+    momentum: float = 0.9
+    nesterov: bool = False
+    memory: float | None = None
+
+    paper = (
+        "Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning ..., ICML 2021, arXiv:2102.04761"
+    )
+    waits = "every step, each worker waits for its neighbours of that step"
+    limits = "bears a smaller learning rate than heavy-ball momentum does; workers differ by what has not yet spread"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        check_momentum(self.momentum)
+        if self.memory is not None and not 0 <= self.memory < 1:
+            raise ConfigError(f"memory={self.memory}: must lie in [0, 1); None takes the momentum's value")
+
+    @property
+    def kept(self) -> float:
+        r"""$\mu$, in numbers."""
+        return self.momentum if self.memory is None else self.memory
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that move the average, and those on which this much momentum diverges."""
+        check_average_kept(self, self.topology, size)
+        check_stable(
+            self,
+            self.topology,
+            size,
+            lambda b: quasi_global(b, memory=b if self.memory is None else self.memory, nesterov=self.nesterov),
+            self.momentum,
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a second momentum."""
+        refuse_momentum(optimizer, self)
+
+    def start(self, r: Replica) -> None:
+        """Begin without momentum."""
+        check_resolution(r.x, self)
+        r.scratch("anchor")
+        r.scratch("momentum")
+
+    def before_step(self, r: Replica) -> None:
+        """Remember where the step begins."""
+        r.state["anchor"].copy_(r.x)
+
+    def after_step(self, r: Replica) -> None:
+        """Add the momentum to the optimizer's step, mix, and see where that led."""
+        displacement, momentum = r.state["anchor"], r.state["momentum"]
+        if self.nesterov:
+            r.x.lerp_(displacement, -self.momentum)
+        descend_(r.x, momentum, r.lr, self.momentum**2 if self.nesterov else self.momentum)
+        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        gossip_(r.comm, r.x, peers, r.notice_distance).wait()
+        accumulate_(momentum, displacement.sub_(r.x), r.lr, keep=self.kept, add=1 - self.kept)
