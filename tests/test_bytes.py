@@ -63,14 +63,14 @@ FORMULAS: list[tuple[Strategy, Formula]] = [
     (Gossip(OnePeerExponential(), "after"), lambda n, rank: STEPS * min(1, n - 1) * 4 * ELEMENTS),
     (PushSum(), lambda n, rank: STEPS * min(1, n - 1) * 4 * ELEMENTS),
     (PushSum(Ring()), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS),
-    (PushSum(Irregular()), lambda n, rank: irregular(n, rank, ELEMENTS + (n > 1))),
+    (PushSum(Irregular()), lambda n, rank: irregular(n, rank, ELEMENTS + 2 * (n > 1))),
     (SlowMo(period=12), lambda n, rank: 2 * ring_share(n)),
     (SlowMo(AllReduce(), period=12), lambda n, rank: STEPS * ring_share(n)),
     (SlowMo(PushSum(), period=6), lambda n, rank: STEPS * min(1, n - 1) * 4 * ELEMENTS + 4 * ring_share(n)),
     (SlowMo(Gossip(), period=5), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS + 4 * ring_share(n)),
     (
         SlowMo(PushSum(Irregular()), period=6),
-        lambda n, rank: irregular(n, rank, ELEMENTS + 1) + 4 * ring_share(n, ELEMENTS + 1),
+        lambda n, rank: irregular(n, rank, ELEMENTS + 2) + 4 * ring_share(n),
     ),
 ]
 CASES = pytest.mark.parametrize(("strategy", "formula"), FORMULAS, ids=[str(s) for s, _ in FORMULAS])
@@ -126,7 +126,7 @@ def test_a_vector_of_doubles_is_twice_the_bytes_and_half_precision_keeps_its_wei
     assert sent(PushSum(), torch.float64) == 8 * ELEMENTS
     assert sent(PushSum(), torch.bfloat16) == 2 * ELEMENTS
     assert sent(PushSum(Irregular()), torch.float64) == 2 * 8 * (ELEMENTS + 1)
-    assert sent(PushSum(Irregular()), torch.bfloat16) == 2 * 4 * (ELEMENTS + 1)
+    assert sent(PushSum(Irregular()), torch.bfloat16) == 2 * 4 * (ELEMENTS + 2)
 
 
 @pytest.mark.parametrize("n", [2, 4, 5])

@@ -24,6 +24,7 @@ from examples.own_strategy import InTurn
 from examples.own_strategy import run as run_own
 
 import laconic
+from laconic import strategies
 from laconic.recipe import WORDS
 from laconic.runs.recipes import PEERS, parse_recipe
 from tests.pool import free_port

@@ -128,8 +128,8 @@ def test_the_fuller_direction_of_a_link_is_the_one_that_takes_time() -> None:
             return size - 1
 
     card = explain(PushSum(Funnel()), parameters=9, workers=4, bits_per_second=1e6)
-    assert (card.rank, card.sent_bytes_per_step, card.received_bytes_per_step) == (0, 40.0, 120.0)
-    assert card.seconds_per_step == pytest.approx(8 * 120 / 1e6 / PAYLOAD_SHARE)
+    assert (card.rank, card.sent_bytes_per_step, card.received_bytes_per_step) == (0, 44.0, 132.0)
+    assert card.seconds_per_step == pytest.approx(8 * 132 / 1e6 / PAYLOAD_SHARE)
 
 
 def test_the_cycle_of_a_recipe_is_the_least_common_multiple_of_its_periods() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from laconic.runs.settings import Settings
 
-_SHARE_SECONDS = 5.0
+_EVALUATION_SECONDS = 5.0
+_SHARE_SECONDS = 20.0
 _TARGET_SECONDS = 2.0
 _TARGET_SHARE = 0.05
 
@@ -31,12 +32,19 @@ class Agenda:
     def next_meeting(self, step: int, seconds: float) -> int:
         """The step at whose end the workers meet next."""
         settings = self._settings
-        candidates = [2 * (step - self._first) + 1 + self._first]
-        candidates += [_next_multiple(step, every) for every in (settings.eval_every, settings.save_every) if every]
+        candidates = [_next_multiple(step, every) for every in (settings.eval_every, settings.save_every) if every]
         candidates += [settings.steps] if settings.steps is not None else []
-        if step > self._first:
-            candidates += [step + self._steps_in(left, step, seconds) for left in self._waits(seconds)]
+        if self._goes_by_the_clock:
+            candidates.append(2 * (step - self._first) + 1 + self._first)
+            if step > self._first:
+                candidates += [step + self._steps_in(left, step, seconds) for left in self._waits(seconds)]
         return max(step + 1, min(candidates))
+
+    @property
+    def _goes_by_the_clock(self) -> bool:
+        """Whether anything depends on the time that steps take; each meeting costs who has messages in flight."""
+        settings = self._settings
+        return settings.steps is None or settings.eval_every is None or settings.seconds is not None
 
     def evaluation_is_due(self, step: int, seconds: float) -> bool:
         """Whether this meeting evaluates."""
@@ -79,7 +87,7 @@ class Agenda:
     def _evaluation_interval(self, seconds: float) -> float:
         if self._settings.target_loss is not None:
             return _TARGET_SECONDS + _TARGET_SHARE * seconds
-        return (self._settings.seconds or 10 * _SHARE_SECONDS) / 10
+        return (self._settings.seconds or 10 * _EVALUATION_SECONDS) / 10
 
 
 def _next_multiple(step: int, every: int) -> int:
