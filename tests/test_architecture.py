@@ -26,11 +26,14 @@ FLOORS: list[set[str]] = [
     {"errors", "_version"},
     {"kinds", "roll_call"},
     {"comm", "topology", "kernels", "flat", "files", "tree"},
-    {"codecs", "part"},
-    {"reduce"},
+    {"codecs", "part", "means", "outer", "displacement", "shards", "coreset"},
+    {"moments"},
+    {"reduce", "optimizers"},
+    {"mass"},
     {"replica"},
+    {"letters", "heterogeneity"},
     {"strategies"},
-    {"recipe", "handshake", "buckets", "joining"},
+    {"recipe", "handshake", "buckets", "joining", "parameters", "scaling", "evaluation"},
     {"checkpoint"},
     {"attached"},
     {"plan", "sim"},
@@ -43,8 +46,15 @@ GROUND = {"errors", "files", "_version"}
 # Rooms whose files are alternatives to each other, with what is common to all of them in `base`.
 PEERS = {"comm", "topology", "codecs", "strategies", "kernels"}
 # A world of one process needs no sockets; slow momentum's default base is silence.
-NEIGHBOURS = {("comm.group", "comm.threads"), ("strategies.slow_momentum", "strategies.local_sgd")}
-TALKERS = {"comm/group.py", "tensor2d/mesh.py"}
+NEIGHBOURS = {
+    ("comm.group", "comm.threads"),
+    ("comm.group", "comm.mailbox.zeromq"),
+    ("comm.mailbox.zeromq", "comm.mailbox.address"),
+    ("comm.mailbox.zeromq", "comm.mailbox.frame"),
+    ("strategies.slow_momentum", "strategies.local_sgd"),
+    ("strategies.streaming", "strategies.overlap_local_sgd"),
+}
+TALKERS = {"comm/group.py", "shards.py", "tensor2d/mesh.py"}
 
 
 @cache
@@ -267,7 +277,7 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 def test_importing_laconic_needs_torch_and_nothing_else() -> None:
-    optional = ["matplotlib", "rich", "tyro", "sklearn", "safetensors", "PIL", "datasets", "tensorboard"]
+    optional = ["matplotlib", "rich", "tyro", "sklearn", "safetensors", "PIL", "datasets", "tensorboard", "zmq", "pyarrow"]
     code = f"""
 import sys, torch
 before = set(sys.modules)

@@ -28,9 +28,10 @@ from laconic import (
     Topology,
     parse,
 )
-from laconic.mass import mass_of, mix_mass_, numerator, quotient, weight, whole_shares
+from laconic.mass import mass_of, mix_mass_, numerator, quotient, weight
 from laconic.plan.explain import explain
 from laconic.reduce import mix_
+from laconic.topology.shares import whole_shares
 from tests import oracles
 from tests.engine import Mixed, attach, batches, drawn, steps
 from tests.oracles import Descent

@@ -16,6 +16,7 @@ from laconic.buckets import Backward, Bucket, cut
 from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
 from laconic.errors import ConfigError
+from laconic.evaluation import as_evaluated, refuse_movers
 from laconic.flat import Segment, copy_each_, flatten, lay_out, views
 from laconic.handshake import agree, facts_of
 from laconic.moments import Moments
@@ -165,8 +166,14 @@ class Attached:
 
         Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Buffers of floating
         dtype, such as BatchNorm statistics, are averaged over workers, others are rank 0's: workers' buffers are
-        their own while they train. All of it is put back at the end.
+        their own while they train. An optimizer that trains at other parameters than its result (it has a method
+        `evaluating`) contributes its result. All of it is put back at the end.
         """
+        with as_evaluated(self.optimizer), self._agreed():
+            yield self.model
+
+    @contextmanager
+    def _agreed(self) -> Generator[None]:
         self.settle()
         self.shards.read()
         own = [replica.x.clone() for replica in self.replicas]
@@ -177,7 +184,7 @@ class Attached:
                     replica.x.copy_(self.strategy.consensus(replica))
                 self._average_buffers()
             self.shards.write()
-            yield self.model
+            yield
         finally:
             with torch.no_grad():
                 for replica, x in zip(self.replicas, own, strict=True):
@@ -243,6 +250,8 @@ class Attached:
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""
         self.settle()
+        for replica in self.replicas:
+            self.comm.close_mailbox(replica)
         self.undo.close()
 
 
@@ -318,6 +327,7 @@ def _check(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
     strategy = attached.strategy
     strategy.check(attached.comm.size)
     strategy.check_optimizer(attached.optimizer)
+    refuse_movers(strategy, attached.optimizer)
     if strategy.sends_gradients and any(is_sharded(p) for p in named.values()):
         raise ConfigError(
             f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "

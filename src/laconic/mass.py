@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.reduce import mix_
-from laconic.topology.base import Peers, Topology
+from laconic.topology.base import Peers
 
 
 def mass_of(x: Tensor) -> Tensor:
@@ -41,27 +41,6 @@ def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
     mix_(numerator(mass), [numerator(letter) for letter in received], peers)
     mass[-_tail(mass) :].copy_(total[None].view(mass.dtype))
     return mass
-
-
-def whole_shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
-    """The peers of one step, with shares that `dtype` holds exactly and that add up to one at every sender.
-
-    A third in fp32 is three hundred-millionths too much of a third. Numerators scaled by three of them would grow
-    with every step against weights that are scaled in fp64. So every share that is sent is rounded to a multiple of
-    half the dtype's epsilon, all of which the dtype has between zero and one, and the sender keeps exactly the rest.
-    Half precision is scaled by fp32 numbers.
-    """
-    grain = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
-    peers = topology.peers(rank, size, step)
-    given = [_share_of(rank, topology.peers(j, size, step)) for j in peers.to]
-    return peers._replace(
-        own=1.0 - sum(round(share / grain) * grain for share in given),
-        weights=tuple(round(share / grain) * grain for share in peers.weights),
-    )
-
-
-def _share_of(sender: int, receiver: Peers) -> float:
-    return receiver.weights[receiver.frm.index(sender)]
 
 
 def _tail(mass: Tensor) -> int:

@@ -11,16 +11,20 @@ from typing import Any
 from laconic import strategies, topology
 from laconic.codecs.cast import Bf16, Fp16
 from laconic.errors import ConfigError
+from laconic.outer import Outer
 from laconic.strategies.base import Strategy
+from laconic.topology.base import Topology
 
 WORDS: Mapping[str, type] = {
     **{name: getattr(strategies, name) for name in strategies.__all__ if name != "Strategy"},
     **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
     "Bf16": Bf16,
     "Fp16": Fp16,
+    "Outer": Outer,
 }
 
 _EXAMPLE = "write it like SlowMo(period=12)"
+_GRAPH = "write it like Ring() or Hierarchical(node_size=8)"
 
 
 def parse(text: str) -> Strategy:
@@ -31,13 +35,24 @@ def parse(text: str) -> Strategy:
     Raises:
         ConfigError: not a recipe, an unknown name or argument, or a value that the recipe refuses.
     """
-    try:
-        strategy = _build(_tree(text), text)
-    except (RecursionError, MemoryError):
-        raise ConfigError(f"strategy {_short(text)}: nested too deeply; {_EXAMPLE}") from None
+    where = f"strategy {_short(text)}"
+    strategy = _made(text, where, _EXAMPLE)
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy {_short(text)}: is a {type(strategy).__name__}, not a strategy; {_EXAMPLE}")
+        raise ConfigError(f"{where}: is a {type(strategy).__name__}, not a strategy; {_EXAMPLE}")
     return strategy
+
+
+def parse_topology(text: str) -> Topology:
+    """The graph that a recipe names, as in "Hierarchical(node_size=8)"; a bare name is its defaults.
+
+    Raises:
+        ConfigError: not a recipe, an unknown name or argument, or a value that the recipe refuses.
+    """
+    where = f"topology {_short(text)}"
+    graph = _made(text, where, _GRAPH)
+    if not isinstance(graph, Topology):
+        raise ConfigError(f"{where}: is a {type(graph).__name__}, not a topology; {_GRAPH}")
+    return graph
 
 
 def brief(recipe: Any) -> str:
@@ -52,35 +67,43 @@ def brief(recipe: Any) -> str:
     return f"{type(recipe).__name__}({', '.join(told)})"
 
 
-def _tree(text: str) -> ast.expr:
+def _made(text: str, where: str, example: str) -> Any:
+    """What a recipe names; `where` begins every complaint, `example` ends those about the whole."""
+    try:
+        return _build(_tree(text, where, example), where)
+    except (RecursionError, MemoryError):
+        raise ConfigError(f"{where}: nested too deeply; {example}") from None
+
+
+def _tree(text: str, where: str, example: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(f"strategy {_short(text)}: {reason}; {_EXAMPLE}") from None
+        raise ConfigError(f"{where}: {reason}; {example}") from None
 
 
-def _build(node: ast.expr, text: str) -> Any:
+def _build(node: ast.expr, where: str) -> Any:
     if isinstance(node, ast.Name):
-        return _call(node.id, [], [], text)
+        return _call(node.id, [], [], where)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if any(keyword.arg is None for keyword in node.keywords):
-            raise ConfigError(f"strategy {_short(text)}: ** is not understood; name each argument")
-        keywords = [(str(keyword.arg), _build(keyword.value, text)) for keyword in node.keywords]
-        return _call(node.func.id, [_build(argument, text) for argument in node.args], keywords, text)
+            raise ConfigError(f"{where}: ** is not understood; name each argument")
+        keywords = [(str(keyword.arg), _build(keyword.value, where)) for keyword in node.keywords]
+        return _call(node.func.id, [_build(argument, where) for argument in node.args], keywords, where)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         odd = _short(ast.unparse(node))
-        raise ConfigError(f"strategy {_short(text)}: {odd} is neither a literal nor a known name") from None
+        raise ConfigError(f"{where}: {odd} is neither a literal nor a known name") from None
 
 
-def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], text: str) -> Any:
+def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], where: str) -> Any:
     if name not in WORDS:
-        raise ConfigError(f"strategy {_short(text)}: {name!r} is unknown{_suggest(name, list(WORDS))}")
+        raise ConfigError(f"{where}: {name!r} is unknown{_suggest(name, list(WORDS))}")
     kind = WORDS[name]
     known = [field.name for field in fields(kind)]
-    where = f"strategy {_short(text)}: {name}"
+    where = f"{where}: {name}"
     if len(arguments) > len(known):
         raise ConfigError(f"{where} was given {len(arguments)} arguments{_listed(known)}")
     given = known[: len(arguments)]

@@ -11,22 +11,41 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from laconic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from laconic.comm.mailbox.base import Mailbox
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Work(Generic[T]):
-    """A message on its way; `wait()` returns what arrived, the first time and every later time."""
+    """A message on its way; `wait()` returns what arrived, the first time and every later time.
 
-    def __init__(self, finish: Callable[[], T]) -> None:
+    Args:
+        finish: blocks until the message is here, and returns it.
+        is_here: whether it is, where the wire can tell.
+    """
+
+    def __init__(self, finish: Callable[[], T], is_here: Callable[[], bool] | None = None) -> None:
         self._finish: Callable[[], T] | None = finish
+        self._is_here = is_here
         self._result: T
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait()` would return at once; without a wait known of letters only.
+
+        Raises:
+            CommError: of a letter that will not come, as `wait` would.
+        """
+        return self._finish is None or (self._is_here is not None and self._is_here())
 
     def wait(self) -> T:
         """Block until the message has arrived and been sent.
@@ -42,7 +61,7 @@ class Work(Generic[T]):
 
     def then(self, use: Callable[[T], U]) -> Work[U]:
         """The same message, with `use` applied inside `wait()` to what arrived."""
-        return Work(lambda: use(self.wait()))
+        return Work(lambda: use(self.wait()), lambda: self.ready)
 
 
 def arrived(result: T) -> Work[T]:
@@ -120,6 +139,8 @@ class Comm(ABC):
         self.step = 0
         self.deadline_seconds = deadline_seconds
         self.meter = Meter()
+        self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
+        self._opened = 0
 
     def sum_(self, x: Tensor) -> Work[Tensor]:
         """Replace `x` on every rank by its sum over all ranks."""
@@ -163,6 +184,40 @@ class Comm(ABC):
             return arrived([])
         return self._track("exchange", len(to) * nbytes_of(x), lambda: self._exchange(x, to, frm))
 
+    def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
+        """Open the mailbox of `owner`, all ranks together; letters count as exchanges.
+
+        Args:
+            owner: whom it is for, such as a replica; one that it had before is closed.
+            like: a vector as long as the longest letter, on the device of all.
+            capacity: letters that may be under way from one rank to another; whoever posts one more waits.
+
+        Raises:
+            ConfigError: this wire carries no letters, or lacks a library for them.
+        """
+        self.close_mailbox(owner)
+        self._opened += 1
+        box = self._mailboxes[owner] = self._open_mailbox(self._opened, like, capacity)
+        return box
+
+    def mailbox(self, owner: object) -> Mailbox:
+        """The mailbox that was opened for `owner`.
+
+        Raises:
+            ConfigError: none was, or it has been closed.
+        """
+        if owner not in self._mailboxes:
+            raise ConfigError(f"rank {self.rank}: no mailbox is open for {owner!r}; open_mailbox(...) on all ranks")
+        return self._mailboxes[owner]
+
+    def close_mailbox(self, owner: object) -> None:
+        """Close the mailbox of `owner`, where it has one; letters to it are lost from now on."""
+        if owner in self._mailboxes:
+            self._mailboxes.pop(owner).close()
+
+    def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
+        raise ConfigError(f"{type(self).__name__} carries no letters; use a process group, threads or a counter")
+
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
         """Count the call, launch it, and time the wait for it."""
         self.meter.sent(operation, sent)
@@ -196,3 +251,8 @@ class Comm(ABC):
 def nbytes_of(x: Tensor) -> int:
     """Bytes of data in `x`, also on the meta device."""
     return x.numel() * x.element_size()
+
+
+def describe(x: Tensor) -> str:
+    """The size and dtype of a vector, in words."""
+    return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"

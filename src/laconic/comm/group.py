@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from laconic.comm.base import Comm, Work
+from laconic.comm.mailbox.base import Mailbox
 from laconic.comm.threads import alone
 from laconic.errors import CommError, ConfigError, DeadlineError, PeerLostError
 from laconic.roll_call import RollCall
@@ -94,6 +95,11 @@ class GroupComm(Comm):
         return self._start(
             f"exchange with ranks {peers}", x, lambda wire: wire.exchange(x, to, received, frm), lambda: received
         )
+
+    def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
+        from laconic.comm.mailbox.zeromq import ZeroMqMailbox
+
+        return ZeroMqMailbox(self, epoch, like, capacity)
 
     def _start(self, operation: str, x: Tensor, launch: Callable[[_Wire], Handles], result: Callable[[], T]) -> Work[T]:
         if self._fault is not None:

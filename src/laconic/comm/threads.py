@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm, Work, describe
+from laconic.comm.mailbox.base import Letter, Mailbox
 from laconic.errors import DeadlineError, MismatchError, PeerLostError
 
 T = TypeVar("T")
 U = TypeVar("U")
+Delay = Callable[[int, int, int], int]
+"""Steps that a letter is under way: of (from, to, step in which it is expected)."""
 
 
 @dataclass
@@ -35,13 +38,20 @@ class Meeting:
 
 
 class Hub:
-    """The room in which the threads of one run meet."""
+    """The room in which the threads of one run meet.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many threads.
+        delay: lets letters be under way for whole steps; None hands them over at once.
+    """
+
+    def __init__(self, size: int, *, delay: Delay | None = None) -> None:
         self.size = size
+        self.delay = delay
+        self.mailboxes: dict[tuple[int, int], ThreadMailbox] = {}
         self.changed = threading.Condition()
         self.meetings: dict[int, Meeting] = {}
-        self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.letters: dict[tuple[int, int, int], Tensor] = {}
         self.lost: tuple[int, BaseException] | None = None
 
     def lose(self, rank: int, reason: BaseException) -> None:
@@ -70,6 +80,8 @@ class ThreadComm(Comm):
         super().__init__(rank, hub.size, deadline_seconds=deadline_seconds)
         self._hub = hub
         self._calls = 0
+        self._sent: Counter[int] = Counter()
+        self._expected: Counter[int] = Counter()
 
     def _sum_(self, x: Tensor) -> Work[Tensor]:
         total = self._meet(f"sum of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
@@ -97,18 +109,27 @@ class ThreadComm(Comm):
     def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
         with self._hub.changed:
             for peer in to:
-                self._hub.letters[self.rank, peer].append(x.clone())
+                self._hub.letters[self.rank, peer, self._sent[peer]] = x.clone()
+                self._sent[peer] += 1
             self._hub.changed.notify_all()
-        return Work(lambda: [self._letter(peer, x) for peer in frm])
+        numbers = [(peer, self._expected[peer]) for peer in frm]
+        self._expected.update(frm)  # settled now, in whatever order the waits will be
+        return Work(lambda: [self._letter(peer, number, x) for peer, number in numbers])
 
-    def _letter(self, peer: int, like: Tensor) -> Tensor:
+    def _letter(self, peer: int, number: int, like: Tensor) -> Tensor:
+        place = (peer, self.rank, number)
         with self._hub.changed:
-            box = self._hub.letters[peer, self.rank]
-            self._hub.until(lambda: bool(box), self, f"a message from rank {peer}")
-            letter = box.popleft()
+            self._hub.until(lambda: place in self._hub.letters, self, f"a message from rank {peer}")
+            letter = self._hub.letters.pop(place)
         if letter.shape != like.shape or letter.dtype != like.dtype:
             raise MismatchError(f"rank {peer} sent {describe(letter)}, rank {self.rank} expects {describe(like)}")
         return letter
+
+    def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
+        box = ThreadMailbox(self, self._hub, epoch, like, capacity)
+        if self.size > 1:
+            self._meet(f"opening of mailbox {epoch}", None, lambda _: None).wait()
+        return box
 
     def _meet(self, label: str, brought: T, together: Callable[[list[T]], U]) -> Work[U]:
         """Bring something to this rank's next round; the last to arrive computes the result for all."""
@@ -134,9 +155,46 @@ class ThreadComm(Comm):
         return Work(finish)
 
 
-def describe(x: Tensor) -> str:
-    """The shape and dtype of a vector, in words."""
-    return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
+class ThreadMailbox(Mailbox):
+    """Letters between threads: the writer's thread hands each over, and has it answered.
+
+    With a scripted `delay` of the hub, a letter that is expected at step s is `ready` from step s + delay on, and then
+    always, whichever thread is the faster. Waiting for it takes it sooner.
+    """
+
+    def __init__(self, comm: Comm, hub: Hub, epoch: int, like: Tensor, capacity: int) -> None:
+        super().__init__(comm, like, capacity, hub.changed)
+        self._hub = hub
+        self._epoch = epoch
+        hub.mailboxes[epoch, comm.rank] = self
+
+    def close(self) -> None:
+        """Take no more letters."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+
+    def _carry(self, to: int, letter: Letter, number: int) -> None:
+        peer = self._hub.mailboxes[self._epoch, to]
+        if not peer._closed:
+            peer._deliver(letter._replace(content=letter.content.clone()), number)
+
+    def _make_room(self, frm: int, taken: int) -> None:
+        self._hub.mailboxes[self._epoch, frm]._room_was_made(self._rank, taken)
+
+    def _has_come(self, frm: int, number: int, step: int) -> bool:
+        if self._hub.delay is None:
+            return super()._has_come(frm, number, step)
+        return self._comm.step >= step + self._hub.delay(frm, self._rank, step)
+
+    def _complain(self, frm: Sequence[int]) -> None:
+        super()._complain(frm)
+        if self._hub.lost is not None:
+            rank, reason = self._hub.lost
+            raise PeerLostError(f"rank {rank} was lost at step {self._comm.step} ({type(reason).__name__}: {reason})")
+        for rank in frm:
+            if self._hub.mailboxes[self._epoch, rank]._closed:
+                raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
 
 
 def alone() -> Comm:
@@ -144,13 +202,22 @@ def alone() -> Comm:
     return ThreadComm(Hub(1), 0)
 
 
-def run_threads(size: int, work: Callable[[Comm], T], *, deadline_seconds: float = 60.0) -> list[T]:
+def run_threads(
+    size: int, work: Callable[[Comm], T], *, deadline_seconds: float = 60.0, delay: Delay | None = None
+) -> list[T]:
     """Run `work(comm)` on `size` threads and return the results in the order of ranks.
+
+    Args:
+        size: how many threads.
+        work: what each does.
+        deadline_seconds: how long one wait may last.
+        delay: steps that a letter from one rank to another is under way, by (from, to, step); None hands letters over
+            at once.
 
     Raises:
         Exception: the first failure of any thread; the others are told and end too.
     """
-    hub = Hub(size)
+    hub = Hub(size, delay=delay)
 
     def body(rank: int) -> T:
         try:

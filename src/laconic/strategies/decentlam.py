@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from laconic.certificate import check_average_kept, check_stable, decentlam
 from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
 from laconic.kinds import check_kinds
 from laconic.reduce import gossip_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
+from laconic.topology.certificate import check_average_kept, check_stable, decentlam
 from laconic.topology.graphs import Ring
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class DecentLaM(Strategy):
     def after_step(self, r: Replica) -> None:
         """Mix, and move on by the momentum of all displacements so far."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
-        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
         gossip_(r.comm, r.x, peers, r.notice_distance).wait()
         displacement.sub_(r.x)
         if not self.nesterov:

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from laconic.certificate import check_average_kept
 from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
 from laconic.kinds import check_kinds
 from laconic.reduce import gossip_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
+from laconic.topology.certificate import check_average_kept
 from laconic.topology.graphs import Ring
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class DoubleAveraging(Strategy):
     def after_step(self, r: Replica) -> None:
         """Add the momentum to the optimizer's step, and mix both."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
-        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
         displacement.sub_(r.x)
         descend_(r.x, momentum, r.lr, self.momentum)
         place = gossip_(r.comm, r.x, peers, r.notice_distance)

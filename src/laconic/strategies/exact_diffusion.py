@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from laconic.certificate import check_average_kept, check_stable, exact_diffusion
 from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
 from laconic.kinds import check_kinds
 from laconic.reduce import gossip_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Peers, Topology
+from laconic.topology.certificate import check_average_kept, check_stable, exact_diffusion
 from laconic.topology.graphs import Ring
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,6 @@ class ExactDiffusion(Strategy):
 
     def _peers(self, r: Replica) -> Peers:
         """Those of half the way to the graph's own mixing."""
-        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
         halves = tuple(weight / 2 for weight in peers.weights)
         return peers._replace(own=(1 + peers.own) / 2, weights=halves)

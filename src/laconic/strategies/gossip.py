@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from laconic.certificate import check_average_kept
 from laconic.kinds import check_kinds
 from laconic.reduce import gossip_, mean_, mix_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
+from laconic.topology.certificate import check_average_kept
 from laconic.topology.graphs import Ring
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Gossip(Strategy):
         received = r.collect("neighbours")
         if received is not None:
             r.notice_distance(r.x, received)
-            mix_(r.x, received, self.topology.peers(r.comm.rank, r.comm.size, r.step))
+            mix_(r.x, received, whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
 
     def after_step(self, r: Replica) -> None:
         """Send, and in the order "after" wait and mix."""
         if self.order == "after":
-            peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+            peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.notice_distance).wait()
             return
-        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step)
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
         r.launch("neighbours", r.comm.exchange(r.x, peers.to, peers.frm))
 
     def average_(self, r: Replica) -> None:

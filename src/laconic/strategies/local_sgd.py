@@ -1,9 +1,14 @@
 """Average parameters now and then, or never."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
+from laconic.means import ring_sum_, weighted_mean_
 from laconic.reduce import mean_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -34,27 +39,107 @@ class LocalSGD(Strategy):
     $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
       \text{every } \tau \text{ steps: } x_i \leftarrow \tfrac1n \sum_j x_j$$
 
-    `period=1` with plain SGD is AllReduce. Optimizer state (momentum, Adam's moments) stays local.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period. State: none.
+    With `node_size` $m$, every $\tau$ steps each node of $m$ consecutive ranks averages by itself, and all average
+    every `global_period` steps. With `weights="samples"` and $s_i$ what worker $i$ has seen since all last averaged,
+    means are $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` all average at every step.
 
-    Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767.
+    `period=1` with plain SGD is AllReduce. Optimizer state (momentum, Adam's moments) stays local.
+    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and average of all, $2\frac{m-1}{m}$ for one of a node;
+    weights are one element more. State: none, or `samples` ($s_i$), a number.
+
+    Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Nodes: Lin et al., Don't Use
+    Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
+    Learning of Deep Networks from Decentralized Data, AISTATS 2017, arXiv:1602.05629, Algorithm 1.
 
     Args:
-        period: steps between averages; more says less, and lets workers drift further apart.
+        period: $\tau$, steps between averages; more says less, and lets workers drift further apart.
+        node_size: $m$, ranks that average every `period` steps; 1 is all of them.
+        global_period: steps between averages of all, where nodes average in between; a multiple of `period`.
+        warmup_steps: steps at the start of which each ends with an average of all; more keeps workers together while
+            parameters move fastest, and sends as much as AllReduce meanwhile.
+        weights: "equal", or "samples" to weigh workers by what `Attached.saw` was told; a step of which it was told
+            nothing counts as one, a step without gradient as none.
     """
 
     period: int = 8
+    node_size: int = 1
+    global_period: int | None = None
+    warmup_steps: int = 0
+    weights: Literal["equal", "samples"] = "equal"
 
     paper = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767"
-    waits = "every period steps, all wait for the slowest worker and for the parameters to travel"
+    waits = (
+        "every period steps, all (with nodes: those of a node) wait for the slowest and for the parameters to travel"
+    )
     limits = "the longer the period and the more the workers' data differ, the further they drift apart"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the period."""
+        """Check the kinds and the periods."""
         check_kinds(self)
         check_period(self.period)
+        if self.node_size < 1:
+            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
+        if (self.node_size > 1) != (self.global_period is not None):
+            raise ConfigError(
+                f"node_size={self.node_size}, global_period={self.global_period}: nodes need both, as in "
+                "LocalSGD(period=8, node_size=2, global_period=32)"
+            )
+        if self.global_period is not None and (self.global_period < 1 or self.global_period % self.period):
+            raise ConfigError(
+                f"global_period={self.global_period}: must be a multiple of period={self.period}, such as "
+                f"{4 * self.period}"
+            )
+
+    def check(self, size: int) -> None:
+        """Refuse nodes that the ranks do not fill."""
+        if size % self.node_size:
+            raise ConfigError(
+                f"node_size={self.node_size} with {size} workers: ranks fill no whole number of nodes; use a divisor"
+            )
+
+    def start(self, r: Replica) -> None:
+        """Count samples, where they weigh."""
+        if self.weights == "samples":
+            r.state["samples"] = torch.zeros((), dtype=torch.float64)
 
     def after_step(self, r: Replica) -> None:
         """Average, when the period is over."""
-        if r.step % self.period == 0:
-            mean_(r.comm, r.x).wait()
+        if self.weights == "samples":
+            r.state["samples"] += r.samples
+        if self._all_average(r.step):
+            self._mean_(r, r.x)
+            self._count_anew(r)
+        elif r.step % self.period == 0:
+            self._node_mean_(r)
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all, unless this step has ended with it."""
+        if not self._all_average(r.step):
+            self._mean_(r, r.x)
+            self._count_anew(r)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The mean of all, weighted as averages are."""
+        return self._mean_(r, r.x.clone())
+
+    def _all_average(self, step: int) -> bool:
+        return 0 < step <= self.warmup_steps or (step > 0 and step % (self.global_period or self.period) == 0)
+
+    def _mean_(self, r: Replica, x: Tensor) -> Tensor:
+        if self.weights == "equal":
+            return mean_(r.comm, x).wait()
+        return weighted_mean_(x, r.state["samples"], lambda vector: r.comm.sum_(vector).wait())
+
+    def _node_mean_(self, r: Replica) -> None:
+        first = r.comm.rank - r.comm.rank % self.node_size
+        node = range(first, first + self.node_size)
+        if self.weights == "equal":
+            ring_sum_(r.comm, r.x, node).div_(self.node_size)
+            return
+        weighted_mean_(r.x, r.state["samples"], lambda vector: ring_sum_(r.comm, vector, node))
+
+    def _count_anew(self, r: Replica) -> None:
+        if self.weights == "samples":
+            r.state["samples"].zero_()

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
-from laconic.mass import mass_of, mix_mass_, numerator, quotient, whole_shares
+from laconic.mass import mass_of, mix_mass_, numerator, quotient
 from laconic.reduce import mean_, mix_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from laconic.topology.graphs import OnePeerExponential
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from laconic.certificate import check_average_kept, check_stable, quasi_global
 from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
@@ -12,7 +11,9 @@ from laconic.reduce import gossip_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
+from laconic.topology.certificate import check_average_kept, check_stable, quasi_global
 from laconic.topology.graphs import OnePeerExponential
+from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,6 @@ class QuasiGlobal(Strategy):
         if self.nesterov:
             r.x.lerp_(displacement, -self.momentum)
         descend_(r.x, momentum, r.lr, self.momentum**2 if self.nesterov else self.momentum)
-        peers = self.topology.peers(r.comm.rank, r.comm.size, r.step - 1)
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
         gossip_(r.comm, r.x, peers, r.notice_distance).wait()
         accumulate_(momentum, displacement.sub_(r.x), r.lr, keep=self.kept, add=1 - self.kept)

@@ -1,17 +1,25 @@
 """Average now and then, and take a momentum step on the average."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
+from laconic.means import mean_part, part_of, spread_
+from laconic.moments import made_anew, moments_of
+from laconic.outer import Outer
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.strategies.local_sgd import Local, check_period
+
+_MOMENTUM, _LR = 0.7, 1.0
 
 
 @dataclass(frozen=True)
@@ -23,27 +31,45 @@ class SlowMo(Strategy):
 
     $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
 
-    `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`); `period=1` under plain SGD is
-    AllReduce with heavy-ball momentum; one worker with `momentum=0` is Lookahead. A round whose learning rate is
-    zero moves nothing and lets $u$ decay. The optimizer's own state is kept as it is.
+    A round whose learning rate is zero moves nothing and lets $u$ decay. With `outer`, that optimizer takes the step
+    instead, with $x_0 - \bar x$ as its gradient.
+
+    `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`), and with `buffers="average"` it is
+    double averaging; `period=1` under plain SGD is AllReduce with heavy-ball momentum; `outer=Outer("SGD", lr=1,
+    momentum=b)` is BMUF; one worker with `momentum=0` is Lookahead; AdamW under `outer=Outer("SGD", lr=0.7,
+    momentum=0.9, nesterov=True)` is DiLoCo.
     Traffic: the base's, plus per period the base's exact average: one all-reduce of what the base sends, of the
-    parameters over `Local()`, of nothing over `AllReduce()`. State: `anchor` ($x_0$) and `slow` ($u$), each the size
-    of the parameters, and `lr_sum`, a number (as many as parameters, where parameter groups differ in it).
+    parameters over `Local()`, of nothing over `AllReduce()`. `shard` sends as much over `Local()`, and half an
+    all-reduce more over others; `buffers="average"` one all-reduce of the optimizer's moments more; `exact=False`
+    nothing. State: `anchor` ($x_0$) and `slow` ($u$) or the outer optimizer's, each the size of the parameters (with
+    `shard`, of a worker's part of them), and `lr_sum`, a number (as many as parameters, where groups differ in it).
 
     Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum, ICLR 2020,
-    arXiv:1910.00643, Algorithm 1.
+    arXiv:1910.00643, Algorithm 1. BMUF: Chen and Huo, ICASSP 2016. Double averaging: Yu et al., ICML 2019,
+    arXiv:1905.03817. DiLoCo: Douillard et al., 2023, arXiv:2311.08105, Algorithm 1.
 
     Args:
         base: what happens between averages; `Local()` is silence.
         period: $\tau$, optimizer steps between slow steps; more says less.
         momentum: $\beta$, in [0, 1); 0.4 to 0.8 is usual, more workers bear more.
         lr: $\alpha$, the slow learning rate; 1 is usual.
+        buffers: what becomes of the optimizer's own state at a slow step: "maintain" keeps it, "reset" forgets it,
+            step counters too, "average" averages its moments over workers.
+        exact: False takes each worker's own parameters for the average, and says nothing at a slow step.
+        outer: an optimizer for the slow step instead of momentum.
+        shard: every worker keeps and moves its part of the slow state alone.
+        device: "cpu" keeps the slow state in the host's memory; None keeps it with the parameters.
     """
 
     base: Strategy = Local()
     period: int = 12
-    momentum: float = 0.7
-    lr: float = 1.0
+    momentum: float = _MOMENTUM
+    lr: float = _LR
+    buffers: Literal["maintain", "reset", "average"] = "maintain"
+    exact: bool = True
+    outer: Outer | None = None
+    shard: bool = False
+    device: Literal["cpu"] | None = None
 
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
     waits = "every period steps, all wait for the slowest worker and for the parameters to travel; else as the base"
@@ -59,6 +85,13 @@ class SlowMo(Strategy):
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.4 to 0.8 is usual")
         if not 0 < self.lr < inf:
             raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
+        if self.outer is not None and (self.momentum, self.lr) != (_MOMENTUM, _LR):
+            raise ConfigError(
+                f"outer={self.outer} beside momentum={self.momentum}, lr={self.lr}: the slow step is the outer "
+                "optimizer's alone; say them in Outer(...)"
+            )
+        if self.shard and not self.exact:
+            raise ConfigError("shard=True, exact=False: workers without an average have nothing to share out; keep one")
 
     @property
     def sends_gradients(self) -> bool:
@@ -74,12 +107,22 @@ class SlowMo(Strategy):
         """As the base."""
         self.base.check(size)
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse one whose state cannot be reset or averaged where it is to be, and as the base."""
+        self.base.check_optimizer(optimizer)
+        if self.buffers == "reset":
+            made_anew(optimizer)
+        if self.buffers == "average":
+            moments_of(optimizer)
+
     def start(self, r: Replica) -> None:
         """Remember where the first round begins."""
         self.base.start(r)
-        r.state["anchor"] = r.x.clone()
-        r.state["slow"] = torch.zeros_like(r.x)
-        r.state["lr_sum"] = _nothing_like(r.x)
+        exact = torch.promote_types(r.x.dtype, torch.float32)
+        r.state["anchor"] = self._own(r, r.x).to(self._home(r.x), exact, copy=True)
+        if self.outer is None:
+            r.state["slow"] = torch.zeros_like(r.state["anchor"])
+            r.state["lr_sum"] = _nothing_like(r.state["anchor"])
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """As the base."""
@@ -92,26 +135,66 @@ class SlowMo(Strategy):
     def after_step(self, r: Replica) -> None:
         """The base's part; then, when the period is over, the slow step."""
         self.base.after_step(r)
-        r.state["lr_sum"] = r.state["lr_sum"] + r.lr
+        if self.outer is None:
+            r.state["lr_sum"] = r.state["lr_sum"] + self._own_rate(r)
         if r.step % self.period:
             return
-        self.base.average_(r)
-        self._slow_step(r, r.state["lr_sum"] / self.period)
-        r.state["lr_sum"] = _nothing_like(r.x)
+        anchor, average = r.state["anchor"], self._average(r)
+        if self.outer is None and self.momentum == 0 and self.lr == 1:
+            anchor.copy_(average)
+        else:
+            # The round began where the parameters could say the anchor, which may be more exact than they.
+            self._move_(anchor, anchor.to(r.x.dtype) - average, r.state)
+        self._go_on_from(r, anchor)
 
-    def _slow_step(self, r: Replica, lr: Tensor) -> None:
-        anchor, slow = r.state["anchor"], r.state["slow"]
-        if self.momentum == 0 and self.lr == 1:
-            anchor.copy_(r.x)
+    def _move_(self, anchor: Tensor, way_back: Tensor, state: MutableMapping[str, Tensor]) -> None:
+        if self.outer is not None:
+            self.outer.step_(anchor, way_back, state)
             return
+        slow, lr = state["slow"], (state["lr_sum"] / self.period).to(anchor.dtype)
         # Nothing has moved where the learning rate was zero, so any positive divisor will do there.
-        slow.mul_(self.momentum).add_((anchor - r.x) / torch.where(lr > 0, lr, 1.0))
-        anchor.sub_(slow * lr, alpha=self.lr)
-        r.x.copy_(anchor)
+        slow.mul_(self.momentum).addcdiv_(way_back, torch.where(lr > 0, lr, 1.0))
+        anchor.addcmul_(slow, lr, value=-self.lr)
 
     def consensus(self, r: Replica) -> Tensor:
         """As the base."""
         return self.base.consensus(r)
+
+    # -- where the slow state lies -------------------------------------------------------------------------------
+
+    def _home(self, x: Tensor) -> torch.device:
+        # Tensors without data, as `explain` uses them, cannot leave their device.
+        return x.device if self.device is None or x.is_meta else torch.device(self.device)
+
+    def _own(self, r: Replica, x: Tensor) -> Tensor:
+        return part_of(r.comm, x) if self.shard else x
+
+    def _own_rate(self, r: Replica) -> float | Tensor:
+        lr = r.lr
+        return self._own(r, lr).to(r.state["anchor"].device) if isinstance(lr, Tensor) else lr
+
+    def _average(self, r: Replica) -> Tensor:
+        """The exact average, as much of it as this worker has the slow state for."""
+        if self.shard and type(self.base).average_ is Strategy.average_:
+            return mean_part(r.comm, r.x).to(r.state["anchor"])
+        if self.exact:
+            self.base.average_(r)
+        else:
+            r.settle()  # what is still under way must not change
+        return self._own(r, r.x).to(r.state["anchor"])
+
+    def _go_on_from(self, r: Replica, anchor: Tensor) -> None:
+        """The next round: all parameters from the slow step's, and the optimizer's state as `buffers` says."""
+        if self.shard:
+            spread_(r.comm, anchor.to(r.x), r.x)
+        else:
+            r.x.copy_(anchor)
+        if self.outer is None:
+            r.state["lr_sum"] = _nothing_like(anchor)
+        if self.buffers == "reset":
+            r.moments.forget()
+        if self.buffers == "average":
+            r.moments.average_(r.comm)
 
 
 def _nothing_like(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """What a graph of workers is: who sends to whom at each step, and with which weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,38 @@ class Peers(NamedTuple):
     frm: tuple[int, ...]
     own: float
     weights: tuple[float, ...]
+
+
+Weights = Literal["metropolis", "push-sum", "uniform"]
+
+
+def uniform(to: tuple[int, ...], frm: tuple[int, ...]) -> Peers:
+    """Everyone keeps and sends equal shares; right where all ranks have equally many peers."""
+    share = 1.0 / (len(frm) + 1)
+    return Peers(to, frm, share, (share,) * len(frm))
+
+
+def weighted(rank: int, to: Sequence[tuple[int, ...]], frm: Sequence[tuple[int, ...]], weights: Weights) -> Peers:
+    r"""One rank's peers in a graph where ranks may have different numbers of them.
+
+    With $d_i$ the number of ranks that $i$ sends to, $W_{ij}$ is $1 / (1 + \max(d_i, d_j))$ for "metropolis"
+    (Metropolis-Hastings: symmetric and doubly stochastic, for edges that go both ways), $1 / (1 + d_j)$ for "push-sum"
+    (column-stochastic: each splits evenly what is its own), and for "uniform" one over one more than the number of
+    ranks that $i$ receives from (row-stochastic).
+
+    Args:
+        rank: who asks.
+        to: for every rank, the ranks it sends to.
+        frm: for every rank, the ranks it receives from.
+        weights: the rule.
+    """
+    degree = len(to[rank])
+    if weights == "uniform":
+        return uniform(to[rank], frm[rank])
+    if weights == "push-sum":
+        return Peers(to[rank], frm[rank], 1.0 / (degree + 1), tuple(1.0 / (len(to[j]) + 1) for j in frm[rank]))
+    shares = tuple(1.0 / (max(degree, len(to[j])) + 1) for j in frm[rank])
+    return Peers(to[rank], frm[rank], 1.0 - sum(shares), shares)
 
 
 class Topology(ABC):
@@ -63,6 +95,7 @@ def doubly_stochastic(topology: Topology, size: int) -> bool:
     return all(np.allclose(m.sum(axis), 1.0, rtol=0, atol=1e-12) for m in matrices for axis in (0, 1))
 
 
+@lru_cache(maxsize=256)
 def check_edges(topology: Topology, size: int) -> None:
     """Refuse a graph whose ends disagree or that never connects everyone.
 
@@ -80,8 +113,11 @@ def check_edges(topology: Topology, size: int) -> None:
             sends |= mixing > 0
         if flaw is not None:
             raise ConfigError(f"{topology} with {size} workers, step {step}: {flaw}")
-    for i, j in _apart(sends):
-        raise ConfigError(f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}")
+    for i, j in out_of_reach(sends):
+        raise ConfigError(
+            f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}; add edges until everyone "
+            "is reached, or use a graph that connects any number of workers, such as Ring()"
+        )
 
 
 def _flaw_of_edges(seen: list[Peers]) -> str | None:
@@ -112,8 +148,12 @@ def _flaw_of_shares(mixing: NDArray[np.float64]) -> str | None:
     return f"rank {rank} gives away {columns[rank]:.6g} of its vector; what it keeps and sends must sum to 1"
 
 
-def _apart(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks, one of them 0, such that nothing of the first ever gets to the second."""
+def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks, one of them 0, such that nothing of the first ever gets to the second.
+
+    Args:
+        sends: `sends[j, i]` is true where i ever sends to j.
+    """
     yield from ((0, int(j)) for j in np.flatnonzero(~_reached(sends)))
     yield from ((int(i), 0) for i in np.flatnonzero(~_reached(sends.T)))
 

@@ -1,0 +1,1 @@
+"""Letters between two ranks, that nobody else need know of: posted without waiting, answered while training goes on."""
