@@ -170,6 +170,9 @@ def test_the_paper_of_every_strategy_is_listed() -> None:
     page = text(Path("docs/reference/papers.md"))
     for name in STRATEGIES:
         paper = getattr(laconic, name).paper
+        if not paper:
+            assert name == "Probe", "all but what only looks come from somewhere"
+            continue
         number = re.search(r"arXiv:[\d.]+\d", paper)
         assert (number[0] if number else paper.rpartition(":")[2].split(",")[0].split(" ")[1]) in page, paper
         assert f"`{name}`" in page
@@ -216,7 +219,7 @@ def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
     assert summary is not None
     assert set(summary) <= named("summary.json")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {key for line in lines for key in line} == named("metrics.jsonl")
+    assert {key for line in lines for key in line} == named("metrics.jsonl") - {"observed", "consensus_distance"}
     links = json.loads((tmp_path / "links.json").read_text())
     assert set(links[0]) == named("links.json") - {"null"}
     files = {name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)`", page, re.MULTILINE)}

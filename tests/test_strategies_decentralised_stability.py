@@ -14,7 +14,7 @@ from torch import Tensor
 
 import laconic
 from laconic import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Peers, Ring, Topology
-from laconic.certificate import (
+from laconic.topology.certificate import (
     Disagreement,
     decentlam,
     exact_diffusion,

@@ -7,63 +7,78 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from laconic import Complete, ConfigError, Hypercube, OnePeerExponential, Peers, Ring, Topology
+from laconic import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Peers, Ring, Topology
+from laconic.topology import BipartiteExponential, Hierarchical
 from laconic.topology.base import check_edges, doubly_stochastic
 from tests import oracles
+from tests.graphs import (
+    GRAPHS,
+    KEEPING,
+    SIZES,
+    disagreement,
+    exists,
+    mixings,
+    product,
+    reaches_all,
+    seen,
+    sizes_of,
+)
 from tests.problems import Irregular
 
-SIZES = range(1, 129)
-ANY_SIZE = [Ring(), Complete(), OnePeerExponential()]
 
-
-def sizes_of(topology: Topology) -> list[int]:
-    return [n for n in SIZES if not isinstance(topology, Hypercube) or n & (n - 1) == 0]
-
-
-def product(topology: Topology, n: int) -> NDArray[np.float64]:
-    """What one period does to the stacked vectors."""
-    mixed = np.eye(n)
-    for step in range(topology.period(n)):
-        mixed = topology.matrix(n, step) @ mixed
-    return mixed
-
-
-def disagreement(topology: Topology, n: int) -> float:
-    """The largest share of any disagreement that is left after one period."""
-    return float(np.linalg.norm(product(topology, n) - 1 / n, 2))
-
-
-@pytest.mark.parametrize("topology", [*ANY_SIZE, Hypercube()], ids=str)
+@pytest.mark.parametrize("topology", GRAPHS, ids=str)
 def test_both_ends_of_every_edge_know_of_it(topology: Topology) -> None:
     for n in sizes_of(topology):
-        for step in range(topology.period(n)):
-            seen = [topology.peers(rank, n, step) for rank in range(n)]
-            sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.to]
-            expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.frm]
-            assert sorted(sent) == sorted(expected)
-            assert len(set(sent)) == len(sent)
-            assert all(i != j and 0 <= j < n for i, j in sent)
+        for ranks in seen(topology, n):
+            sent = [(rank, j) for rank, peers in enumerate(ranks) for j in peers.to]
+            expected = [(j, rank) for rank, peers in enumerate(ranks) for j in peers.frm]
+            edges = set(sent)
+            assert edges == set(expected) and len(edges) == len(sent) == len(expected)
+            assert all(i != j and 0 <= j < n for i, j in edges)
 
 
-@pytest.mark.parametrize("topology", [*ANY_SIZE, Hypercube()], ids=str)
-def test_every_step_keeps_the_average_and_every_period_connects_all(topology: Topology) -> None:
+@pytest.mark.parametrize("topology", GRAPHS, ids=str)
+def test_nobody_gives_away_more_than_they_have_and_every_period_connects_all(topology: Topology) -> None:
     for n in sizes_of(topology):
-        check_edges(topology, n)
-        assert doubly_stochastic(topology, n)
-        together = sum((topology.matrix(n, step) for step in range(topology.period(n))), np.zeros((n, n)))
-        reach = together > 0
-        for _ in range(7):
-            reach = (reach.astype(float) @ reach) > 0
-        assert reach.all()
+        steps = mixings(topology, n)
+        for mixing in steps:
+            assert np.abs(mixing.sum(0) - 1).max() < 1e-14
+            assert (np.diag(mixing) > 0).all() and (mixing >= 0).all()
+        assert reaches_all(np.any([mixing > 0 for mixing in steps], axis=0))
 
 
-@pytest.mark.parametrize("topology", [*ANY_SIZE, Hypercube()], ids=str)
+@pytest.mark.parametrize("topology", KEEPING, ids=str)
+def test_every_step_keeps_the_average(topology: Topology) -> None:
+    for n in sizes_of(topology):
+        for mixing in mixings(topology, n):
+            assert np.abs(mixing.sum(1) - 1).max() < 1e-14
+
+
+@pytest.mark.parametrize("topology", GRAPHS, ids=str)
+def test_the_library_accepts_exactly_the_sizes_that_the_definition_has(topology: Topology) -> None:
+    for n in SIZES:
+        if exists(topology, n):
+            topology.check(n)
+        else:
+            with pytest.raises(
+                ConfigError, match=f"{type(topology).__name__}.* with {n} workers: .*; use .*{n - 1}|or"
+            ):
+                topology.check(n)
+    for n in (1, 4, 12, 16, 128):
+        if exists(topology, n):
+            check_edges(topology, n)
+            assert doubly_stochastic(topology, n) == (topology in KEEPING or n == 1)
+            for step, mixing in enumerate(mixings(topology, n)):
+                assert np.array_equal(topology.matrix(n, step), mixing)
+
+
+@pytest.mark.parametrize("topology", GRAPHS, ids=str)
 def test_a_graph_repeats_after_its_period(topology: Topology) -> None:
-    for n in (1, 2, 4, 8, 64):
-        for step in (0, 1, 5, 1000):
-            assert topology.peers(n - 1, n, step) == topology.peers(n - 1, n, step + topology.period(n))
+    for n in (1, 2, 4, 8, 12, 36, 64):
+        if exists(topology, n):
+            for step in (0, 1, 5, 1000):
+                assert topology.peers(n - 1, n, step) == topology.peers(n - 1, n, step + topology.period(n))
 
 
 def test_graphs_mix_as_their_definitions_say() -> None:
@@ -104,6 +119,18 @@ def test_a_cube_needs_a_power_of_two() -> None:
         if n & (n - 1):
             with pytest.raises(ConfigError, match=rf"Hypercube\(\) with {n} workers: needs a power of two; use \d+ or"):
                 check_edges(Hypercube(), n)
+
+
+def test_an_odd_number_of_workers_has_no_two_sides_of_one_size() -> None:
+    with pytest.raises(ConfigError, match=r"with 7 workers: needs an even number.*use 6 or 8 workers, or Random"):
+        Gossip(BipartiteExponential()).check(7)
+
+
+def test_workers_must_fill_whole_nodes() -> None:
+    with pytest.raises(ConfigError, match=r"10 workers: they must fill.*; use 8 or 12 workers, or node_size=2"):
+        check_edges(Hierarchical(4), 10)
+    with pytest.raises(ConfigError, match=r"Hypercube\(\) with 3 workers: needs a power of two"):
+        check_edges(Hierarchical(4, between=Hypercube()), 12)
 
 
 @dataclass(frozen=True)

@@ -29,25 +29,48 @@ if TYPE_CHECKING:
         NonFiniteError,
         PeerLostError,
     )
+    from laconic.optimizers import AcSA, Saga, Svrg
+    from laconic.outer import Outer
     from laconic.recipe import brief, parse
     from laconic.replica import Replica
     from laconic.strategies import (
+        ADPSGD,
         AllReduce,
         CoCoD,
         DecentLaM,
         DoubleAveraging,
+        EagerPushSum,
         ExactDiffusion,
         Gossip,
+        InnerOuter,
         Local,
         LocalSGD,
         OverlapLocalSGD,
+        Probe,
         PushSum,
         QuasiGlobal,
         SlowMo,
         Strategy,
         Streaming,
     )
-    from laconic.topology import Complete, Hypercube, OnePeerExponential, Peers, Ring, Topology
+    from laconic.topology import (
+        BaseGraph,
+        BipartiteExponential,
+        Complete,
+        DirectedExponential,
+        FromGraph,
+        Hierarchical,
+        Hypercube,
+        OnePeerExponential,
+        Peers,
+        PPeerExponential,
+        RandomMatching,
+        Ring,
+        Star,
+        SymmetricExponential,
+        Topology,
+        Torus,
+    )
 
 _PLACES = {
     "attached": "Attached attach",
@@ -63,16 +86,26 @@ _PLACES = {
     "recipe": "brief parse",
     "replica": "Replica",
     "strategies": (
-        "AllReduce CoCoD DecentLaM DoubleAveraging ExactDiffusion Gossip Local LocalSGD OverlapLocalSGD "
-        "PushSum QuasiGlobal SlowMo Strategy Streaming"
+        "ADPSGD AllReduce CoCoD DecentLaM DoubleAveraging EagerPushSum ExactDiffusion Gossip InnerOuter "
+        "Local LocalSGD OverlapLocalSGD Probe PushSum QuasiGlobal SlowMo Strategy Streaming"
     ),
-    "topology": "Complete Hypercube OnePeerExponential Peers Ring Topology",
+    "topology": (
+        "BaseGraph BipartiteExponential Complete DirectedExponential FromGraph Hierarchical Hypercube "
+        "OnePeerExponential PPeerExponential Peers RandomMatching Ring Star SymmetricExponential "
+        "Topology Torus"
+    ),
+    "optimizers": "AcSA Saga Svrg",
+    "outer": "Outer",
 }
 
 __all__ = [
+    "ADPSGD",
+    "AcSA",
     "AllReduce",
     "Attached",
+    "BaseGraph",
     "Bf16",
+    "BipartiteExponential",
     "CheckpointError",
     "CoCoD",
     "Codec",
@@ -83,12 +116,17 @@ __all__ = [
     "CountingComm",
     "DeadlineError",
     "DecentLaM",
+    "DirectedExponential",
     "DoubleAveraging",
+    "EagerPushSum",
     "ExactDiffusion",
     "Fp16",
+    "FromGraph",
     "Gossip",
     "GroupComm",
+    "Hierarchical",
     "Hypercube",
+    "InnerOuter",
     "LaconicError",
     "Local",
     "LocalSGD",
@@ -96,18 +134,27 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "OnePeerExponential",
+    "Outer",
     "OverlapLocalSGD",
+    "PPeerExponential",
     "PeerLostError",
     "Peers",
+    "Probe",
     "PushSum",
     "QuasiGlobal",
+    "RandomMatching",
     "Replica",
     "Ring",
+    "Saga",
     "SlowMo",
+    "Star",
     "Strategy",
     "Streaming",
+    "Svrg",
+    "SymmetricExponential",
     "ThreadComm",
     "Topology",
+    "Torus",
     "Work",
     "__version__",
     "attach",

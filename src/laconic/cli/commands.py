@@ -29,9 +29,11 @@ COMMANDS = {
     "train": Command("laconic.cli.train", "Train", "train a recipe on a task, with several workers on this machine"),
     "compare": Command("laconic.cli.compare", "Compare", "run several strategies side by side, and tabulate them"),
     "explain": Command("laconic.cli.explain", "Explain", "what a recipe will send, keep and wait for, before any run"),
+    "topology": Command("laconic.cli.topology", "Topology", "who sends to whom on a graph, and how fast it agrees"),
     "report": Command("laconic.cli.report", "Report", "draw a run or a comparison as one page to look at"),
     "emulate": Command("laconic.cli.emulate", "Emulate", "run any command once per worker, over slow links"),
     "demo": Command("laconic.cli.demo", "Demo", "five strategies on a slow link, in under four minutes"),
+    "select": Command("laconic.cli.select", "Select", "choose the few points of a data set that stand for all"),
     "reproduce": Command("laconic.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 

@@ -26,6 +26,7 @@ _KEPT = (
     "warmup_steps",
     "schedule",
     "split",
+    "coreset",
     "seed",
 )
 
@@ -59,6 +60,8 @@ class Train:
         warmup_steps: steps over which the learning rate rises.
         schedule: constant, or cosine down to a tenth at the last step.
         split: how data are dealt to workers: iid, dirichlet(ALPHA), label or group.
+        coreset: the examples each worker trains on, such as "Craig(fraction=0.1, every=5)", or Random, Stratified,
+            KCenter, El2n, Grand or Crest; choosing them counts as training time. All unless given.
         seed: of the first parameters, the deal and the order of data.
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a run that was saved, to go on with from its newest checkpoint.
@@ -92,6 +95,7 @@ class Train:
     warmup_steps: int | None = None
     schedule: Literal["constant", "cosine"] | None = None
     split: str | None = None
+    coreset: str | None = None
     seed: int | None = None
     out: Path | None = None
     resume: Path | None = None

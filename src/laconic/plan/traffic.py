@@ -187,7 +187,7 @@ def _periods(recipe: object, workers: int) -> Iterator[int]:
     if isinstance(recipe, Topology):
         yield recipe.period(workers)
     for name, value in _fields(recipe):
-        if name == "period" and isinstance(value, int):
+        if name.endswith("period") and isinstance(value, int):
             yield value
         yield from _periods(value, workers)
 

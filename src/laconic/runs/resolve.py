@@ -13,6 +13,7 @@ import torch
 
 from laconic.emulate import available, parse_links, parse_stragglers
 from laconic.errors import ConfigError
+from laconic.runs.coreset import check_policy
 from laconic.runs.recipes import describe, parse_recipe
 from laconic.runs.settings import Settings
 from laconic.tasks import Task, load
@@ -36,6 +37,8 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1))
     _check_surroundings(given)
     task = load(given.setdefault("task", "text"), data=_folder(given))
+    if "coreset" in given:
+        given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
     task.shards(settings.workers, split=settings.split, seed=settings.seed)
     return replace(settings, deadline_seconds=_patience(given, settings, task))

@@ -38,6 +38,7 @@ class Settings:
         warmup_steps: steps over which the learning rate rises to `lr`.
         schedule: "constant", or "cosine" down to a tenth of `lr` at the last step.
         split: how training data are dealt to workers.
+        coreset: how each worker chooses the examples it trains on, as text; None is all of its own.
         seed: of the first parameters, the deal and the order of data.
         link: the emulated links, as text; None is the machine's own network.
         slow: which workers compute slower, as text.
@@ -72,6 +73,7 @@ class Settings:
     warmup_steps: int = 0
     schedule: str = "constant"
     split: str = "iid"
+    coreset: str | None = None
     seed: int = 0
     link: str | None = None
     slow: str | None = None

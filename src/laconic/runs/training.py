@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laconic.comm.base import Comm
 from laconic.emulate import Straggler
 from laconic.errors import NonFiniteError
 from laconic.runs.agenda import Agenda
+from laconic.runs.coreset import ChosenData
 from laconic.runs.engine import Engine
 from laconic.runs.measure import Record, share
 from laconic.runs.settings import Settings
@@ -42,6 +44,7 @@ class Workplace:
         checkpoints: where this rank's checkpoints go.
         writer: keeps the run folder; None on all ranks but 0.
         emit: tells the launcher how it goes.
+        coreset: what of the shard is trained on, and with which weights; None is all of it.
     """
 
     settings: Settings
@@ -54,6 +57,7 @@ class Workplace:
     checkpoints: Path
     writer: Writer | None
     emit: Callable[[dict[str, Any]], None]
+    coreset: ChosenData | None = None
 
 
 class Training:
@@ -65,6 +69,8 @@ class Training:
 
     def __init__(self, place: Workplace, extra: dict[str, Any] | None = None) -> None:
         kept = extra or {"seconds": 0.0, "payload_bytes": 0.0, "carried": None}
+        if place.coreset is not None and "coreset" in kept:
+            place.coreset.load_state_dict(kept["coreset"])
         self.place = place
         self.engine = place.engine
         self.seconds: float = kept["seconds"]
@@ -112,16 +118,19 @@ class Training:
         engine, step = self.engine, self.engine.step
         self._timeline.begin(step)
         sent, exposed, start = engine.payload_bytes, engine.exposed_seconds, self._ended
+        chosen = self._choosing_seconds
         paused, loss = self._move(step)
         if self.place.settings.device == "cuda":
             torch.cuda.synchronize()
         end = self._ended = time.perf_counter()
         exposed = engine.exposed_seconds - exposed
         self.payload_bytes += engine.payload_bytes - sent
-        self._compute_seconds = end - start - exposed - paused
+        self._compute_seconds = end - start - exposed - paused - (self._choosing_seconds - chosen)
         self._timeline.end(step, start, end)
         seconds = self.seconds + end - self._opened
-        self._mine.append(Record(step + 1, seconds, loss, self.payload_bytes, end - start, exposed))
+        self._mine.append(
+            Record(step + 1, seconds, loss, self.payload_bytes, end - start, exposed, engine.observations())
+        )
         self._tell(self._mine[-1], end)
 
     def _move(self, step: int) -> tuple[float, float]:
@@ -129,10 +138,7 @@ class Training:
         place, engine = self.place, self.engine
         settings = place.settings
         engine.set_lr(settings.lr_at(step))
-        batch = place.task.batch(
-            place.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=place.control.rank
-        )
-        loss = place.task.loss(engine.network, batch)
+        loss = self._loss(step)
         value = loss.item()
         if not math.isfinite(value):
             raise _not_finite(place.control.rank, step, value, settings)
@@ -141,6 +147,19 @@ class Training:
         engine.backward(loss)
         engine.update()
         return paused, value
+
+    def _loss(self, step: int) -> Tensor:
+        place, settings = self.place, self.place.settings
+        if place.coreset is not None:
+            return place.coreset.loss(self.engine.network, step)
+        batch = place.task.batch(
+            place.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=place.control.rank
+        )
+        return place.task.loss(self.engine.network, batch)
+
+    @property
+    def _choosing_seconds(self) -> float:
+        return 0.0 if self.place.coreset is None else self.place.coreset.seconds
 
     def _tell(self, record: Record, now: float) -> None:
         if self.place.control.rank == 0 and now - self._told >= _PROGRESS_SECONDS:
@@ -159,7 +178,7 @@ class Training:
 
     def _meet(self) -> bool:
         """Stop the clock, do what is due, and say whether the run is over."""
-        self.engine.settle()
+        self._settle()
         self._barrier()
         self._tap.close()
         records = share(self.place.control, self._mine, _CPU)
@@ -168,6 +187,19 @@ class Training:
         if self.place.writer is not None:
             self.place.writer.add(records)
         return self._do_what_is_due()
+
+    def _settle(self) -> None:
+        """Wait for what is in flight while the clock runs: nobody's transfer is to be had for nothing."""
+        exposed, start = self.engine.exposed_seconds, time.perf_counter()
+        self.engine.settle()
+        taken, exposed = time.perf_counter() - start, self.engine.exposed_seconds - exposed
+        last = self._mine[-1]
+        self._mine[-1] = replace(
+            last,
+            seconds=last.seconds + taken,
+            step_seconds=last.step_seconds + taken,
+            exposed_seconds=last.exposed_seconds + exposed,
+        )
 
     def _do_what_is_due(self) -> bool:
         step, agenda = self.engine.step, self._agenda
@@ -203,10 +235,11 @@ class Training:
             place.emit({"event": "evaluation", **line, "eval_loss": loss, "eval_metric": metric})
 
     def _save(self) -> None:
-        carried = self.carried
+        carried, coreset = self.carried, self.place.coreset
         self.engine.save(
             self.place.checkpoints,
             {
+                **({} if coreset is None else {"coreset": coreset.state_dict()}),
                 "seconds": self.seconds,
                 "payload_bytes": self.payload_bytes,
                 "carried": None if carried is None else [carried.sent, carried.received],

@@ -19,6 +19,7 @@ from laconic.comm.base import Comm
 from laconic.emulate import Straggler
 from laconic.errors import ConfigError, LaconicError
 from laconic.handshake import Facts, agree, gather_texts
+from laconic.runs.coreset import ChosenData, parse_policy
 from laconic.runs.engine import Engine, LaconicEngine
 from laconic.runs.folder import Fields, RunFolder
 from laconic.runs.peers import Peer
@@ -28,7 +29,7 @@ from laconic.runs.settings import Settings
 from laconic.runs.traffic import Carried
 from laconic.runs.training import Training, Workplace
 from laconic.runs.writer import Writer
-from laconic.tasks import Task, load
+from laconic.tasks import Shard, Task, load
 
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
@@ -79,10 +80,11 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
     if writer is not None:
         writer.write_config(parameters, recipe.paper)
         emit({"event": "start", "parameters": parameters, "step": engine.step})
+    shard = task.shards(settings.workers, split=settings.split, seed=settings.seed)[comm.rank]
     place = Workplace(
         settings=settings,
         task=task,
-        shard=task.shards(settings.workers, split=settings.split, seed=settings.seed)[comm.rank],
+        shard=shard,
         engine=engine,
         control=control,
         straggler=Straggler.from_environment(),
@@ -90,10 +92,29 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
         checkpoints=home.checkpoints,
         writer=writer,
         emit=emit,
+        coreset=_coreset(settings, task, shard, model, engine, comm.rank),
     )
     training = Training(place, extra)
     training.run()
     return _finish(training)
+
+
+def _coreset(
+    settings: Settings, task: Task, shard: Shard, model: nn.Module, engine: Engine, rank: int
+) -> ChosenData | None:
+    """What this rank trains on, where that is not all of its shard."""
+    if settings.coreset is None:
+        return None
+    return ChosenData(
+        parse_policy(settings.coreset),
+        task,
+        shard,
+        model=model,
+        optimizer=engine.optimizer,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rank=rank,
+    )
 
 
 def _facts(settings: Settings, task: Task) -> Facts:
@@ -130,7 +151,8 @@ def _finish(training: Training) -> Fields | None:
     known = [each.sent for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     place.writer.write_links(every, [row[2] for row in rows])
-    summary = place.writer.write_summary(training.evaluation, training.seconds_to_target, mean)
+    more = None if place.coreset is None else place.coreset.summary()
+    summary = place.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)
     place.writer.close()
     return summary
 

@@ -76,7 +76,11 @@ class Writer:
         self.folder.write("links.json", rows)
 
     def write_summary(
-        self, evaluation: Evaluation | None, seconds_to_target: float | None, wire_bytes: float | None
+        self,
+        evaluation: Evaluation | None,
+        seconds_to_target: float | None,
+        wire_bytes: float | None,
+        more: Fields | None = None,
     ) -> Fields:
         """Say what came of the run; the last file to be written.
 
@@ -84,6 +88,7 @@ class Writer:
             evaluation: the last one.
             seconds_to_target: when the target was reached, if it was.
             wire_bytes: sent while training, mean over workers; None where not measured.
+            more: what else there is to say.
         """
         records, settings = self.totals.records, self.settings
         steps = records[-1].step if records else 0
@@ -103,6 +108,7 @@ class Writer:
             "metric": self.task.metric,
             "seconds_to_target": seconds_to_target,
             "target_loss": settings.target_loss,
+            **(more or {}),
         }
         self.folder.write("summary.json", summary)
         return summary

@@ -1,9 +1,9 @@
 r"""What a graph does to differences between workers, from its mixing matrices alone.
 
 With $W_t$ the mixing matrix of step t, stacked vectors become $X \leftarrow W_t X$. Disagreement after some steps is
-measured on what push-sum would hold, $Z = \operatorname{diag}(P 1)^{-1} P$ with $P$ the product of the steps; where
-weights are doubly stochastic, $Z = P$. Its norm $\|Z - \frac1n 1 1^\top\|_2$ is the largest share of any difference
-between workers, and of the average's distance from the truth, that is left.
+measured on what push-sum would hold, $Z_{ij} = P_{ij} / \sum_k P_{ik}$ with $P$ the product of the steps; where weights
+are doubly stochastic, $Z = P$. The 2-norm of $Z - \frac1n 1 1^\top$ is the largest share of any difference between
+workers, and of anybody's distance from the average, that is left.
 
 Everything expects a graph that `check_edges` accepts, is computed once per graph and size, and takes well under a
 second for 128 workers.

@@ -68,7 +68,7 @@ class SymmetricExponential(Topology):
 
 @dataclass(frozen=True)
 class PPeerExponential(Topology):
-    r"""`degree` peers a step, $j (p+1)^i$ places ahead for $j = 1 \dots p$, with $i = 0, 1, 2, \dots$ in turn.
+    r"""`degree` peers a step, $j (p+1)^i$ places ahead for j from 1 to p, with i = 0, 1, 2, ... in turn.
 
     A period reaches the exact average where the longest hop, taken at most p+1 times, comes back to its start: for
     $n = c (p+1)^q$ with $c \le p+1$, and for some more n if p+1 is no prime. With any other number it comes close. Hops
@@ -101,7 +101,7 @@ class PPeerExponential(Topology):
 
 @dataclass(frozen=True)
 class BipartiteExponential(Topology):
-    r"""Pairs of an even and an odd rank, $1, -1, 3, -3, 5, -5, 9, -9, \dots$ places apart in turn.
+    """Pairs of an even and an odd rank, 1, -1, 3, -3, 5, -5, 9, -9, ... places apart in turn.
 
     All hops are odd, so that every edge joins the two sides, and both partners average with each other: symmetric at
     every step, one vector sent per worker and step. Suits methods in which one side asks and the other answers. Needs

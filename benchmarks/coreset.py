@@ -1,0 +1,186 @@
+"""Selection against apricot's lazy greedy, per class, and for a million points, each in a process of its own.
+
+python -m benchmarks.coreset [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Found = dict[str, Any]
+Row = tuple[str, str, str, str]
+FEATURES = 64
+
+
+def gaussian(n: int) -> Tensor:
+    """Points without any structure: the hardest to represent, and the lightest to be wrong about."""
+    return torch.from_numpy(np.random.default_rng(0).standard_normal((n, FEATURES)).astype(np.float32))
+
+
+def clustered(n: int) -> Tensor:
+    """Points of 200 overlapping clusters."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(200, FEATURES, generator=draw)
+    return centres[torch.randint(200, (n,), generator=draw)] + 0.7 * torch.randn(n, FEATURES, generator=draw)
+
+
+def cost(x: Tensor, indices: Tensor, sample: int | None = None) -> float:
+    """The mean distance to the nearest chosen point, in float64; of a few thousand points where asked for."""
+    looked_at = x if sample is None else x[torch.randperm(len(x), generator=torch.Generator().manual_seed(7))[:sample]]
+    chosen, near = x[indices].double(), []
+    for part in looked_at.double().split(256):
+        near.append(torch.cdist(part, chosen, compute_mode="donot_use_mm_for_euclid_dist").min(1).values)
+    return float(torch.cat(near).mean())
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had so far."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def measured(work: Callable[[], Tensor], x: Tensor, warm_up: Callable[[], object], sample: int | None = None) -> Found:
+    """Seconds, bytes above what was there before, and the mean distance."""
+    warm_up()
+    before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
+    indices = work()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "nbytes": peak_bytes() - before,
+        "mean_distance": cost(x, indices, sample),
+        "chosen": len(indices),
+    }
+
+
+def apricot(n: int) -> Found:
+    """The lazy greedy of apricot, over a dense matrix of similarities, which is worked out first, as it must be."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from apricot import FacilityLocationSelection
+    from sklearn.metrics import pairwise_distances
+
+    x = gaussian(n)
+
+    def work(points: np.ndarray, budget: int) -> Tensor:
+        distances = pairwise_distances(points.astype(np.float64))
+        np.subtract(distances.max(), distances, out=distances)
+        fitted = FacilityLocationSelection(budget, metric="precomputed", optimizer="lazy").fit(distances)
+        return torch.from_numpy(np.asarray(fitted.ranking, dtype=np.int64))
+
+    return measured(lambda: work(x.numpy(), n // 10), x, lambda: work(x[:100].numpy(), 5))
+
+
+def ours(n: int) -> Found:
+    """The same points and budget, by `select`."""
+    from laconic.coreset import select
+
+    x = gaussian(n)
+    return measured(lambda: select(x, budget=n // 10).indices, x, lambda: select(x[:100], budget=5))
+
+
+def per_class(n: int) -> Found:
+    """10 % of ten classes."""
+    from laconic.coreset import select
+
+    x, labels = gaussian(n), torch.arange(n) % 10
+    return measured(lambda: select(x, fraction=0.1, labels=labels).indices, x, lambda: select(x[:100], budget=5), 2000)
+
+
+def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
+    """So many points by a method that does not look at all pairs, beside random ones."""
+    from laconic.coreset import select
+
+    x = clustered(n)
+    work = lambda: select(x, fraction=fraction, method=method).indices  # type: ignore[arg-type]  # noqa: E731
+    found = measured(work, x, lambda: select(x[:100], budget=5), 2000)
+    random = torch.randperm(n, generator=torch.Generator().manual_seed(1))[: found["chosen"]]
+    return found | {"random_mean_distance": cost(x, random, 2000)}
+
+
+def gap(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
+    """How far such a method is from exact greedy, where both can be run: on a sample of the same points."""
+    from laconic.coreset import select
+
+    x = clustered(n)
+    exact = select(x, fraction=fraction)
+    near = select(x, fraction=fraction, method=method)  # type: ignore[arg-type]
+    random = torch.randperm(n, generator=torch.Generator().manual_seed(1))[: len(exact)]
+    closed = (cost(x, random) * n - near.cost) / (cost(x, random) * n - exact.cost)
+    return {"relative_gap": near.cost / exact.cost - 1, "gap_closed": closed}
+
+
+def alone(name: str, *arguments: object) -> Found:
+    """One measurement in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.coreset", "one", name, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(*, quick: bool = False) -> list[Row]:
+    """(what, figure, detail, bar) of each bar."""
+    found = [*_against_apricot(3 if quick else 5)] if find_spec("apricot") else []
+    split = alone("per_class", 50_000)
+    found.append(
+        ("per class, 50,000 x 64, 10 classes, 10 %", f"{split['seconds']:.1f} s", _memory(split), "20 s, 300 MB")
+    )
+    n = 100_000 if quick else 1_000_000
+    for method, fraction in (("sparse", 0.1), ("streaming", 0.01)):
+        many, few = alone("million", n, method, fraction), alone("gap", 10_000, method, fraction)
+        detail = (
+            f"{_memory(many)}; mean distance {many['mean_distance']:.3f}, random {many['random_mean_distance']:.3f}; "
+            f"of 10,000 such points {few['relative_gap']:.2%} above exact ({few['gap_closed']:.0%} of random's gap)"
+        )
+        found.append((f"{method}, {n:,} x 64, {fraction:.0%}", f"{many['seconds']:.0f} s", detail, "minutes"))
+    return found
+
+
+def _against_apricot(rounds: int) -> list[Row]:
+    """In turns, so that what else the machine does falls on both."""
+    pairs = [(alone("apricot", 10_000), alone("ours", 10_000)) for _ in range(rounds)]
+    faster = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs]
+    theirs, mine = pairs[0]
+    lighter = theirs["nbytes"] / mine["nbytes"]
+    apart = abs(mine["mean_distance"] / theirs["mean_distance"] - 1)
+    seconds = [statistics.median(pair[i]["seconds"] for pair in pairs) for i in (0, 1)]
+    return [
+        ("10,000 x 64, 10 %: times as fast as apricot", f"{statistics.median(faster):.1f}",
+         f"{min(faster):.1f} to {max(faster):.1f}; {seconds[1]:.2f} s against {seconds[0]:.2f} s", "5"),
+        ("memory above the features: apricot's / ours", f"{lighter:.0f}",
+         f"{mine['nbytes'] / 1e6:.0f} MB against {theirs['nbytes'] / 1e6:.0f} MB", "10"),
+        ("cost: relative difference from apricot's", f"{apart:.1e}", "lazy greedy both", "1e-6"),
+    ]  # fmt: skip
+
+
+def _memory(found: Found) -> str:
+    return f"{found['nbytes'] / 1e6:.0f} MB above the features"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a Markdown table, or one measurement as JSON."""
+    if arguments[:1] == ["one"]:
+        name, n, *rest = arguments[1:]
+        settings = [rest[0], float(rest[1])] if rest else []
+        print(json.dumps(globals()[name](int(n), *settings)))
+        return
+    for row in (("what", "figure", "detail", "bar"), ("---",) * 4, *rows(quick="--quick" in arguments)):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

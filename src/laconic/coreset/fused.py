@@ -1,0 +1,126 @@
+"""The nearest representatives by the compiled kernel, which never holds a distance longer than it takes to use it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic.coreset.facility import CoordinateFacility, Facility, Gains, Nearest, Numbers, TorchNearest
+from laconic.coreset.goals import Goal, Picks
+from laconic.coreset.native import kernel
+
+_WIDEST = 512
+_ROUND = 64
+
+
+class FusedNearest(Nearest):
+    """On the CPU, by `nearest.c`; large pieces of work are shared out to threads that end with it.
+
+    Args:
+        rows: float32, [n, d]; no two are further apart than 1.
+        library: the compiled kernel.
+        threads: how many at most.
+    """
+
+    def __init__(self, rows: Tensor, library: ctypes.CDLL, *, threads: int = 1) -> None:
+        self.n, self._features = rows.shape
+        self._library = library
+        self._lanes, self._together = int(library.laconic_lanes()), int(library.laconic_together())
+        self._threads = min(threads, int(library.laconic_most_threads()))
+        self._panels = _panels(rows, self._lanes)
+        self._near = torch.zeros(len(self._panels) * self._lanes)
+        self._near[: self.n] = 1
+        self._who = torch.zeros(len(self._near), dtype=torch.int32)
+        self._shape = (len(self._panels), self._features)
+
+    def of(self, points: Tensor) -> Tensor:
+        """The coordinates of some of the points."""
+        # By numpy, as torch would start its threads for so few numbers.
+        places = points.numpy()
+        return torch.from_numpy(self._panels.numpy()[places // self._lanes, :, places % self._lanes])
+
+    def gains(self, rows: Tensor) -> Gains:
+        """What candidates would save."""
+        count = -(-len(rows) // self._together) * self._together
+        candidates = rows.new_zeros((count, self._features))
+        candidates[: len(rows)] = rows
+        sums = torch.empty((self._threads, count), dtype=torch.float64)
+        used = self._library.laconic_gains(
+            *(self._panels.data_ptr(), self._near.data_ptr(), *self._shape),
+            *(candidates.data_ptr(), count, sums.data_ptr(), self._threads),
+        )
+        return sums[:used].sum(0).numpy()[: len(rows)]
+
+    def take(self, row: Tensor, position: int, own: int | None) -> None:
+        """Make coordinates a representative."""
+        row = row.contiguous()
+        self._library.laconic_take(
+            *(self._panels.data_ptr(), self._near.data_ptr(), self._who.data_ptr(), *self._shape),
+            *(row.data_ptr(), position, self._threads),
+        )
+        if own is not None:
+            self._near[own], self._who[own] = 0, position
+
+    def lazy(self, candidates: Numbers, bounds: Gains, picks: Picks, goal: Goal) -> None:
+        """Go on choosing by lazy greedy until the goal is reached.
+
+        Args:
+            candidates: int64, [m]; those not chosen yet.
+            bounds: float64, [m]; what each would save now.
+            picks: what has been chosen; grows.
+            goal: when to stop.
+        """
+        # Sorted, and therefore a heap.
+        heap = candidates[np.lexsort((candidates, -bounds))]
+        known = np.full(self.n, -1.0)
+        known[candidates] = bounds
+        size, cost = np.array([len(heap)]), np.array([picks.cost])
+        rows, sums = np.empty((_WIDEST, self._features), np.float32), np.empty((self._threads, _WIDEST))
+        asked, chosen, gains = np.empty_like(heap), np.empty(_ROUND, np.int64), np.empty(_ROUND)
+        while not picks.done(goal) and size[0]:
+            count = self._library.laconic_lazy(
+                *(self._panels.data_ptr(), self._near.data_ptr(), self._who.data_ptr(), *self._shape),
+                *(heap.ctypes.data, size.ctypes.data, known.ctypes.data, asked.ctypes.data),
+                *(rows.ctypes.data, sums.ctypes.data, self._together * min(self._threads, 4), _WIDEST),
+                *(len(picks.indices), min(_ROUND, goal.budget - len(picks.indices)), cost.ctypes.data),
+                *(-1.0 if goal.cost is None else goal.cost, chosen.ctypes.data, gains.ctypes.data, self._threads),
+            )
+            picks.indices += chosen[:count].tolist()
+            picks.gains += gains[:count].tolist()
+            picks.cost = float(cost[0])
+
+    def cost(self) -> float:
+        """The sum of the distances to the nearest representatives."""
+        return float(self._near.sum(dtype=torch.float64))
+
+    def representatives(self) -> Tensor:
+        """The position of the nearest representative of each point."""
+        return self._who[: self.n].long()
+
+
+def nearest_of(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
+    """The fastest way there is for these rows, and how many candidates it likes to be asked for at a time."""
+    library = kernel() if rows.device.type == "cpu" else None
+    if library is None or len(rows) == 0:
+        return TorchNearest(rows), 64
+    return FusedNearest(rows, library, threads=threads), 8 * min(threads, 4)
+
+
+def fused(facility: Facility) -> FusedNearest | None:
+    """The compiled part of a facility whose candidates are its points; None where it has none."""
+    nearest = facility.nearest if isinstance(facility, CoordinateFacility) else None
+    return nearest if isinstance(nearest, FusedNearest) else None
+
+
+def _panels(rows: Tensor, lanes: int) -> Tensor:
+    """[n, d] as [panels, d, lanes], filled up with zeros."""
+    count = -(-len(rows) // lanes)
+    filled = rows.new_zeros((count, rows.shape[1], lanes))
+    whole = len(rows) // lanes
+    filled[:whole] = rows[: whole * lanes].view(whole, lanes, rows.shape[1]).transpose(1, 2)
+    if whole < count:
+        filled[whole, :, : len(rows) - whole * lanes] = rows[whole * lanes :].T
+    return filled
