@@ -277,7 +277,18 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 def test_importing_laconic_needs_torch_and_nothing_else() -> None:
-    optional = ["matplotlib", "rich", "tyro", "sklearn", "safetensors", "PIL", "datasets", "tensorboard", "zmq", "pyarrow"]
+    optional = [
+        "matplotlib",
+        "rich",
+        "tyro",
+        "sklearn",
+        "safetensors",
+        "PIL",
+        "datasets",
+        "tensorboard",
+        "zmq",
+        "pyarrow",
+    ]
     code = f"""
 import sys, torch
 before = set(sys.modules)

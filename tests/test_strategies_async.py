@@ -25,13 +25,13 @@ from laconic import (
     run_threads,
 )
 from laconic.mass import mix_mass_, numerator, weight
-from laconic.topology.sides import asks, neighbours, partner
 from laconic.plan import Link, explain
 from laconic.strategies.ad_psgd import ADPSGD
 from laconic.strategies.eager_push_sum import EagerPushSum
 from laconic.strategies.push_sum import PushSum
 from laconic.topology.base import Peers
 from laconic.topology.exponential import BipartiteExponential
+from laconic.topology.sides import asks, neighbours, partner
 from tests.engine import attach, batches, steps
 from tests.oracles_async import TwoSides, eager_push_sum, end_step, pair_averages, replicas, uneven
 from tests.problems import Irregular, Regression, distance, flat, quadratic, train

@@ -14,6 +14,11 @@ from torch import Tensor
 
 import laconic
 from laconic import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Peers, Ring, Topology
+from laconic.strategies import Strategy
+from laconic.strategies.decentlam import DecentLaM
+from laconic.strategies.double_averaging import DoubleAveraging
+from laconic.strategies.exact_diffusion import ExactDiffusion
+from laconic.strategies.quasi_global import QuasiGlobal
 from laconic.topology.certificate import (
     Disagreement,
     decentlam,
@@ -22,11 +27,6 @@ from laconic.topology.certificate import (
     largest_stable_momentum,
     quasi_global,
 )
-from laconic.strategies import Strategy
-from laconic.strategies.decentlam import DecentLaM
-from laconic.strategies.double_averaging import DoubleAveraging
-from laconic.strategies.exact_diffusion import ExactDiffusion
-from laconic.strategies.quasi_global import QuasiGlobal
 from tests import oracles, oracles_gossip
 from tests.oracles import Mixing
 from tests.problems import Quadratic, quadratic, together

@@ -13,6 +13,8 @@ from sphinx.writers.html5 import HTML5Translator
 
 _SHORT_FRACTION = re.compile(r"\\([dt]?frac)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 
+_SIZE = re.compile(r"\\[bB]igg?[lr]?(?![a-zA-Z])")
+
 
 def convert(tex: str, *, block: bool) -> str:
     """The MathML of one formula.
@@ -22,6 +24,8 @@ def convert(tex: str, *, block: bool) -> str:
     """
     # The converter would take the two digits of \\tfrac13 for one number.
     braced = _SHORT_FRACTION.sub(r"\\\1{\2}{\3}", tex)
+    # Browsers size fences by themselves, and the converter does not know these two.
+    braced = _SIZE.sub("", braced).replace(r"\dots", r"\ldots")
     try:
         return tex2mathml(braced, as_block=block)
     except MathError as error:

@@ -1,11 +1,12 @@
 """What a codec is: a vector to a payload and back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
 from typing import ClassVar
 
 from torch import Tensor
 
-State = dict[str, Tensor]
+State = MutableMapping[str, Tensor]
 
 
 class Codec(ABC):

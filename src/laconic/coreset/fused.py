@@ -14,6 +14,8 @@ from laconic.coreset.native import kernel
 
 _WIDEST = 512
 _ROUND = 64
+_GUESSES = 64
+_WORTH_A_GUESS = 256
 
 
 class FusedNearest(Nearest):
@@ -44,15 +46,20 @@ class FusedNearest(Nearest):
 
     def gains(self, rows: Tensor) -> Gains:
         """What candidates would save."""
+        return self._gains(rows, None)[0]
+
+    def _gains(self, rows: Tensor, later: Tensor | None) -> Gains:
+        """What candidates would save now, and what they would if the points were as near as `later`; [1 or 2, m]."""
         count = -(-len(rows) // self._together) * self._together
         candidates = rows.new_zeros((count, self._features))
         candidates[: len(rows)] = rows
-        sums = torch.empty((self._threads, count), dtype=torch.float64)
+        times = 1 if later is None else 2
+        sums = np.empty((times * self._threads, count))
         used = self._library.laconic_gains(
-            *(self._panels.data_ptr(), self._near.data_ptr(), *self._shape),
-            *(candidates.data_ptr(), count, sums.data_ptr(), self._threads),
+            *(self._panels.data_ptr(), self._near.data_ptr(), None if later is None else later.data_ptr()),
+            *(*self._shape, candidates.data_ptr(), count, sums.ctypes.data, self._threads),
         )
-        return sums[:used].sum(0).numpy()[: len(rows)]
+        return sums[: times * used].reshape(times, used, count).sum(1)[:, : len(rows)]
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make coordinates a representative."""
@@ -64,15 +71,15 @@ class FusedNearest(Nearest):
         if own is not None:
             self._near[own], self._who[own] = 0, position
 
-    def lazy(self, candidates: Numbers, bounds: Gains, picks: Picks, goal: Goal) -> None:
+    def lazy(self, candidates: Numbers, picks: Picks, goal: Goal) -> None:
         """Go on choosing by lazy greedy until the goal is reached.
 
         Args:
             candidates: int64, [m]; those not chosen yet.
-            bounds: float64, [m]; what each would save now.
             picks: what has been chosen; grows.
             goal: when to stop.
         """
+        candidates, bounds = self._bounds(candidates, picks)
         # Sorted, and therefore a heap.
         heap = candidates[np.lexsort((candidates, -bounds))]
         known = np.full(self.n, -1.0)
@@ -84,13 +91,46 @@ class FusedNearest(Nearest):
             count = self._library.laconic_lazy(
                 *(self._panels.data_ptr(), self._near.data_ptr(), self._who.data_ptr(), *self._shape),
                 *(heap.ctypes.data, size.ctypes.data, known.ctypes.data, asked.ctypes.data),
-                *(rows.ctypes.data, sums.ctypes.data, self._together * min(self._threads, 4), _WIDEST),
+                *(rows.ctypes.data, sums.ctypes.data, self._together, _WIDEST),
                 *(len(picks.indices), min(_ROUND, goal.budget - len(picks.indices)), cost.ctypes.data),
                 *(-1.0 if goal.cost is None else goal.cost, chosen.ctypes.data, gains.ctypes.data, self._threads),
             )
             picks.indices += chosen[:count].tolist()
             picks.gains += gains[:count].tolist()
             picks.cost = float(cost[0])
+
+    def _bounds(self, candidates: Numbers, picks: Picks) -> tuple[Numbers, Gains]:
+        """Candidates left, and what each would save; the first pick is made here where it was guessed.
+
+        After the first pick all gains have shrunk so much that each would be asked for again. Who will be first is
+        easily guessed, and then one pass over all distances gives the gains before it and after it.
+        """
+        guess = None if picks.indices or len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
+        later = None if guess is None else self._from(self.of(torch.tensor([guess]))[0])
+        found = np.concatenate(
+            [self._gains(self.of(part), later) for part in torch.from_numpy(candidates).split(1024)], axis=1
+        )
+        first = int(found[0].argmax())
+        if guess is None or candidates[first] != guess:
+            return candidates, found[0]
+        self.take(self.of(torch.tensor([guess]))[0], 0, guess)
+        picks.add(guess, float(found[0, first]))
+        return np.delete(candidates, first), np.delete(found[1], first)
+
+    def _guess(self, candidates: Numbers) -> int:
+        """The best of those that are nearest to the mean."""
+        mean = self._panels.sum((0, 2), dtype=torch.float64) / self.n
+        middle = np.sort(candidates[np.argsort(self._from(mean.float()).numpy()[candidates], kind="stable")[:_GUESSES]])
+        return int(middle[self.gains(self.of(torch.from_numpy(middle))).argmax()])
+
+    def _from(self, row: Tensor) -> Tensor:
+        """How near the points would be with these coordinates as their first representative."""
+        near = self._near.clone()
+        self._library.laconic_take(
+            *(self._panels.data_ptr(), near.data_ptr(), torch.empty_like(self._who).data_ptr(), *self._shape),
+            *(row.data_ptr(), 0, self._threads),
+        )
+        return near
 
     def cost(self) -> float:
         """The sum of the distances to the nearest representatives."""

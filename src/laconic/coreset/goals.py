@@ -37,6 +37,10 @@ class Picks:
     def take(self, facility: Facility, candidate: int, gain: float) -> None:
         """Choose one more."""
         facility.take(candidate, len(self.indices))
+        self.add(candidate, gain)
+
+    def add(self, candidate: int, gain: float) -> None:
+        """Note one more that has been chosen."""
         self.indices.append(candidate)
         self.gains.append(gain)
         self.cost -= gain

@@ -39,9 +39,7 @@ def replayed(facility: Facility, candidates: list[int], goal: Goal) -> Picks:
             break
         facility.take(candidate, len(picks.indices))
         cost = facility.cost()
-        picks.indices.append(candidate)
-        picks.gains.append(picks.cost - cost)
-        picks.cost = cost
+        picks.add(candidate, picks.cost - cost)
     return picks
 
 
@@ -116,11 +114,10 @@ def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None, p
     if picks.done(goal):
         return picks
     wanted = wanted[~np.isin(wanted, picks.indices)]
-    gains = facility.gains(wanted)
     if (compiled := fused(facility)) is not None:
-        compiled.lazy(wanted, gains, picks, goal)
+        compiled.lazy(wanted, picks, goal)
         return picks
-    bounds, fresh = Bounds(wanted, gains), True
+    bounds, fresh = Bounds(wanted, facility.gains(wanted)), True
     while not picks.done(goal) and (top := bounds.top()) is not None:
         if fresh:
             gain, best = -top[0], bounds.pop()

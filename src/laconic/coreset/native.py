@@ -41,7 +41,7 @@ def _kernel() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_built(compiler, source)))
     except (OSError, subprocess.SubprocessError):
         return None
-    library.laconic_gains.argtypes = [_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long]
+    library.laconic_gains.argtypes = [_pointer, _pointer, _pointer, _long, _long, _pointer, _long, _pointer, _long]
     library.laconic_take.argtypes = [_pointer, _pointer, _pointer, _long, _long, _pointer, ctypes.c_int32, _long]
     library.laconic_lazy.argtypes = [
         *(_pointer, _pointer, _pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _pointer, _pointer),

@@ -20,6 +20,7 @@
 #define LANES 4
 #endif
 #define TOGETHER 8
+#define PANELS 4
 #define BLOCK_FLOATS (1 << 16)
 #define MOST_THREADS 64
 #define WORTH_A_THREAD (1 << 20)
@@ -47,34 +48,46 @@ static inline __attribute__((always_inline)) void measure(
 typedef struct {
     const float *points, *candidates;
     float *near;
+    const float *later;
     int32_t *nearest, position;
     int64_t panels, features, count;
-    double *sums;
+    double *sums, *later_sums;
 } work;
 
-/* sums[c] = sum over the points of max(0, near - distance to candidate c). */
+static inline __attribute__((always_inline)) void add(const float *near, const float *distances, double *total) {
+#pragma omp simd
+    for (int lane = 0; lane < LANES; lane++) {
+        float gain = near[lane] - distances[lane];
+        total[lane] += gain > 0.0f ? gain : 0.0f;
+    }
+}
+
+/* sums[c] = sum over the points of max(0, near - distance to candidate c); later_sums the same with `later`, if any. */
 static void *add_gains(void *given) {
     const work *w = given;
     int64_t block = BLOCK_FLOATS / (w->features * LANES) + 1;
     for (int64_t c = 0; c < w->count; c++) w->sums[c] = 0;
+    for (int64_t c = 0; w->later && c < w->count; c++) w->later_sums[c] = 0;
     for (int64_t from = 0; from < w->panels; from += block) {
         int64_t to = from + block < w->panels ? from + block : w->panels;
         for (int64_t first = 0; first < w->count; first += TOGETHER) {
             const float *candidates = w->candidates + first * w->features;
-            double total[TOGETHER][LANES] = {};
+            double total[TOGETHER][LANES] = {}, later[TOGETHER][LANES] = {};
             for (int64_t p = from; p < to; p++) {
-                float squares[TOGETHER][LANES] __attribute__((aligned(4 * LANES)));
-                const float *near = w->near + p * LANES;
-                measure(w->points + p * w->features * LANES, candidates, w->features, TOGETHER, (lanes *)squares);
-                for (int c = 0; c < TOGETHER; c++)
+                float apart[TOGETHER][LANES] __attribute__((aligned(4 * LANES)));
+                measure(w->points + p * w->features * LANES, candidates, w->features, TOGETHER, (lanes *)apart);
+                for (int c = 0; c < TOGETHER; c++) {
 #pragma omp simd
-                    for (int lane = 0; lane < LANES; lane++) {
-                        float gain = near[lane] - rounded(squares[c][lane]);
-                        total[c][lane] += gain > 0.0f ? gain : 0.0f;
-                    }
+                    for (int lane = 0; lane < LANES; lane++) apart[c][lane] = rounded(apart[c][lane]);
+                    add(w->near + p * LANES, apart[c], total[c]);
+                    if (w->later) add(w->later + p * LANES, apart[c], later[c]);
+                }
             }
             for (int c = 0; c < TOGETHER; c++)
-                for (int lane = 0; lane < LANES; lane++) w->sums[first + c] += total[c][lane];
+                for (int lane = 0; lane < LANES; lane++) {
+                    w->sums[first + c] += total[c][lane];
+                    if (w->later) w->later_sums[first + c] += later[c][lane];
+                }
         }
     }
     return NULL;
@@ -83,12 +96,17 @@ static void *add_gains(void *given) {
 /* near = min(near, distance to the candidate); whoever is nearer now is represented by `position`. */
 static void *take(void *given) {
     const work *w = given;
-    for (int64_t p = 0; p < w->panels; p++) {
-        lanes squares;
-        measure(w->points + p * w->features * LANES, w->candidates, w->features, 1, &squares);
-        for (int lane = 0; lane < LANES; lane++) {
-            int64_t i = p * LANES + lane;
-            float distance = rounded(squares[lane]);
+    for (int64_t first = 0; first < w->panels; first += PANELS) {
+        int64_t width = w->features * LANES, most = w->panels - 1;
+        lanes squares[PANELS] = {};
+        for (int64_t k = 0; k < w->features; k++)
+            for (int p = 0; p < PANELS; p++) {
+                int64_t panel = first + p < most ? first + p : most;
+                lanes gap = *(const lanes *)(w->points + panel * width + k * LANES) - w->candidates[k];
+                squares[p] += gap * gap;
+            }
+        for (int64_t i = first * LANES; i < (first + PANELS) * LANES && i < w->panels * LANES; i++) {
+            float distance = rounded(squares[i / LANES - first][i % LANES]);
             w->nearest[i] = distance < w->near[i] ? w->position : w->nearest[i];
             w->near[i] = distance < w->near[i] ? distance : w->near[i];
         }
@@ -106,9 +124,11 @@ static void share(void *(*task)(void *), work whole, double *sums, int64_t threa
         parts[t] = whole;
         parts[t].points += from * whole.features * LANES;
         parts[t].near += from * LANES;
+        if (whole.later) parts[t].later += from * LANES;
         if (whole.nearest) parts[t].nearest += from * LANES;
         parts[t].panels = to - from;
         if (sums) parts[t].sums = sums + t * whole.count;
+        if (whole.later) parts[t].later_sums = sums + (threads + t) * whole.count;
         if (t) running[t] = pthread_create(&started[t], NULL, task, &parts[t]) == 0;
     }
     for (int64_t t = 0; t < threads; t++)
@@ -123,12 +143,13 @@ static int64_t threads_for(int64_t numbers, int64_t most) {
     return worth < 1 ? 1 : worth < most ? worth : most;
 }
 
-/* sums: room for [threads][count]; the first of them, as many as are returned, are to be added up. candidates:
-   [count][features], count a multiple of TOGETHER. What fills up the last panel has near = 0 and gains nothing. */
-int64_t laconic_gains(const float *points, float *near, int64_t panels, int64_t features, const float *candidates,
-                      int64_t count, double *sums, int64_t threads) {
-    work whole = {.points = points, .candidates = candidates, .near = near, .panels = panels, .features = features,
-                  .count = count};
+/* sums: room for [threads][count], and for as much again where there is a `later`; the first of them, as many as are
+   returned, are to be added up, then as many for `later`. candidates: [count][features], count a multiple of TOGETHER.
+   What fills up the last panel has near = 0 and gains nothing. */
+int64_t laconic_gains(const float *points, float *near, const float *later, int64_t panels, int64_t features,
+                      const float *candidates, int64_t count, double *sums, int64_t threads) {
+    work whole = {.points = points, .candidates = candidates, .near = near, .later = later, .panels = panels,
+                  .features = features, .count = count};
     int64_t used = threads_for(count * panels * features * LANES, threads);
     share(add_gains, whole, sums, used);
     return used;

@@ -92,9 +92,7 @@ def _picked(graph: Graph, goal: Goal) -> Picks:
             bounds.push(gain, best)
             continue
         graph.take(best)
-        picks.indices.append(best)
-        picks.gains.append(gain)
-        picks.cost -= gain
+        picks.add(best, gain)
     return picks
 
 

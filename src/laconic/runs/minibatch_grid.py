@@ -32,10 +32,10 @@ class Scale:
     """
 
     periods: tuple[int, ...] = (4, 16, 64, 256)
-    rounds: tuple[int, ...] = (4, 16, 64)
+    rounds: tuple[int, ...] = (4, 8, 16, 32)
     shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25, 0.0)
-    tuning_seeds: int = 4
-    seeds: int = 6
+    tuning_seeds: int = 3
+    seeds: int = 5
 
 
 QUICK = Scale(periods=(16, 256), rounds=(4, 16), tuning_seeds=2, seeds=4)

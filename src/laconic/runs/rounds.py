@@ -44,7 +44,7 @@ def inner_outer(rounds: Iterable[tuple[Tensor, Tensor]], rates: Tensor, inner: T
         for seen, even in zip(features.unbind(1), labels.unbind(1), strict=True):
             off = torch.sigmoid(own @ seen[..., None])[..., 0] - even[..., None]  # [S, M, C]
             total += torch.einsum("smc,smd->scd", off, seen)
-            own -= (off * (rates * inner))[..., None] * seen[:, :, None]
+            own.addcmul_((off * (rates * inner))[..., None], seen[:, :, None], value=-1)
         x = x - rates[:, None] * total / machines
         if count in keep:
             kept.append(x)

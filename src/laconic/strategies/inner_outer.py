@@ -29,8 +29,8 @@ class InnerOuter(Strategy):
     workers' data. `inner=1` is Local SGD. Between them, `SlowMo(momentum=0, lr=1/inner)` is the same method, but cannot
     reach 0. Each gradient counts with the learning rate of its own step; where workers run out of data, with
     the number of those that still have some.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and round. State: `gathered`, like the parameters, and within a
-    round `unit` and (unless `inner=0`) `begin` ($x_r$).
+    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and round. State: `gathered`, like the parameters, and within
+    a round `unit` and (unless `inner=0`) `begin` ($x_r$).
 
     Woodworth, Patel and Srebro, Minibatch vs Local SGD for Heterogeneous Distributed Learning, NeurIPS 2020,
     arXiv:2006.04735. The optimizer must be plain SGD: what other optimizers make of a gradient is not one.

@@ -35,9 +35,8 @@ class SlowMo(Strategy):
     instead, with $x_0 - \bar x$ as its gradient.
 
     `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`), and with `buffers="average"` it is
-    double averaging; `period=1` under plain SGD is AllReduce with heavy-ball momentum; `outer=Outer("SGD", lr=1,
-    momentum=b)` is BMUF; one worker with `momentum=0` is Lookahead; AdamW under `outer=Outer("SGD", lr=0.7,
-    momentum=0.9, nesterov=True)` is DiLoCo.
+    double averaging; `period=1` under plain SGD is AllReduce with heavy-ball momentum; one worker with `momentum=0` is
+    Lookahead; `outer` SGD of rate 1 with momentum is BMUF, and AdamW under Nesterov's `Outer()` is DiLoCo.
     Traffic: the base's, plus per period the base's exact average: one all-reduce of what the base sends, of the
     parameters over `Local()`, of nothing over `AllReduce()`. `shard` sends as much over `Local()`, and half an
     all-reduce more over others; `buffers="average"` one all-reduce of the optimizer's moments more; `exact=False`
