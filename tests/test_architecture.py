@@ -53,6 +53,9 @@ NEIGHBOURS = {
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),
     ("strategies.slow_momentum", "strategies.local_sgd"),
     ("strategies.streaming", "strategies.overlap_local_sgd"),
+    # The probe sees deviations from a mean of gradients, or from one of parameters.
+    ("strategies.probe", "strategies.all_reduce"),
+    ("strategies.probe", "strategies.local_sgd"),
 }
 TALKERS = {"comm/group.py", "shards.py", "tensor2d/mesh.py"}
 

@@ -79,6 +79,18 @@ def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit
     assert alike(select(EuclideanDistances(x), budget=48), yardstick)
 
 
+def test_a_wrong_guess_of_the_first_pick_does_no_harm(way: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    places = torch.repeat_interleave(torch.tensor([0.0, 10.0, 2.86]), torch.tensor([200, 80, 70]))
+    x = 0.1 * torch.randn(350, 3, generator=draw) + places[:, None] * torch.tensor([1.0, 0.0, 0.0])
+    found = select(x, budget=30)
+    assert found.indices[0] < 200
+    for each in (x, points(350)):
+        assert same(
+            select(each, budget=30), dataclasses.replace(select(each, budget=30, method="naive"), method="lazy")
+        )
+
+
 def test_the_compiled_kernel_and_torch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = points(400, d=13), torch.arange(400) % 3
     ours = select(x, budget=60, labels=labels)

@@ -21,6 +21,7 @@ from laconic.flat import Segment, copy_each_, flatten, lay_out, views
 from laconic.handshake import agree, facts_of
 from laconic.moments import Moments
 from laconic.parameters import by_kind, learning_rate, trained
+from laconic.recipe import brief
 from laconic.replica import Replica
 from laconic.scaling import share_skips
 from laconic.shards import Shards, folder_of, is_sharded, local
@@ -300,7 +301,7 @@ def attach(
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
     settings = {
         "the number of workers": comm.size,
-        "the strategy": strategy,
+        "the strategy": brief(strategy),
         "the seed": seed,
         "init": init,
         "bucket_bytes": bucket_bytes,

@@ -125,9 +125,9 @@ class FusedNearest(Nearest):
 
     def _from(self, row: Tensor) -> Tensor:
         """How near the points would be with these coordinates as their first representative."""
-        near = self._near.clone()
+        near, who, row = self._near.clone(), self._who.clone(), row.contiguous()
         self._library.laconic_take(
-            *(self._panels.data_ptr(), near.data_ptr(), torch.empty_like(self._who).data_ptr(), *self._shape),
+            *(self._panels.data_ptr(), near.data_ptr(), who.data_ptr(), *self._shape),
             *(row.data_ptr(), 0, self._threads),
         )
         return near
@@ -146,7 +146,7 @@ def nearest_of(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
     library = kernel() if rows.device.type == "cpu" else None
     if library is None or len(rows) == 0:
         return TorchNearest(rows), 64
-    return FusedNearest(rows, library, threads=threads), 8 * min(threads, 4)
+    return FusedNearest(rows, library, threads=threads), int(library.laconic_together())
 
 
 def fused(facility: Facility) -> FusedNearest | None:

@@ -27,9 +27,13 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-static inline __attribute__((always_inline)) float rounded(float square) {
-    float distance = (sqrtf(square) + 1.0f) - 1.0f;
-    return distance > 1.0f ? 1.0f : distance;
+/* From squared distances to rounded ones, in place. */
+static inline __attribute__((always_inline)) void finish(float *squares, int count) {
+#pragma omp simd
+    for (int i = 0; i < count; i++) {
+        float distance = (sqrtf(squares[i]) + 1.0f) - 1.0f;
+        squares[i] = distance > 1.0f ? 1.0f : distance;
+    }
 }
 
 static inline __attribute__((always_inline)) void measure(
@@ -76,9 +80,8 @@ static void *add_gains(void *given) {
             for (int64_t p = from; p < to; p++) {
                 float apart[TOGETHER][LANES] __attribute__((aligned(4 * LANES)));
                 measure(w->points + p * w->features * LANES, candidates, w->features, TOGETHER, (lanes *)apart);
+                finish(apart[0], TOGETHER * LANES);
                 for (int c = 0; c < TOGETHER; c++) {
-#pragma omp simd
-                    for (int lane = 0; lane < LANES; lane++) apart[c][lane] = rounded(apart[c][lane]);
                     add(w->near + p * LANES, apart[c], total[c]);
                     if (w->later) add(w->later + p * LANES, apart[c], later[c]);
                 }
@@ -98,17 +101,23 @@ static void *take(void *given) {
     const work *w = given;
     for (int64_t first = 0; first < w->panels; first += PANELS) {
         int64_t width = w->features * LANES, most = w->panels - 1;
-        lanes squares[PANELS] = {};
+        float squares[PANELS][LANES] __attribute__((aligned(4 * LANES))) = {};
         for (int64_t k = 0; k < w->features; k++)
             for (int p = 0; p < PANELS; p++) {
                 int64_t panel = first + p < most ? first + p : most;
                 lanes gap = *(const lanes *)(w->points + panel * width + k * LANES) - w->candidates[k];
-                squares[p] += gap * gap;
+                *(lanes *)squares[p] += gap * gap;
             }
-        for (int64_t i = first * LANES; i < (first + PANELS) * LANES && i < w->panels * LANES; i++) {
-            float distance = rounded(squares[i / LANES - first][i % LANES]);
-            w->nearest[i] = distance < w->near[i] ? w->position : w->nearest[i];
-            w->near[i] = distance < w->near[i] ? distance : w->near[i];
+        finish(squares[0], PANELS * LANES);
+        for (int p = 0; p < PANELS && first + p < w->panels; p++) {
+            float *near = w->near + (first + p) * LANES;
+            int32_t *nearest = w->nearest + (first + p) * LANES;
+#pragma omp simd
+            for (int lane = 0; lane < LANES; lane++) {
+                float distance = squares[p][lane];
+                nearest[lane] = distance < near[lane] ? w->position : nearest[lane];
+                near[lane] = distance < near[lane] ? distance : near[lane];
+            }
         }
     }
     return NULL;

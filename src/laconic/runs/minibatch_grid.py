@@ -34,11 +34,11 @@ class Scale:
     periods: tuple[int, ...] = (4, 16, 64, 256)
     rounds: tuple[int, ...] = (4, 8, 16, 32)
     shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25, 0.0)
-    tuning_seeds: int = 3
-    seeds: int = 5
+    tuning_seeds: int = 6
+    seeds: int = 8
 
 
-QUICK = Scale(periods=(16, 256), rounds=(4, 16), tuning_seeds=2, seeds=4)
+QUICK = Scale(periods=(16, 256), rounds=(4, 16), tuning_seeds=3, seeds=6)
 
 
 @dataclass(frozen=True)
