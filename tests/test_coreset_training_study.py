@@ -12,9 +12,9 @@ from laconic.coreset.baselines import Random
 from laconic.coreset.craig import Craig
 from laconic.coreset.subset import Subset
 from laconic.runs.claims.craig import CLAIM, Convex, Outcome, judge
-from laconic.runs.craig_convex import METHODS, Course, Regression, choose, descend
-from laconic.runs.craig_deep import DeepCourse, Recipe, train_network, two_layers
-from laconic.runs.craig_plots import draw_accuracies, draw_floors, draw_residuals
+from laconic.runs.studies.craig_convex import METHODS, Course, Regression, choose, descend
+from laconic.runs.studies.craig_deep import DeepCourse, Recipe, train_network, two_layers
+from laconic.runs.studies.craig_plots import draw_accuracies, draw_floors, draw_residuals
 from laconic.tasks import load
 
 

@@ -11,9 +11,11 @@ from laconic import (
     Comm,
     DecentLaM,
     DoubleAveraging,
+    EagerPushSum,
     ExactDiffusion,
     Gossip,
     Local,
+    PushSum,
     QuasiGlobal,
     Strategy,
     run_threads,
@@ -88,7 +90,10 @@ def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "strategy",
-    [Gossip(), Gossip(order="after"), DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()],
+    [
+        *(Gossip(), Gossip(order="after"), DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()),
+        *(PushSum(), PushSum(staleness=1), EagerPushSum(staleness=0)),
+    ],
     ids=str,
 )
 def test_methods_that_gossip_notice_how_far_workers_are_apart(strategy: Strategy):

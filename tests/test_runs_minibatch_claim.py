@@ -11,10 +11,20 @@ import torch
 from torch import Tensor
 
 from laconic.runs.claims.local_vs_minibatch import CLAIM, judge
-from laconic.runs.even_odd import MACHINES, EvenOdd, even_odd
-from laconic.runs.minibatch_grid import ACCELERATED, INNER_OUTER, LOCAL, METHODS, MINIBATCH, Best, Cell, Scale, measured
-from laconic.runs.minibatch_threads import largest_difference
-from laconic.runs.rounds import accelerated, inner_outer, minibatch, rounds_of
+from laconic.runs.studies.even_odd import MACHINES, EvenOdd, even_odd
+from laconic.runs.studies.minibatch_grid import (
+    ACCELERATED,
+    INNER_OUTER,
+    LOCAL,
+    METHODS,
+    MINIBATCH,
+    Best,
+    Cell,
+    Scale,
+    measured,
+)
+from laconic.runs.studies.minibatch_threads import largest_difference
+from laconic.runs.studies.rounds import accelerated, inner_outer, minibatch, rounds_of
 from tests import oracles_minibatch as oracles
 from tests.problems import distance
 
@@ -168,7 +178,7 @@ def test_strategies_that_differ_from_the_tensors_do_not(problem: EvenOdd) -> Non
 
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
-    pictures = pytest.importorskip("laconic.runs.minibatch_pictures")
+    pictures = pytest.importorskip("laconic.runs.studies.minibatch_pictures")
     for draw in (pictures.rounds_picture, pictures.heterogeneity_picture):
         assert draw(made_up(as_published)).png(tmp_path).stat().st_size > 10_000
 

@@ -9,8 +9,8 @@ import pytest
 
 from laconic.runs.claims.sgp import CONDITIONS, OVERLAP, SGP, YARDSTICK, Curves, judge
 from laconic.runs.comparison import Comparison
-from laconic.runs.curves import Curve, curves_of
-from laconic.runs.push_pictures import loss_picture, pace_picture
+from laconic.runs.studies.curves import Curve, curves_of
+from laconic.runs.studies.push_pictures import loss_picture, pace_picture
 
 
 def curve(last_loss: float, seconds: float) -> Curve:

@@ -14,12 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic
-from laconic import AllReduce, ConfigError, Gossip, LocalSGD, MismatchError, PushSum, SlowMo, Strategy
+from laconic import (
+    AllReduce,
+    ConfigError,
+    Gossip,
+    LocalSGD,
+    MismatchError,
+    OverlapLocalSGD,
+    PushSum,
+    SlowMo,
+    Strategy,
+)
 from tests.engine import attach, batch, drawn, flat, steps
 from tests.pool import run_processes
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-STRATEGIES: list[Strategy] = [LocalSGD(2), SlowMo(period=3), SlowMo(PushSum(), period=2), Gossip(), PushSum()]
+STRATEGIES: list[Strategy] = [
+    *(LocalSGD(2), SlowMo(period=3), SlowMo(PushSum(), period=2), Gossip(), PushSum()),
+    *(PushSum(staleness=1), OverlapLocalSGD(period=2)),
+]
 
 
 def net() -> nn.Sequential:

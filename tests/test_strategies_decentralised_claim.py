@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from laconic import Complete, Gossip, OnePeerExponential, Ring
-from laconic.runs import least_squares
 from laconic.runs.claims import decentlam
 from laconic.runs.claims.decentlam import Accuracies, Biases, Scale, judge
-from laconic.runs.decentralised import METHODS
 from laconic.runs.reproductions import Attempt, claim, write_result
-from laconic.runs.threads import Schedule, train_on_threads
+from laconic.runs.studies import least_squares
+from laconic.runs.studies.decentralised import METHODS
+from laconic.runs.studies.threads import Schedule, train_on_threads
 from laconic.tasks import load
 
 BY_NAME = {method.name: method for method in METHODS}

@@ -9,7 +9,7 @@ import pytest
 from laconic.runs.claims.slowmo import CLAIM, QUICK, Scale, grids, judge
 from laconic.runs.comparison import Comparison
 from laconic.runs.recipes import parse_recipe
-from laconic.runs.slow_steps import Figures, Plan, Trial, best, run, tuned
+from laconic.runs.studies.slow_steps import Figures, Plan, Trial, best, run, tuned
 from laconic.tasks import load
 
 NAMES = ("AllReduce", "Local SGD", "SGP", "SlowMo over Local SGD", "SlowMo over SGP")
@@ -106,7 +106,7 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:
 
 def test_pictures_show_every_method(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from laconic.runs.slow_pictures import loss_picture, tuning_picture
+    from laconic.runs.studies.slow_pictures import loss_picture, tuning_picture
 
     runs = {name: {Trial("Local()", lr): figures for lr in (0.1, 0.2)} for name, figures in ended().items()}
     for picture in (loss_picture(ended()), tuning_picture(runs)):

@@ -113,7 +113,7 @@ class Replica:
         work = self.inflight.pop(name, None)
         return None if work is None else work.wait()
 
-    def notice_distance(self, mine: Tensor, theirs: Sequence[Tensor]) -> None:
+    def notice_distance(self, mine: Tensor, theirs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
         """Note how far workers are apart, from messages that came anyway: nothing is sent for it.
 
         Two workers drawn at random are the square root of two further apart than a worker and the mean, so
@@ -121,12 +121,16 @@ class Replica:
         the mean of all. It looks at 65,536 elements at most, spread evenly over the vector.
 
         Args:
-            mine: this worker's vector, as it was when theirs were sent.
+            mine: this worker's vector, as it was when theirs were sent (where they are late, their delay counts too).
             theirs: other workers' vectors, like it.
+            weights: push-sum's, of this worker and of the others, by which vectors are to be divided first.
         """
         stride = -(-mine.numel() // _LOOKED_AT)
-        sample = mine[::stride]
-        squares = [(y[::stride] - sample).square().sum(dtype=torch.float64) for y in theirs]
+        samples = [y[::stride] for y in (mine, *theirs)]
+        if weights:
+            samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
+        sample = samples[0]
+        squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
             share = mine.numel() / sample.numel()
             self.observed["consensus_distance"] = (torch.stack(squares).mean() * share / 2).sqrt()

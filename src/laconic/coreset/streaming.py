@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.coreset.facility import Facility, Gains, Nearest, Numbers, rounded, savings
+from laconic.coreset.facility import Facility, Gains, Nearest, Numbers, rounded
 from laconic.coreset.fused import nearest_of
 from laconic.coreset.goals import Goal, Picks
 from laconic.coreset.greedy import lazy, replayed
@@ -42,9 +42,11 @@ class Sieve:
 
     def sift(self, apart: Tensor, start: int, budget: int) -> None:
         """Look at a block of points, in their order, at distances [sample, block] from the sample."""
+        if len(self.kept) >= budget:
+            return
         # A gain only shrinks and so does the bar: whoever is below it now, with the gain of the block's beginning,
         # need not be looked at until a pick has lowered the bar.
-        bounds = savings(self.near, apart.clone())
+        bounds = _gains(self.near, apart)
         place = 0
         while len(self.kept) < budget:
             bar = (self.guess / 2 - self.value) / (budget - len(self.kept))
@@ -125,6 +127,11 @@ def _best(rows: Tensor, sample: Tensor, medoid: int, sieves: list[Sieve], budget
     return useful
 
 
+def _gains(near: Tensor, apart: Tensor) -> Gains:
+    """What points at rounded distances [sample, m] from the sample would save it, float64 [m]."""
+    return (near[:, None] - apart).clamp_min_(0).sum(0, dtype=torch.float64).numpy()
+
+
 def _sample_size(n: int, budget: int) -> int:
     """A few for each pick, as far as the time allows."""
     return min(n, max(_SAMPLE, min(4 * budget, _COMPARISONS // n)))
@@ -137,7 +144,7 @@ def _sifted(rows: Tensor, sample: Tensor, medoid: int, goal: Goal, eps: float) -
     greatest, most = 0.0, float(near.sum(dtype=torch.float64))
     for start in range(0, len(rows), _BLOCK):
         apart = rounded(to_rows(sample, rows[start : start + _BLOCK]))
-        greatest = max(greatest, float(savings(near, apart.clone()).max()))
+        greatest = max(greatest, float(_gains(near, apart).max()))
         _guess(sieves, greatest, min(2 * goal.budget * greatest, 2 * most), eps, near)
         for sieve in sieves.values():
             sieve.sift(apart, start, goal.budget - 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.letters import open_letters
-from laconic.mass import mass_of, mix_mass_, numerator, quotient
+from laconic.mass import mass_of, mix_mass_, numerator, quotient, weight
 from laconic.reduce import mean_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -116,6 +116,8 @@ class EagerPushSum(Strategy):
                 shares.append(share)
                 ages.append(age)
                 waits += not here
+        weights = [weight(each) for each in (mass, *letters)]
+        r.notice_distance(numerator(mass), [numerator(letter) for letter in letters], weights)
         mix_mass_(mass, letters, Peers((), (), own, tuple(shares)))
         r.observed["letters_waited_for"] = float(waits)
         r.observed["letter_age_steps"] = float(max(ages))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
-from laconic.mass import mass_of, mix_mass_, numerator, quotient
+from laconic.mass import mass_of, mix_mass_, numerator, quotient, weight
 from laconic.reduce import mean_, mix_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -114,6 +114,11 @@ class PushSum(Strategy):
         else:
             received = r.comm.exchange(mass, now.to, now.frm).wait()
         shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
+        if mass is r.x:
+            r.notice_distance(mass, received or [])
+        else:
+            letters = [mass, *(received or [])]
+            r.notice_distance(numerator(mass), [numerator(y) for y in letters[1:]], [weight(y) for y in letters])
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:

@@ -16,10 +16,10 @@ from laconic.coreset.baselines import Random
 from laconic.coreset.craig import Craig
 from laconic.coreset.policy import Policy
 from laconic.coreset.subset import Subset
-from laconic.runs import craig_plots as plots
-from laconic.runs.craig_convex import METHODS, Course, Method, Regression, choose, descend
-from laconic.runs.craig_deep import DeepCourse, Recipe, train_network, two_layers
 from laconic.runs.reproductions import Attempt, Claim, Result
+from laconic.runs.studies import craig_plots as plots
+from laconic.runs.studies.craig_convex import METHODS, Course, Method, Regression, choose, descend
+from laconic.runs.studies.craig_deep import DeepCourse, Recipe, train_network, two_layers
 from laconic.tasks import Task, load
 from laconic.tasks.data.examples import ExampleSet
 

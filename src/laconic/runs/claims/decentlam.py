@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from laconic.runs.decentralised import METHODS, Method
-from laconic.runs.least_squares import drawn, trained
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.threads import Schedule, train_on_threads
+from laconic.runs.studies.decentralised import METHODS, Method
+from laconic.runs.studies.least_squares import drawn, trained
+from laconic.runs.studies.threads import Schedule, train_on_threads
 from laconic.tasks import load
 from laconic.topology.graphs import Ring
 
@@ -168,7 +168,7 @@ def _bias_rows(biases: Biases) -> dict[str, Any]:
 def _drawn(attempt: Attempt, biases: Biases, accuracies: Accuracies) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
-        from laconic.runs.decentralised_pictures import accuracy_picture, bias_picture
+        from laconic.runs.studies.decentralised_pictures import accuracy_picture, bias_picture
     except ModuleNotFoundError:
         return []
     plain = {key: bias for key, (bias, _) in biases.items()}

@@ -10,8 +10,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from laconic.heterogeneity import recommend
-from laconic.runs.even_odd import MACHINES, EvenOdd, even_odd
-from laconic.runs.minibatch_grid import (
+from laconic.runs.reproductions import Attempt, Claim, Result
+from laconic.runs.studies.even_odd import MACHINES, EvenOdd, even_odd
+from laconic.runs.studies.minibatch_grid import (
     ACCELERATED,
     INNER_OUTER,
     LOCAL,
@@ -23,8 +24,7 @@ from laconic.runs.minibatch_grid import (
     Scale,
     measured,
 )
-from laconic.runs.minibatch_threads import largest_difference
-from laconic.runs.reproductions import Attempt, Claim, Result
+from laconic.runs.studies.minibatch_threads import largest_difference
 
 _TOLERANCE = 1e-9
 _SLACK = 1.05
@@ -153,7 +153,7 @@ def _shown(pictures: list[str]) -> str:
 def _drawn(attempt: Attempt, grid: Grid) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
-        from laconic.runs.minibatch_pictures import heterogeneity_picture, rounds_picture
+        from laconic.runs.studies.minibatch_pictures import heterogeneity_picture, rounds_picture
     except ModuleNotFoundError:
         return []
     return [picture.png(attempt.folder).name for picture in (rounds_picture(grid), heterogeneity_picture(grid))]

@@ -13,7 +13,7 @@ from laconic.runs.comparison import Comparison, compare
 from laconic.runs.folder import Fields
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.resolve import resolve
-from laconic.runs.threads import Schedule, train_on_threads
+from laconic.runs.studies.threads import Schedule, train_on_threads
 from laconic.tasks import Task, load
 
 PERIOD = 8
@@ -178,7 +178,7 @@ def _spread(trials: Mapping[float, Sequence[tuple[float, float]]]) -> str:
 def _drawn(attempt: Attempt, timed: Mapping[str, Comparison], ends: Ends) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
-        from laconic.runs.overlap_pictures import loss_picture, waiting_picture
+        from laconic.runs.studies.overlap_pictures import loss_picture, waiting_picture
     except ModuleNotFoundError:
         return []
     shares = {

@@ -11,9 +11,9 @@ from typing import Any
 from laconic.emulate import available
 from laconic.recipe import WORDS
 from laconic.runs.comparison import compare
-from laconic.runs.curves import Curve, curves_of
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.resolve import resolve
+from laconic.runs.studies.curves import Curve, curves_of
 
 LINK = "100mbit"
 SLOWED = "1:3x"
@@ -154,7 +154,7 @@ def _better(curves: Curves) -> str:
 def _drawn(attempt: Attempt, curves: Curves) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
-        from laconic.runs.push_pictures import loss_picture, pace_picture
+        from laconic.runs.studies.push_pictures import loss_picture, pace_picture
     except ModuleNotFoundError:
         return []
     return [picture.png(attempt.folder).name for picture in (loss_picture(curves), pace_picture(curves))]

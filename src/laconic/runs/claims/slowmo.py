@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from laconic.runs.comparison import Comparison, compare
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.resolve import resolve
-from laconic.runs.slow_steps import Figures, Plan, Runs, Trial, best, run, tuned
+from laconic.runs.studies.slow_steps import Figures, Plan, Runs, Trial, best, run, tuned
 from laconic.tasks import load
 
 PERIOD = 12
@@ -195,7 +195,7 @@ def _spread(values: Sequence[float]) -> str:
 def _drawn(attempt: Attempt, runs: Runs, ended: Mapping[str, Sequence[Figures]]) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
-        from laconic.runs.slow_pictures import loss_picture, tuning_picture
+        from laconic.runs.studies.slow_pictures import loss_picture, tuning_picture
     except ModuleNotFoundError:
         return []
     return [picture.png(attempt.folder).name for picture in (loss_picture(ended), tuning_picture(runs))]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from laconic.runs.even_odd import EvenOdd
+from laconic.runs.studies.even_odd import EvenOdd
 
 
 def rounds_of(problem: EvenOdd, draws: Tensor, period: int) -> Iterator[tuple[Tensor, Tensor]]:

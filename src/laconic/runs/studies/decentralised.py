@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laconic.runs.least_squares import LeastSquares, Matrix
+from laconic.runs.studies.least_squares import LeastSquares, Matrix
 from laconic.strategies.all_reduce import AllReduce
 from laconic.strategies.base import Strategy
 from laconic.strategies.decentlam import DecentLaM

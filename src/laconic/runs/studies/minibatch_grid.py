@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.runs.even_odd import EvenOdd
-from laconic.runs.rounds import accelerated, inner_outer, minibatch, rounds_of
+from laconic.runs.studies.even_odd import EvenOdd
+from laconic.runs.studies.rounds import accelerated, inner_outer, minibatch, rounds_of
 
 MINIBATCH, ACCELERATED, LOCAL, INNER_OUTER = "minibatch", "accelerated minibatch", "local", "inner/outer"
 METHODS = (MINIBATCH, ACCELERATED, LOCAL, INNER_OUTER)

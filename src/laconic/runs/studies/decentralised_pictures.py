@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from laconic.report.palette import Look, looks
 from laconic.report.picture import Picture, canvas, key, legend, plain
-from laconic.runs.decentralised import METHODS
+from laconic.runs.studies.decentralised import METHODS
 
 _NAMES = [method.name for method in METHODS]
 _YARDSTICK = "PmSGD"

@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from laconic.report.palette import Look, looks
 from laconic.report.picture import Picture, canvas, key, legend, plain
-from laconic.runs.minibatch_grid import METHODS, Cell, Grid
+from laconic.runs.studies.minibatch_grid import METHODS, Cell, Grid
 
 _LOOKS = dict(zip(METHODS, looks(list(METHODS)), strict=True))
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from laconic.report.palette import looks
 from laconic.report.picture import Picture, canvas, key, legend, plain
-from laconic.runs.slow_steps import Figures, Runs
+from laconic.runs.studies.slow_steps import Figures, Runs
 
 
 def tuning_picture(runs: Runs) -> Picture:

@@ -13,8 +13,8 @@ from laconic.attached import Attached, attach
 from laconic.comm.base import Comm
 from laconic.comm.threads import run_threads
 from laconic.optimizers.acsa import AcSA
-from laconic.runs.even_odd import MACHINES, EvenOdd
-from laconic.runs.rounds import accelerated, inner_outer, minibatch, rounds_of
+from laconic.runs.studies.even_odd import MACHINES, EvenOdd
+from laconic.runs.studies.rounds import accelerated, inner_outer, minibatch, rounds_of
 from laconic.strategies.all_reduce import AllReduce
 from laconic.strategies.base import Strategy
 from laconic.strategies.inner_outer import InnerOuter

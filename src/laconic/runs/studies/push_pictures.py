@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from laconic.report.palette import INK, MUTED, Look, looks
 from laconic.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
-from laconic.runs.curves import Curve
+from laconic.runs.studies.curves import Curve
 
 # By condition and method: one curve for each round.
 Curves = Mapping[tuple[str, str], Sequence[Curve]]

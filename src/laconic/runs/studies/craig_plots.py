@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.files import write_atomically
-from laconic.runs.craig_convex import METHODS, Course
-from laconic.runs.craig_deep import DeepCourse
+from laconic.runs.studies.craig_convex import METHODS, Course
+from laconic.runs.studies.craig_deep import DeepCourse
 
 _COLOURS = {"full": "#4e4a54", "craig": "#bf3600", "random": "#0068b5", "strata": "#12965a"}
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))

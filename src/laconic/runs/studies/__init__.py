@@ -1,0 +1,1 @@
+"""What several claims are measured with: training on threads, grids of trials, problems solved exactly, pictures."""
