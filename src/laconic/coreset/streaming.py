@@ -41,7 +41,7 @@ class Sieve:
     kept: list[int] = field(default_factory=list[int])
 
     def sift(self, apart: Tensor, start: int, budget: int) -> None:
-        """Look at a block of points, in their order, at distances [sample, block] from the sample."""
+        """Look at a block of points, in their order, at distances [block, sample] from the sample."""
         if len(self.kept) >= budget:
             return
         # A gain only shrinks and so does the bar: whoever is below it now, with the gain of the block's beginning,
@@ -54,11 +54,11 @@ class Sieve:
             if not len(above):
                 return
             place += int(above[0])
-            gain = float((self.near - apart[:, place]).clamp_min(0).sum(dtype=torch.float64))
+            gain = float((self.near - apart[place]).clamp_min(0).sum(dtype=torch.float64))
             if gain >= bar:
                 self.kept.append(start + place)
                 self.value += gain
-                self.near = torch.minimum(self.near, apart[:, place])
+                self.near = torch.minimum(self.near, apart[place])
             place += 1
 
 
@@ -128,8 +128,8 @@ def _best(rows: Tensor, sample: Tensor, medoid: int, sieves: list[Sieve], budget
 
 
 def _gains(near: Tensor, apart: Tensor) -> Gains:
-    """What points at rounded distances [sample, m] from the sample would save it, float64 [m]."""
-    return (near[:, None] - apart).clamp_min_(0).sum(0, dtype=torch.float64).numpy()
+    """What points at rounded distances [m, sample] from the sample would save it, float64 [m]."""
+    return (near - apart).clamp_min_(0).sum(1, dtype=torch.float64).numpy()
 
 
 def _sample_size(n: int, budget: int) -> int:
@@ -143,7 +143,7 @@ def _sifted(rows: Tensor, sample: Tensor, medoid: int, goal: Goal, eps: float) -
     sieves: dict[int, Sieve] = {}
     greatest, most = 0.0, float(near.sum(dtype=torch.float64))
     for start in range(0, len(rows), _BLOCK):
-        apart = rounded(to_rows(sample, rows[start : start + _BLOCK]))
+        apart = rounded(to_rows(rows[start : start + _BLOCK], sample))
         greatest = max(greatest, float(_gains(near, apart).max()))
         _guess(sieves, greatest, min(2 * goal.budget * greatest, 2 * most), eps, near)
         for sieve in sieves.values():
