@@ -196,7 +196,7 @@ CLAIM = Claim(
     paper="Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539",
     published="quoted at second hand: CIFAR-10, ResNet-18, 16 workers: time spent on communication from 34.6 % of that "
     "on computation to 1.5 %; on unlike data it converges where CoCoD-SGD does not",
-    rule=f"over the link, where a transfer fits into a round, workers wait at most {_WAITING:.0%} of the time, and more "
+    rule=f"over the link, where a transfer fits into a round, workers wait at most {_WAITING:.0%} of the time, more "
     f"with Local SGD; accuracy on like data at most {100 * _POINTS:g} point below synchronous SGD's; lower loss than "
     "CoCoD-SGD's on unlike data; each method at the best of the same learning rates",
     run=measure,
