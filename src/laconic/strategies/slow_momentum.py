@@ -19,7 +19,7 @@ from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 from laconic.strategies.local_sgd import Local, check_period
 
-_MOMENTUM, _LR = 0.7, 1.0
+_MOMENTUM, _LR = 0.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SlowMo(Strategy):
     Args:
         base: what happens between averages; `Local()` is silence.
         period: $\tau$, optimizer steps between slow steps; more says less.
-        momentum: $\beta$, in [0, 1); 0.4 to 0.8 is usual, more workers bear more.
+        momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual, more workers bear more.
         lr: $\alpha$, the slow learning rate; 1 is usual.
         buffers: what becomes of the optimizer's own state at a slow step: "maintain" keeps it, "reset" forgets it,
             step counters too, "average" averages its moments over workers.
@@ -81,7 +81,7 @@ class SlowMo(Strategy):
         if isinstance(self.base, SlowMo):
             raise ConfigError(f"base={self.base}: one slow momentum at a time; use its base, {self.base.base}")
         if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.4 to 0.8 is usual")
+            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.2 to 0.8 is usual")
         if not 0 < self.lr < inf:
             raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
         if self.outer is not None and (self.momentum, self.lr) != (_MOMENTUM, _LR):
