@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from laconic.runs.claims.slowmo import CLAIM, QUICK, Scale, grids, judge
+from laconic import PushSum, Strategy, attach
+from laconic.comm.base import Comm
+from laconic.comm.threads import run_threads
+from laconic.runs.claims.slowmo import CLAIM, PERIOD, QUICK, Scale, bytes_over_gossip, grids, judge
 from laconic.runs.comparison import Comparison
 from laconic.runs.recipes import parse_recipe
 from laconic.runs.studies.slow_steps import Figures, Plan, Trial, best, run, tuned
 from laconic.tasks import load
 
-NAMES = ("AllReduce", "Local SGD", "SGP", "SlowMo over Local SGD", "SlowMo over SGP")
+TUNED = ("AllReduce", "Local SGD", "SGP", "SlowMo over Local SGD", "SlowMo over SGP")
+NAMES = (*TUNED, "SGP, for as many bytes")
 
 
 def paced(local: float, gossip: float) -> Comparison:
@@ -36,6 +41,13 @@ def ended(local: float = 0.02, gossip: float = 0.02, train: float = 0.02) -> dic
     }
 
 
+def with_more_steps(gain: float) -> dict[str, list[Figures]]:
+    """The same, but SGP gains so much by the steps that slow momentum's bytes would pay for."""
+    figures = ended()
+    longer = [Figures(each.train_loss, each.held_out_loss - gain, each.accuracy) for each in figures["SGP"]]
+    return figures | {"SGP, for as many bytes": longer}
+
+
 CHOSEN = {name: Trial("LocalSGD(period=12)", 0.1) for name in NAMES}
 
 
@@ -54,6 +66,7 @@ def test_gains_on_both_bases_at_the_same_pace_hold() -> None:
         (ended(local=-0.01), (1.0, 1.0)),
         (ended(gossip=0.0), (1.0, 1.0)),
         (ended(train=-0.01), (1.0, 1.0)),
+        (with_more_steps(0.03), (1.0, 1.0)),
         (ended(), (1.1, 1.0)),
         (ended(), (1.0, 1.1)),
     ],
@@ -67,12 +80,33 @@ def test_a_loss_on_either_base_or_a_slower_step_does_not_hold(
 @pytest.mark.parametrize("scale", [Scale(), QUICK], ids=["full", "quick"])
 def test_every_method_is_given_as_many_trials_and_seeds_of_its_own(scale: Scale) -> None:
     found = grids(scale)
-    assert set(found) == set(NAMES)
+    assert set(found) == set(TUNED)
     assert len({len(trials) for trials in found.values()}) == 1
     assert not set(scale.seeds) & set(scale.tuning_seeds)
     for trials in found.values():
         assert len(set(trials)) == len(trials)
         assert all(parse_recipe(trial.recipe) for trial in trials)
+
+
+def test_the_bytes_over_gossip_are_an_all_reduce_a_period() -> None:
+    strategy = parse_recipe(f"SlowMo(base=PushSum(), period={PERIOD})")
+    assert isinstance(strategy, Strategy)
+
+    def sent(strategy: Strategy) -> float:
+        def body(comm: Comm) -> float:
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            attached = attach(model, optimizer, strategy, comm=comm)
+            before = comm.meter.payload_bytes
+            for _ in range(PERIOD):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            attached.detach()
+            return comm.meter.payload_bytes - before
+
+        return sum(run_threads(4, body))
+
+    assert sent(strategy) / sent(PushSum()) == pytest.approx(bytes_over_gossip(4))
 
 
 def test_the_trial_with_the_lowest_held_out_loss_is_chosen() -> None:

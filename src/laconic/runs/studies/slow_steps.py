@@ -27,6 +27,7 @@ class Plan:
         steps: optimizer steps; the learning rate rises over the first tenth and falls in a cosine to a tenth.
         batch_size: examples a step and worker.
         momentum: of the workers' own SGD.
+        split: how the examples are dealt out, as tasks say it.
     """
 
     task: Task
@@ -34,6 +35,7 @@ class Plan:
     steps: int
     batch_size: int
     momentum: float = 0.9
+    split: str = "iid"
 
     def rate(self, lr: float, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -68,7 +70,7 @@ Runs = Mapping[str, Mapping[Trial, Sequence[Figures]]]
 def run(plan: Plan, trial: Trial, seed: int) -> Figures:
     """Train and measure; the seed decides first parameters, the deal and the order of data."""
     task = plan.task
-    shards = task.shards(plan.workers, seed=seed)
+    shards = task.shards(plan.workers, split=plan.split, seed=seed)
 
     def body(comm: Comm) -> tuple[float, Figures]:
         model = task.model(seed=seed)
