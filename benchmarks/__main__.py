@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import coreset
 from laconic.emulate import Network, available, parse_links, run_workers
 from laconic.runs.comparison import Comparison, compare
 from laconic.runs.resolve import resolve
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str]) -> None:
     show(("---",) * 4)
     show(paired_row("attach on one worker, speed vs the bare loop", "bare", against_ddp(None, 1, rounds), "0.98"))
     show(paired_row("AllReduce vs DDP, 4 workers, unshaped", "ddp", against_ddp(None, WORKERS, rounds), "0.98"))
+    for row in coreset.rows(quick=quick):
+        show(row)
     reason = available()
     if reason is not None:
         print(f"\nlinks are not emulated: {reason}")

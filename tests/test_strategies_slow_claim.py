@@ -10,7 +10,7 @@ import torch
 from laconic import PushSum, Strategy, attach
 from laconic.comm.base import Comm
 from laconic.comm.threads import run_threads
-from laconic.runs.claims.slowmo import CLAIM, PERIOD, QUICK, Scale, bytes_over_gossip, grids, judge
+from laconic.runs.claims.slowmo import CLAIM, GOSSIP_PERIOD, QUICK, Scale, bytes_over_gossip, grids, judge
 from laconic.runs.comparison import Comparison
 from laconic.runs.recipes import parse_recipe
 from laconic.runs.studies.slow_steps import Figures, Plan, Trial, best, run, tuned
@@ -89,7 +89,7 @@ def test_every_method_is_given_as_many_trials_and_seeds_of_its_own(scale: Scale)
 
 
 def test_the_bytes_over_gossip_are_an_all_reduce_a_period() -> None:
-    strategy = parse_recipe(f"SlowMo(base=PushSum(), period={PERIOD})")
+    strategy = parse_recipe(f"SlowMo(base=PushSum(), period={GOSSIP_PERIOD})")
     assert isinstance(strategy, Strategy)
 
     def sent(strategy: Strategy) -> float:
@@ -98,7 +98,7 @@ def test_the_bytes_over_gossip_are_an_all_reduce_a_period() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             attached = attach(model, optimizer, strategy, comm=comm)
             before = comm.meter.payload_bytes
-            for _ in range(PERIOD):
+            for _ in range(GOSSIP_PERIOD):
                 model(torch.ones(1, 3)).sum().backward()
                 optimizer.step()
             attached.detach()

@@ -14,9 +14,9 @@ from laconic.runs.resolve import resolve
 from laconic.runs.studies.slow_steps import Figures, Plan, Runs, Told, Trial, best, run, tuned
 from laconic.tasks import load
 
-PERIOD = 12
+PERIOD, GOSSIP_PERIOD = 12, 24
 SLOWER = 1.05
-_WORKERS, _BATCH_SIZE = 16, 8
+_BATCH_SIZE = 8
 _UNLIKE, _LIKE = "label", "iid"
 _PAIRS = {"SlowMo over Local SGD": "Local SGD", "SlowMo over SGP": "SGP"}
 _MORE_STEPS = "SGP, for as many bytes"
@@ -25,7 +25,7 @@ _PACED = (
     f"LocalSGD(period={PERIOD})",
     f"SlowMo(period={PERIOD})",
     "PushSum()",
-    f"SlowMo(base=PushSum(), period={PERIOD})",
+    f"SlowMo(base=PushSum(), period={GOSSIP_PERIOD})",
 )
 
 
@@ -35,6 +35,7 @@ class Scale:
 
     Args:
         task: what is learned.
+        workers: how many threads.
         steps: optimizer steps.
         splits: how the examples are dealt out; the first decides.
         rates: learning rates tried for a method without choices besides.
@@ -46,18 +47,20 @@ class Scale:
     """
 
     task: str = "mnist"
-    steps: int = 240
+    workers: int = 32
+    steps: int = 300
     splits: tuple[str, ...] = (_UNLIKE, _LIKE)
-    rates: tuple[float, ...] = (0.014, 0.02, 0.028, 0.04, 0.056, 0.08, 0.11, 0.16)
-    fewer_rates: tuple[float, ...] = (0.028, 0.04, 0.056, 0.08)
+    rates: tuple[float, ...] = (0.02, 0.03, 0.045, 0.065, 0.095, 0.14)
+    fewer_rates: tuple[float, ...] = (0.03, 0.05, 0.08)
     tuning_seeds: tuple[int, ...] = (0,)
-    seeds: tuple[int, ...] = tuple(range(10, 18))
+    seeds: tuple[int, ...] = tuple(range(10, 16))
     paced_steps: int = 48
     paced_rounds: int = 3
 
 
 QUICK = Scale(
     task="digits",
+    workers=16,
     steps=144,
     splits=(_UNLIKE,),
     rates=(0.07, 0.1, 0.14, 0.2),
@@ -78,7 +81,7 @@ def measure(attempt: Attempt) -> Result:
 
     task = load(scale.task)
     studies = [
-        study(Plan(task, _WORKERS, scale.steps, _BATCH_SIZE, split=split), scale, told) for split in scale.splits
+        study(Plan(task, scale.workers, scale.steps, _BATCH_SIZE, split=split), scale, told) for split in scale.splits
     ]
     decisive, *controls = studies
     paced = _paced(attempt, scale)
@@ -112,7 +115,7 @@ def study(plan: Plan, scale: Scale, told: Told) -> Study:
 
 def bytes_over_gossip(workers: int) -> float:
     """What slow momentum over SGP sends, over what SGP alone does: an all-reduce a period more."""
-    return 1 + 2 * (workers - 1) / workers / PERIOD
+    return 1 + 2 * (workers - 1) / workers / GOSSIP_PERIOD
 
 
 def grids(scale: Scale) -> dict[str, list[Trial]]:
@@ -125,9 +128,10 @@ def grids(scale: Scale) -> dict[str, list[Trial]]:
             ("SGP", "PushSum()"),
         )
     }
-    for name, base in (("SlowMo over Local SGD", "Local()"), ("SlowMo over SGP", "PushSum()")):
+    bases = (("SlowMo over Local SGD", "Local()", PERIOD), ("SlowMo over SGP", "PushSum()", GOSSIP_PERIOD))
+    for name, base, period in bases:
         found[name] = [
-            Trial(f"SlowMo(base={base}, period={PERIOD}, momentum={momentum}, buffers='{buffers}')", lr)
+            Trial(f"SlowMo(base={base}, period={period}, momentum={momentum}, buffers='{buffers}')", lr)
             for buffers, momentum in _TREATMENTS
             for lr in scale.fewer_rates
         ]
