@@ -1,0 +1,1 @@
+"""Sweeps: many trials of a task, trained as arrays."""
