@@ -8,7 +8,7 @@ from collections.abc import Callable
 def largest(fits: Callable[[int], bool], most: int) -> int:
     r"""The largest number up to `most` that fits, 0 where not even one does.
 
-    Asks by doubling from 1, then by bisection: at most $2\\log_2$ of the answer questions.
+    Asks by doubling from 1, then by bisection: at most $2\log_2$ of the answer questions.
 
     Args:
         fits: whether so many do; where some number does, all smaller ones do.
