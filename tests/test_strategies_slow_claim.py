@@ -13,7 +13,7 @@ from laconic.comm.threads import run_threads
 from laconic.runs.claims.slowmo import CLAIM, GOSSIP_PERIOD, QUICK, Scale, bytes_over_gossip, grids, judge
 from laconic.runs.comparison import Comparison
 from laconic.runs.recipes import parse_recipe
-from laconic.runs.studies.slow_steps import Figures, Plan, Trial, best, run, tuned
+from laconic.runs.studies.slow_steps import Figures, Kept, Plan, Trial, best, run, tuned
 from laconic.tasks import load
 
 TUNED = ("AllReduce", "Local SGD", "SGP", "SlowMo over Local SGD", "SlowMo over SGP")
@@ -126,6 +126,19 @@ def test_a_run_on_threads_learns_and_repeats_itself() -> None:
     assert figures == run(plan, trial, 3)
     assert figures.train_loss < 2.0
     assert figures.accuracy > 0.3
+
+
+def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    plan, trial = Plan(load("digits"), workers=2, steps=4, batch_size=8), Trial("SlowMo(period=2)", 0.05)
+    first = Kept(tmp_path / "new" / "trials.jsonl")(plan, trial, 3)
+    assert first == run(plan, trial, 3)
+    kept = (tmp_path / "new" / "trials.jsonl").read_text()
+    assert kept.count("\n") == 1
+    (tmp_path / "new" / "trials.jsonl").write_text(kept.replace(f"{first.accuracy}", "0.125"))
+    again = Kept(tmp_path / "new" / "trials.jsonl")
+    assert again(plan, trial, 3).accuracy == 0.125
+    assert again(plan, trial, 4) == run(plan, trial, 4)
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:

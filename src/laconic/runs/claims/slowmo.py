@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from laconic.runs.comparison import Comparison, compare
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.resolve import resolve
-from laconic.runs.studies.slow_steps import Figures, Plan, Runs, Told, Trial, best, run, tuned
+from laconic.runs.studies.slow_steps import Figures, Kept, Plan, Run, Runs, Told, Trial, best, tuned
 from laconic.tasks import load
 
 PERIOD, GOSSIP_PERIOD = 12, 24
@@ -80,10 +80,9 @@ def measure(attempt: Attempt) -> Result:
         attempt.begin(f"{trial.recipe}, learning rate {trial.lr:g}, seed {seed}", next(places))
 
     task = load(scale.task)
-    studies = [
-        study(Plan(task, scale.workers, scale.steps, _BATCH_SIZE, split=split), scale, told) for split in scale.splits
-    ]
-    decisive, *controls = studies
+    kept = Kept(attempt.folder / "runs" / "trials.jsonl")
+    plans = [Plan(task, scale.workers, scale.steps, _BATCH_SIZE, split=split) for split in scale.splits]
+    decisive, *controls = [study(plan, scale, told, kept) for plan in plans]
     paced = _paced(attempt, scale)
     result = judge(decisive.chosen, decisive.ended, paced, _drawn(attempt, decisive.runs, decisive.ended))
     like = {f"on like data, {name}": words for each in controls for name, words in _gains_in_words(each.ended).items()}
@@ -99,9 +98,9 @@ class Study:
     ended: Mapping[str, Sequence[Figures]]
 
 
-def study(plan: Plan, scale: Scale, told: Told) -> Study:
+def study(plan: Plan, scale: Scale, told: Told, run: Run) -> Study:
     """Tune every method alike, and train each at its best; SGP for as many bytes as slow momentum sends, too."""
-    runs = tuned(plan, grids(scale), scale.tuning_seeds, told)
+    runs = tuned(plan, grids(scale), scale.tuning_seeds, told, run)
     chosen = {name: best(trials) for name, trials in runs.items()}
     chosen[_MORE_STEPS] = chosen["SGP"]
     longer = replace(plan, steps=round(plan.steps * bytes_over_gossip(plan.workers)))
@@ -153,7 +152,7 @@ def _paced(attempt: Attempt, scale: Scale) -> Comparison:
     return compare(
         settings,
         _PACED,
-        attempt.folder / "runs",
+        attempt.folder / "runs" / "pace",
         rounds=scale.paced_rounds,
         title="The pace of slow momentum and of its bases",
         listener=attempt.listener,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from laconic.attached import Attached, attach
 from laconic.comm.base import Comm
 from laconic.comm.threads import run_threads
+from laconic.files import write_atomically
 from laconic.recipe import parse
 from laconic.tasks import Batch, Task
 from laconic.tasks.base import evaluating
@@ -64,6 +67,7 @@ class Figures:
 
 
 Told = Callable[[Trial, int], None]
+Run = Callable[["Plan", Trial, int], Figures]
 Runs = Mapping[str, Mapping[Trial, Sequence[Figures]]]
 
 
@@ -92,6 +96,29 @@ def run(plan: Plan, trial: Trial, seed: int) -> Figures:
     return Figures(fmean(loss for loss, _ in results), found.held_out_loss, found.accuracy)
 
 
+class Kept:
+    """Runs whose figures are kept in a file, so that a study which was broken off goes on where it was.
+
+    Args:
+        path: a line of JSON for each run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known = {each["run"]: Figures(**each["figures"]) for each in map(json.loads, lines)}
+
+    def __call__(self, plan: Plan, trial: Trial, seed: int) -> Figures:
+        """The figures of a run: those that are kept, or new ones."""
+        name = repr((plan.task.name, replace(plan, task=None), trial, seed))  # pyright: ignore[reportArgumentType]
+        if name not in self._known:
+            self._known[name] = run(plan, trial, seed)
+            lines = [json.dumps({"run": key, "figures": asdict(each)}) for key, each in self._known.items()]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, ("\n".join(lines) + "\n").encode())
+        return self._known[name]
+
+
 def _measured(attached: Attached, task: Task, seen: Batch) -> tuple[float, Figures]:
     """The consensus model's loss on this worker's own data, and its figures on what is held out."""
     with attached.consensus() as model:
@@ -106,7 +133,7 @@ def _loss(task: Task, model: nn.Module, batch: Batch) -> float:
         return float(task.loss(model, batch))
 
 
-def tuned(plan: Plan, grids: Mapping[str, Sequence[Trial]], seeds: Sequence[int], told: Told) -> Runs:
+def tuned(plan: Plan, grids: Mapping[str, Sequence[Trial]], seeds: Sequence[int], told: Told, run: Run = run) -> Runs:
     """Every trial of every method, with every seed."""
     found: dict[str, dict[Trial, list[Figures]]] = {name: {} for name in grids}
     for name, trials in grids.items():
