@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from torch import Tensor
 
-from laconic import AllReduce, Bf16, Codec, ConfigError, Fp16
+from laconic import AllReduce, Bf16, Codec, Fp16
 from laconic.codecs.base import State
 from tests.problems import Regression, distance, together
 
@@ -73,19 +70,3 @@ def test_gradients_that_travel_as_casts_train_nearly_the_same(codec: Codec, n: i
     assert distance(cast, plain) < 10 * UNIT[codec]
     assert torch.equal(cast, cast[:1].expand_as(cast))
     assert n == 1 or not torch.equal(cast, plain)
-
-
-def test_all_reduce_refuses_a_codec_that_the_wire_cannot_add_up() -> None:
-    @dataclass(frozen=True)
-    class Signs(Codec):
-        def encode(self, x: Tensor, state: State) -> Tensor:
-            return (x > 0).to(torch.uint8)
-
-        def decode(self, payload: Tensor, like: Tensor) -> Tensor:
-            return payload.to(like.dtype)
-
-        def nbytes(self, n: int) -> int:
-            return n
-
-    with pytest.raises(ConfigError, match=r"an all-reduce needs a linear codec; use Bf16\(\) or Fp16\(\)"):
-        AllReduce(Signs())

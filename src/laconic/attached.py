@@ -15,6 +15,7 @@ from laconic import checkpoint, joining
 from laconic.buckets import Backward, Bucket, cut
 from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
+from laconic.election import as_number
 from laconic.errors import ConfigError
 from laconic.evaluation import as_evaluated, refuse_movers
 from laconic.flat import Segment, copy_each_, flatten, lay_out, views
@@ -97,23 +98,25 @@ class Attached:
             for replica in self.replicas:
                 replica.step += 1
                 self.strategy.after_step(replica)
-                replica.samples = 1.0
+                replica.samples, replica.loss = 1.0, None
         self.shards.write()
         self.comm.step = self.step
 
-    def saw(self, samples: float) -> None:
-        """Say how many samples are behind the next step's gradient, for averages that are weighted by them.
+    def saw(self, samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
+        """Say what is behind the next step's gradient, for strategies that weigh or compare workers by it.
 
         Args:
             samples: of all batches of the step together. A step of which nothing is said counts as one.
+            loss: the step's mean loss, a tensor of one element or a number; it may be NaN, and is not waited for.
 
         Raises:
-            ConfigError: a negative number, or none that is finite.
+            ConfigError: a number of samples that is negative or not finite, or a loss of several elements.
         """
-        if not 0 <= samples < float("inf"):
+        if samples is not None and not 0 <= samples < float("inf"):
             raise ConfigError(f"samples={samples}: must be finite and not negative; say len(batch)")
         for replica in self.replicas:
-            replica.samples = float(samples)
+            replica.samples = replica.samples if samples is None else float(samples)
+            replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
 
     def observations(self) -> dict[str, float]:
         """What the strategy noticed since this was last asked, by name; the most of it where there are several vectors.
@@ -297,6 +300,7 @@ def attach(
         MismatchError: ranks were started with different models, recipes, versions or seeds.
     """
     named = trained(model, optimizer)
+    scaled = scaler is not None and scaler.is_enabled()
     comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
     settings = {
@@ -306,8 +310,9 @@ def attach(
         "init": init,
         "bucket_bytes": bucket_bytes,
         "find_unused": find_unused,
-        "the use of a scaler": scaler is not None and scaler.is_enabled(),
+        "the use of a scaler": scaled,
     }
+    joining.refuse_left_out(strategy, find_unused=find_unused, scaled=scaled)
     agree(comm, facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
     _check(attached, named)
     _make_replicas(attached, named)
@@ -318,7 +323,7 @@ def attach(
             strategy.start(replica)
     _hook(attached, bucket_bytes=bucket_bytes, find_unused=find_unused)
     attached.scaler = scaler
-    if scaler is not None and comm.size > 1 and not strategy.sends_gradients:
+    if scaler is not None and comm.size > 1 and (strategy.reads_gradient or not strategy.sends_gradients):
         share_skips(attached, scaler)
     return attached
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from laconic.errors import ConfigError
+from laconic.strategies.base import Strategy
+
 if TYPE_CHECKING:
     from laconic.attached import Attached
 
@@ -41,6 +44,20 @@ def join(attached: Attached, batches: Iterable[Batch], after_step: Callable[[], 
             step += 1
     finally:
         _expect(attached, attached.comm.size)
+
+
+def refuse_left_out(strategy: Strategy, *, find_unused: bool, scaled: bool) -> None:
+    """Refuse loops that count on every worker's every step, under a strategy whose late workers leave some out.
+
+    Raises:
+        ConfigError: with what counts on it.
+    """
+    asked = [name for name, value in (("find_unused=True", find_unused), ("a GradScaler", scaled)) if value]
+    if strategy.leaves_out_steps and asked:
+        raise ConfigError(
+            f"{strategy} with {' and '.join(asked)}: a late worker leaves out steps, which these count; let every "
+            "parameter have a gradient, and train in bfloat16, which needs no scaler"
+        )
 
 
 def _expect(attached: Attached, active: int) -> None:

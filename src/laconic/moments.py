@@ -22,7 +22,7 @@ class Moments:
 
     A moment is a tensor of floating dtype in the shape of its parameter. Step counters and the like are none.
 
-    Args:
+    Attributes:
         optimizer: the worker's own; None where there is none, and then there is nothing to touch.
         parameters: of the replica.
         segments: where each lies in the replica's vector.
@@ -34,40 +34,40 @@ class Moments:
         parameters: Sequence[nn.Parameter] = (),
         segments: Sequence[Segment] = (),
     ) -> None:
-        self._optimizer = optimizer
-        self._parameters = parameters
-        self._segments = segments
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.segments = segments
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the moments that the optimizer keeps for each parameter, or will: equal on every rank, at any time."""
-        return () if self._optimizer is None else moments_of(self._optimizer)
+        return () if self.optimizer is None else moments_of(self.optimizer)
 
     def forget(self) -> None:
         """Leave the optimizer as it was made: no momentum, no moments, and steps counted from zero."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
-        new = made_anew(self._optimizer)
-        for parameter in self._parameters:
-            self._optimizer.state.pop(parameter, None)
+        new = made_anew(self.optimizer)
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
             if new.state.get(parameter):
-                self._optimizer.state[parameter] = new.state[parameter]
+                self.optimizer.state[parameter] = new.state[parameter]
 
     def average_(self, comm: Comm) -> None:
         """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
 
         A rank that has no such moment yet counts as zero, and keeps none.
         """
-        if self._optimizer is None or not self.names:
+        if self.optimizer is None or not self.names:
             return
-        length = self._segments[-1].stop
-        like = self._parameters[0]
+        length = self.segments[-1].stop
+        like = self.parameters[0]
         vector = torch.zeros(len(self.names) * length, dtype=like.dtype, device=like.device)
         held: list[Tensor] = []
         places: list[Tensor] = []
         for name, row in zip(self.names, vector.view(len(self.names), length), strict=True):
-            for parameter, segment in zip(self._parameters, self._segments, strict=True):
-                moment = self._optimizer.state.get(parameter, {}).get(name)
+            for parameter, segment in zip(self.parameters, self.segments, strict=True):
+                moment = self.optimizer.state.get(parameter, {}).get(name)
                 if moment is not None:
                     held.append(local(moment))
                     places.append(segment.of(row))

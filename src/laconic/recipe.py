@@ -9,17 +9,32 @@ from difflib import get_close_matches
 from typing import Any
 
 from laconic import strategies, topology
-from laconic.codecs.cast import Bf16, Fp16
+from laconic.bit_rules import BitBudget, ErrorBound, FixedBits
+from laconic.codecs.cast import Bf16, Fp8, Fp16
+from laconic.codecs.feedback import ErrorFeedback
+from laconic.codecs.majority import MajorityVote
+from laconic.codecs.natural import Natural
+from laconic.codecs.one_bit import OneBit
+from laconic.codecs.qsgd import QSGD
+from laconic.codecs.quantize import Quantize
+from laconic.codecs.random_k import RandomK
+from laconic.codecs.sketch import Sketch
+from laconic.codecs.terngrad import TernGrad
+from laconic.codecs.top_k import TopK
 from laconic.errors import ConfigError
 from laconic.outer import Outer
 from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
 
+CODECS: tuple[type, ...] = (
+    *(Bf16, ErrorFeedback, Fp16, Fp8, MajorityVote, Natural, OneBit, QSGD, Quantize, RandomK, Sketch, TernGrad, TopK),
+)
+
 WORDS: Mapping[str, type] = {
     **{name: getattr(strategies, name) for name in strategies.__all__ if name != "Strategy"},
     **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
-    "Bf16": Bf16,
-    "Fp16": Fp16,
+    **{kind.__name__: kind for kind in CODECS},
+    **{kind.__name__: kind for kind in (BitBudget, ErrorBound, FixedBits)},
     "Outer": Outer,
 }
 

@@ -52,6 +52,7 @@ class Replica:
         seed: the key of every random draw, equal on all ranks.
         samples: what this rank's step counts for in averages that are weighted by it: what the loop said, 1 where it
             said nothing, 0 where the step had no gradient.
+        loss: what the loop said of this step's loss, a number in fp32 with the parameters; None where it said nothing.
         moments: what the worker's optimizer remembers of these parameters.
         observed: what the strategy has noticed in this step, by name, as numbers for the metrics; not saved.
     """
@@ -71,6 +72,7 @@ class Replica:
         self.comm = comm
         self.seed = seed
         self.samples = 1.0
+        self.loss: Tensor | None = None
         self.moments = moments or Moments()
         self.step = 0
         self.active = comm.size
@@ -99,6 +101,7 @@ class Replica:
 
         part = Replica(self.x[where], self.g[where], self.comm, lr=lr, seed=self.seed)
         part.step, part.active, part.samples = self.step + ahead, self.active, self.samples
+        part.loss = self.loss
         part.state = Named(self.state, f"{name}/")
         part.inflight = Named(self.inflight, f"{name}/")
         part.observed = self.observed

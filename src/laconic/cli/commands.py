@@ -34,6 +34,7 @@ COMMANDS = {
     "emulate": Command("laconic.cli.emulate", "Emulate", "run any command once per worker, over slow links"),
     "demo": Command("laconic.cli.demo", "Demo", "five strategies on a slow link, in under four minutes"),
     "select": Command("laconic.cli.select", "Select", "choose the few points of a data set that stand for all"),
+    "sweep": Command("laconic.cli.sweep", "Sweep", "search hyperparameters: many trials for the price of few"),
     "reproduce": Command("laconic.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 

@@ -35,13 +35,14 @@ class Compare:
         link: emulated links, [RANK:]RATE[+DELAY], several by commas, such as 100mbit or 1gbit+5ms,0:10mbit.
         slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
         stall: workers that stall now and then, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
+        stop: workers whose process is stopped for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
         steps: optimizer steps of each run.
         seconds: a budget of training time for each run; set-up and evaluation do not count.
         target_loss: end each run when the held-out loss of its consensus model, in nats, is no more than this.
         rounds: how often each is run; the table then shows the round of median speed, and the spread is printed.
         batch_size: examples a step and worker.
         lr: the peak learning rate.
-        optimizer: sgd or adamw.
+        optimizer: sgd, adamw, lamb, or those of CompressedMomentum, onebit-lamb and onebit-adam.
         momentum: of sgd.
         weight_decay: as the optimizer means it.
         warmup_steps: steps over which the learning rate rises.
@@ -65,13 +66,14 @@ class Compare:
     link: str | None = None
     slow: str | None = None
     stall: str | None = None
+    stop: str | None = None
     steps: int | None = None
     seconds: float | None = None
     target_loss: float | None = None
     rounds: int = 1
     batch_size: int | None = None
     lr: float | None = None
-    optimizer: Literal["sgd", "adamw"] | None = None
+    optimizer: Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam"] | None = None
     momentum: float | None = None
     weight_decay: float | None = None
     warmup_steps: int | None = None

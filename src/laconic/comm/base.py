@@ -149,6 +149,15 @@ class Comm(ABC):
         sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
         return self._track("sum", sent, lambda: self._sum_(x))
 
+    def min_(self, x: Tensor) -> Work[Tensor]:
+        """Replace `x` on every rank by the least over all ranks, element by element; for a few whole numbers.
+
+        As it is for numbers and not for vectors, its payload counts as one message of the size of `x`.
+        """
+        if self.size == 1:
+            return arrived(x)
+        return self._track("min", nbytes_of(x), lambda: self._min_(x))
+
     def broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
         """Replace `x` on every rank by the one of rank `source`."""
         if self.size == 1:
@@ -234,6 +243,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _sum_(self, x: Tensor) -> Work[Tensor]: ...
+
+    @abstractmethod
+    def _min_(self, x: Tensor) -> Work[Tensor]: ...
 
     @abstractmethod
     def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]: ...

@@ -8,6 +8,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm, Work, nbytes_of
 from laconic.comm.mailbox.base import Mailbox
 from laconic.comm.threads import alone
 from laconic.errors import CommError, ConfigError, DeadlineError, PeerLostError
@@ -26,6 +27,7 @@ from laconic.roll_call import RollCall
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
+_CHUNK_BYTES = 1 << 20
 _WIRE_WORDS = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
 
 
@@ -54,6 +56,7 @@ class GroupComm(Comm):
         self._shared = _Wire(group or _world(), timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
+        self._chains = 0
         self._own: list[_Wire] = []  # at most one, in a list that can be emptied
         if self._gloo_devices and self.size > 1:
             self._open(store)
@@ -72,8 +75,20 @@ class GroupComm(Comm):
     def _sum_(self, x: Tensor) -> Work[Tensor]:
         return self._start("sum", x, lambda wire: wire.sum(x), lambda: x)
 
+    def _min_(self, x: Tensor) -> Work[Tensor]:
+        return self._start("min", x, lambda wire: wire.min(x), lambda: x)
+
     def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
-        return self._start(f"broadcast from rank {source}", x, lambda wire: wire.broadcast(x, source), lambda: x)
+        if not x.is_contiguous():
+            return self._broadcast_(x.contiguous(), source).then(x.copy_)
+
+        def launch(wire: _Wire) -> Handles:
+            if wire.timed and self.size > 2 and nbytes_of(x) > _CHUNK_BYTES:
+                self._chains += 1
+                return wire.chain(x, (self.rank - source) % self.size, self.rank, self.size, tag=self._chains)
+            return wire.broadcast(x, source)
+
+        return self._start(f"broadcast from rank {source}", x, launch, lambda: x)
 
     def _gather(self, x: Tensor) -> Work[list[Tensor]]:
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
@@ -159,6 +174,30 @@ class _Wire:
     def sum(self, x: Tensor) -> Handles:
         return [self._group.allreduce([x])]
 
+    def min(self, x: Tensor) -> Handles:
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.MIN)
+        return [self._group.allreduce([x], options)]
+
+    def chain(self, x: Tensor, place: int, rank: int, size: int, *, tag: int) -> Handles:
+        """A broadcast from rank to rank in pieces, so that nobody sends the vector twice.
+
+        Gloo's own is a tree whose root sends it as often as 2 goes into `size` by doubling. Whoever is in the middle
+        passes pieces on while it waits for them: ranks must wait for their broadcasts in the same order.
+        """
+        pieces = list(x.view(-1).split(_CHUNK_BYTES // x.element_size()))
+        before, after = (rank - 1) % size, (rank + 1) % size
+        if place == 0:
+            return [self._group.send([piece], after, tag) for piece in pieces]
+        received = [self._group.recv([piece], before, tag) for piece in pieces]
+        if place == size - 1:
+            return received
+        sent: Handles = []
+        relays = [
+            _Relay(work, piece, self._group, after, tag, sent) for work, piece in zip(received, pieces, strict=True)
+        ]
+        return [*cast(Handles, relays), cast(dist.Work, _All(sent))]
+
     def broadcast(self, x: Tensor, source: int) -> Handles:
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -179,6 +218,33 @@ class _Wire:
         sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in to]
         receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
         return list(dist.batch_isend_irecv(sends + receives))
+
+
+@dataclass
+class _Relay:
+    """A piece that is sent on as soon as it has come and is waited for."""
+
+    received: dist.Work
+    piece: Tensor
+    group: dist.ProcessGroup
+    after: int
+    tag: int
+    sent: Handles
+
+    def wait(self, timeout: timedelta) -> None:
+        self.received.wait(timeout)
+        self.sent.append(self.group.send([self.piece], self.after, self.tag))
+
+
+@dataclass
+class _All:
+    """Pieces that are on their way."""
+
+    sent: Handles
+
+    def wait(self, timeout: timedelta) -> None:
+        while self.sent:
+            self.sent.pop(0).wait(timeout)
 
 
 def _world() -> dist.ProcessGroup:

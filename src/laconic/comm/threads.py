@@ -87,6 +87,10 @@ class ThreadComm(Comm):
         total = self._meet(f"sum of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
         return total.then(x.copy_)
 
+    def _min_(self, x: Tensor) -> Work[Tensor]:
+        least = self._meet(f"min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
+        return least.then(x.copy_)
+
     def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
         chosen = self._meet(f"broadcast of {describe(x)} from {source}", x, lambda xs: xs[source].clone())
         return chosen.then(x.copy_)

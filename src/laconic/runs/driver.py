@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic import errors
-from laconic.emulate import Network, Stream, Workers, parse_links, straggler_environment
+from laconic.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
 from laconic.errors import LaconicError, PeerLostError
 from laconic.runs.folder import Fields, RunFolder
 from laconic.runs.recipes import parse_recipe
@@ -61,6 +61,8 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = unheard, re
                 grace_seconds=_GRACE_SECONDS,
             )
         )
+        stops = parse_stops(settings.stop, workers=settings.workers)
+        heard.stopping = contexts.enter_context(Stopping(stops, workers.pids))
         workers.wait()
     summary = home.summary()
     if workers.failure is None and summary is not None:
@@ -80,12 +82,14 @@ class Heard:
         step: steps done when rank 0 last spoke of them.
         errors: the error that each rank told of, by rank.
         said: the last lines of each rank that are no events.
+        stopping: what begins with the training.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.step = 0
         self.errors: dict[int, Fields] = {}
         self.said: dict[int, deque[str]] = {}
+        self.stopping: Stopping | None = None
         self._listener = listener
 
     def line(self, rank: int, stream: Stream, line: str) -> None:
@@ -97,6 +101,8 @@ class Heard:
             self.errors.setdefault(rank, event)
         else:
             self.step = max(self.step, int(event.get("step", 0)))
+            if self.stopping is not None and event["event"] == "step":
+                self.stopping.begin()
             self._listener(event)
 
 

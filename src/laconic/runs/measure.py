@@ -59,6 +59,11 @@ class Record:
         }
 
 
+def left_out(step: int) -> Record:
+    """Of a step that this rank has not taken, as it came too late: nothing to add to what others noted."""
+    return Record(step, -math.inf, math.nan, math.nan, math.nan, math.nan)
+
+
 def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Record]:
     """Gather what the ranks noted since they last met: means over ranks, but the time at which the last was done.
 

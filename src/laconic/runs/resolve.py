@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from laconic.emulate import available, parse_links, parse_stragglers
+from laconic.emulate import available, parse_links, parse_stops, parse_stragglers
 from laconic.errors import ConfigError
 from laconic.runs.coreset import check_policy
 from laconic.runs.recipes import describe, parse_recipe
@@ -61,6 +61,7 @@ def _check_surroundings(given: Mapping[str, Any]) -> None:
     """Links, stragglers and libraries: what does not depend on the task."""
     workers = given.get("workers", 1)
     parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
+    parse_stops(given.get("stop"), workers=workers)
     if given.get("link") is not None:
         parse_links(given["link"], workers)
         reason = available()

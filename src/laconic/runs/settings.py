@@ -11,7 +11,7 @@ from typing import Any
 
 from laconic.errors import CheckpointError, ConfigError
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam")
 SCHEDULES = ("constant", "cosine")
 DEVICES = ("cpu", "cuda")
 
@@ -31,7 +31,7 @@ class Settings:
         seconds: a budget of training time; evaluation and set-up do not count.
         target_loss: held-out loss, in nats, of the consensus model.
         batch_size: examples a step and worker.
-        optimizer: "sgd" or "adamw".
+        optimizer: one of `OPTIMIZERS`; the last two can say their momenta, with `CompressedMomentum()`.
         lr: the peak learning rate.
         momentum: of sgd.
         weight_decay: as the optimizer means it.
@@ -43,6 +43,7 @@ class Settings:
         link: the emulated links, as text; None is the machine's own network.
         slow: which workers compute slower, as text.
         stall: which workers stall now and then, as text.
+        stop: which workers are stopped for a while, as text.
         data: the folder of data files; None is LACONIC_DATA.
         device: "cpu" or "cuda".
         threads: threads of computation per worker.
@@ -78,6 +79,7 @@ class Settings:
     link: str | None = None
     slow: str | None = None
     stall: str | None = None
+    stop: str | None = None
     data: str | None = None
     device: str = "cpu"
     threads: int = 1

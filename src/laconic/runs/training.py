@@ -17,8 +17,8 @@ from laconic.emulate import Straggler
 from laconic.errors import NonFiniteError
 from laconic.runs.agenda import Agenda
 from laconic.runs.coreset import ChosenData
-from laconic.runs.engine import Engine
-from laconic.runs.measure import Record, share
+from laconic.runs.engine import Engine, LaconicEngine
+from laconic.runs.measure import Record, left_out, share
 from laconic.runs.settings import Settings
 from laconic.runs.timeline import Timeline
 from laconic.runs.traffic import Carried, Tap
@@ -128,8 +128,9 @@ class Training:
         self._compute_seconds = end - start - exposed - paused - (self._choosing_seconds - chosen)
         self._timeline.end(step, start, end)
         seconds = self.seconds + end - self._opened
+        self._mine += [left_out(done) for done in range(step + 1, engine.step)]
         self._mine.append(
-            Record(step + 1, seconds, loss, self.payload_bytes, end - start, exposed, engine.observations())
+            Record(engine.step, seconds, loss, self.payload_bytes, end - start, exposed, engine.observations())
         )
         self._tell(self._mine[-1], end)
 
@@ -145,6 +146,8 @@ class Training:
         # A worker that computes slowly is late with its gradients too, so the pause comes before they travel.
         paused = place.straggler.pause(step, self._compute_seconds)
         engine.backward(loss)
+        if isinstance(engine, LaconicEngine):
+            engine.attached.saw(loss=loss)
         engine.update()
         return paused, value
 

@@ -19,6 +19,9 @@ from laconic.comm.base import Comm
 from laconic.emulate import Straggler
 from laconic.errors import ConfigError, LaconicError
 from laconic.handshake import Facts, agree, gather_texts
+from laconic.optimizers.lamb import Lamb
+from laconic.optimizers.one_bit_adam import OneBitAdam
+from laconic.optimizers.one_bit_lamb import OneBitLamb
 from laconic.runs.coreset import ChosenData, parse_policy
 from laconic.runs.engine import Engine, LaconicEngine
 from laconic.runs.folder import Fields, RunFolder
@@ -34,6 +37,12 @@ from laconic.tasks import Shard, Task, load
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
 _PRIVATE = ("command", "data", "threads")
+_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam]] = {
+    "adamw": AdamW,
+    "lamb": Lamb,
+    "onebit-lamb": OneBitLamb,
+    "onebit-adam": OneBitAdam,
+}
 
 
 def silent(_: Fields) -> None:
@@ -134,8 +143,9 @@ def _engine(recipe: Recipe, model: nn.Module, settings: Settings, comm: Comm, co
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     """The optimizer that the settings name, over all parameters."""
-    if settings.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    kind = _ADAPTIVE.get(settings.optimizer)
+    if kind is not None:
+        return kind(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     return SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
 
 

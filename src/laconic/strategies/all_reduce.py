@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.codecs.base import Codec
+from laconic.codecs.base import Codec, check_feedback, draw_key
 from laconic.comm.base import Work
-from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.reduce import coded_mean_, mean_
 from laconic.replica import Replica
@@ -21,10 +20,14 @@ class AllReduce(Strategy):
 
     The yardstick of every other method: large-batch SGD, exactly. Parameters stay equal on all ranks, so nothing
     is sent for evaluation.
-    Traffic: $2\frac{n-1}{n}$ of the gradient per worker and step. State: none.
+    With a `codec` the mean is of what payloads say. Those of a linear codec, such as `Bf16()`, are added up by the
+    wire; others go through two stages: every worker sends each the codes of one piece, who sends all the codes of its
+    mean. A gradient that is not finite on any rank is then NaN on all of them.
+    Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none, or with
+    `ErrorFeedback` what is left unsaid, like the gradient in fp32 and an $n$-th of that.
 
     Args:
-        codec: a linear codec for the gradients, such as `Bf16()`; None sends them as they are.
+        codec: for the gradients, bucket by bucket; None sends them as they are.
     """
 
     codec: Codec | None = None
@@ -34,10 +37,12 @@ class AllReduce(Strategy):
     limits = "on a slow link the step is as long as the transfer"
 
     def __post_init__(self) -> None:
-        """Refuse codecs whose payloads cannot be added up."""
+        """Check the kind."""
         check_kinds(self)
-        if self.codec is not None and not self.codec.linear:
-            raise ConfigError(f"codec={self.codec}: an all-reduce needs a linear codec; use Bf16() or Fp16()")
+
+    def check(self, size: int) -> None:
+        """Refuse a codec that leaves something unsaid for ever."""
+        check_feedback(self.codec)
 
     @property
     def sends_gradients(self) -> bool:
@@ -48,7 +53,8 @@ class AllReduce(Strategy):
         """Launch the mean of one bucket."""
         if self.codec is None:
             return mean_(r.comm, r.g[part], count=r.active)
-        return coded_mean_(r.comm, r.g[part], self.codec, r.state, count=r.active)
+        key, whole = draw_key(r.seed, r.step, offset=part.start), r.g.numel()
+        return coded_mean_(r.comm, r.g[part], self.codec, r.state, key=key, count=r.active, at=part.start, whole=whole)
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same vector."""

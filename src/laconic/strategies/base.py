@@ -35,6 +35,11 @@ class Strategy(ABC):  # noqa: B024
         return False
 
     @property
+    def leaves_out_steps(self) -> bool:
+        """Whether a late worker goes on where others are, without taking every step itself."""
+        return False
+
+    @property
     def reads_gradient(self) -> bool:
         """Whether `before_step` needs `r.g`, and may rewrite it."""
         return False

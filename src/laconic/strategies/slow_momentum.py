@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.codecs.base import Codec, check_feedback
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
@@ -17,7 +18,7 @@ from laconic.moments import made_anew, moments_of
 from laconic.outer import Outer
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
-from laconic.strategies.local_sgd import Local, check_period
+from laconic.strategies.local_sgd import Local, check_period, coded_way, common_start
 
 _MOMENTUM, _LR = 0.5, 1.0
 
@@ -40,8 +41,9 @@ class SlowMo(Strategy):
     Traffic: the base's, plus per period the base's exact average: one all-reduce of what the base sends, of the
     parameters over `Local()`, of nothing over `AllReduce()`. `shard` sends as much over `Local()`, and half an
     all-reduce more over others; `buffers="average"` one all-reduce of the optimizer's moments more; `exact=False`
-    nothing. State: `anchor` ($x_0$) and `slow` ($u$) or the outer optimizer's, each the size of the parameters (with
-    `shard`, of a worker's part of them), and `lr_sum`, a number (as many as parameters, where groups differ in it).
+    nothing; a `codec` its payload. State: `anchor` ($x_0$) and `slow` ($u$) or the outer optimizer's, each the size of
+    the parameters (with `shard`, of a worker's part of them), `lr_sum`, a number (as many as parameters, where groups
+    differ in it), and what the codec keeps.
 
     Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum, ICLR 2020,
     arXiv:1910.00643, Algorithm 1. BMUF: Chen and Huo, ICASSP 2016. Double averaging: Yu et al., ICML 2019,
@@ -58,6 +60,8 @@ class SlowMo(Strategy):
         outer: an optimizer for the slow step instead of momentum.
         shard: every worker keeps and moves its part of the slow state alone.
         device: "cpu" keeps the slow state in the host's memory; None keeps it with the parameters.
+        codec: for how far parameters have come from $x_0$, so that $\bar x$ is $x_0$ and the mean of what codes tell;
+            over `Local()` alone. None sends the parameters as they are.
     """
 
     base: Strategy = Local()
@@ -69,6 +73,7 @@ class SlowMo(Strategy):
     outer: Outer | None = None
     shard: bool = False
     device: Literal["cpu"] | None = None
+    codec: Codec | None = None
 
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
     waits = "every period steps, all wait for the slowest worker and for the parameters to travel; else as the base"
@@ -91,6 +96,11 @@ class SlowMo(Strategy):
             )
         if self.shard and not self.exact:
             raise ConfigError("shard=True, exact=False: workers without an average have nothing to share out; keep one")
+        if self.codec is not None and (self.base != Local() or self.shard or not self.exact):
+            raise ConfigError(
+                f"codec={self.codec} with base={self.base}, shard={self.shard}, exact={self.exact}: what is coded is "
+                "how far workers have come alone from a common start; use base=Local(), shard=False, exact=True"
+            )
 
     @property
     def sends_gradients(self) -> bool:
@@ -103,7 +113,8 @@ class SlowMo(Strategy):
         return self.base.reads_gradient
 
     def check(self, size: int) -> None:
-        """As the base."""
+        """As the base; and refuse a codec that leaves something unsaid for ever."""
+        check_feedback(self.codec)
         self.base.check(size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -118,7 +129,8 @@ class SlowMo(Strategy):
         """Remember where the first round begins."""
         self.base.start(r)
         exact = torch.promote_types(r.x.dtype, torch.float32)
-        r.state["anchor"] = self._own(r, r.x).to(self._home(r.x), exact, copy=True)
+        start = r.x if self.codec is None else common_start(r)
+        r.state["anchor"] = self._own(r, start).to(self._home(r.x), exact, copy=True)
         if self.outer is None:
             r.state["slow"] = torch.zeros_like(r.state["anchor"])
             r.state["lr_sum"] = _nothing_like(r.state["anchor"])
@@ -143,7 +155,8 @@ class SlowMo(Strategy):
             anchor.copy_(average)
         else:
             # The round began where the parameters could say the anchor, which may be more exact than they.
-            self._move_(anchor, anchor.to(r.x.dtype) - average, r.state)
+            begun = anchor if self.codec is not None else anchor.to(r.x.dtype)
+            self._move_(anchor, begun - average, r.state)
         self._go_on_from(r, anchor)
 
     def _move_(self, anchor: Tensor, way_back: Tensor, state: MutableMapping[str, Tensor]) -> None:
@@ -174,6 +187,9 @@ class SlowMo(Strategy):
 
     def _average(self, r: Replica) -> Tensor:
         """The exact average, as much of it as this worker has the slow state for."""
+        if self.codec is not None:
+            anchor = r.state["anchor"]
+            return anchor + coded_way(r, anchor, self.codec).to(anchor.device)
         if self.shard and type(self.base).average_ is Strategy.average_:
             return mean_part(r.comm, r.x).to(r.state["anchor"])
         if self.exact:

@@ -19,12 +19,15 @@ IGNORED = -100
 """A target that does not count: padding."""
 
 
+_USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lamb": 1e-2, "onebit-lamb": 1e-2, "onebit-adam": 1e-3}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """Settings that train a task well on one worker.
 
     Args:
-        optimizer: "sgd" (with momentum) or "adamw".
+        optimizer: "sgd" (with momentum), "adamw", "lamb", "onebit-lamb" or "onebit-adam".
         lr: learning rate, constant.
         batch_size: examples (for a language model: windows) a step and worker.
         momentum: of sgd.
@@ -38,8 +41,8 @@ class Defaults:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("sgd", "adamw"):
-            raise ConfigError(f"optimizer={self.optimizer!r}: unknown; use 'sgd' or 'adamw'")
+        if self.optimizer not in _USUAL_RATES:
+            raise ConfigError(f"optimizer={self.optimizer!r}: unknown; use one of {', '.join(_USUAL_RATES)}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"lr={self.lr}: must be a positive number, such as 0.1")
         if self.batch_size < 1:
@@ -144,12 +147,12 @@ class Task:
         """Settings for one optimizer: the task's own where it has them.
 
         Raises:
-            ConfigError: if the optimizer is neither "sgd" nor "adamw".
+            ConfigError: there is no such optimizer.
         """
         for settings in self.settings:
             if settings.optimizer == optimizer:
                 return settings
-        return replace(self.defaults, optimizer=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3)
+        return replace(self.defaults, optimizer=optimizer, lr=_USUAL_RATES.get(optimizer, 0.1))
 
     def model(self, size: str | None = None, *, seed: int) -> Network:
         """A model whose parameters depend on its size and the seed alone; the global generator is not touched.

@@ -17,7 +17,7 @@ from laconic.tasks import load
 PERIOD, GOSSIP_PERIOD = 12, 24
 SLOWER = 1.05
 _BATCH_SIZE = 8
-_UNLIKE, _LIKE = "label", "iid"
+_UNLIKE = "label"
 _PAIRS = {"SlowMo over Local SGD": "Local SGD", "SlowMo over SGP": "SGP"}
 _MORE_STEPS = "SGP, for as many bytes"
 _TREATMENTS = (("maintain", 0.3), ("reset", 0.5))
@@ -49,7 +49,7 @@ class Scale:
     task: str = "mnist"
     workers: int = 32
     steps: int = 300
-    splits: tuple[str, ...] = (_UNLIKE, _LIKE)
+    splits: tuple[str, ...] = (_UNLIKE,)
     rates: tuple[float, ...] = (0.02, 0.03, 0.045, 0.065, 0.095, 0.14)
     fewer_rates: tuple[float, ...] = (0.03, 0.05, 0.08)
     tuning_seeds: tuple[int, ...] = (0,)
@@ -62,7 +62,6 @@ QUICK = Scale(
     task="digits",
     workers=16,
     steps=144,
-    splits=(_UNLIKE,),
     rates=(0.07, 0.1, 0.14, 0.2),
     fewer_rates=(0.07, 0.14),
     tuning_seeds=(0,),

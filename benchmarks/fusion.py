@@ -1,0 +1,230 @@
+"""Arrays of models against a loop over them and against `torch.vmap`: layer by layer, and whole training steps.
+
+python -m benchmarks.fusion [--quick]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic import fusion
+from laconic.fusion import Each, forget_choices, fuse
+
+Row = tuple[str, ...]
+Work = Callable[[], object]
+
+
+def seconds(contenders: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each contender, taking turns; the first two rounds are not counted."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for round in range(rounds + 2):
+        for name, work in contenders.items():
+            start = time.process_time()
+            work()
+            work()
+            if round >= 2:
+                found[name].append((time.process_time() - start) / 2)
+    return found
+
+
+def backward(output: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Gradients of a sum."""
+    torch.autograd.grad(output, tensors, torch.ones_like(output))
+
+
+def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) -> dict[str, Work]:
+    """Forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap."""
+    models = [factory() for _ in range(size)]
+    array = fuse(models)
+    every = x if shared else torch.stack([x + index for index in range(size)]).requires_grad_()
+    rows = [x] * size if shared else [row.detach().requires_grad_() for row in every]
+    own = list(array.parameters())
+    parameters, buffers = torch.func.stack_module_state(models)
+    stacked = list(parameters.values())
+    skeleton = models[0]
+
+    def one(values: Any, others: Any, given: Tensor) -> Tensor:
+        return torch.func.functional_call(skeleton, (values, others), (given,))
+
+    def as_array() -> None:
+        backward(array(every if shared else Each(every)), own if shared else [*own, every])
+
+    def as_vmap() -> None:
+        mapped = torch.vmap(one, in_dims=(0, 0, None if shared else 0), randomness="different")
+        backward(mapped(parameters, buffers, every), stacked if shared else [*stacked, every])
+
+    def as_loop() -> None:
+        for model, row in zip(models, rows, strict=True):
+            backward(model(row), list(model.parameters()) if shared else [*model.parameters(), row])
+
+    return {"array": as_array, "loop": as_loop, "vmap": as_vmap}
+
+
+def layers(quick: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
+    """Layers and sizes of one model's input."""
+    found: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
+        ("linear 64-64, n=32", lambda: nn.Linear(64, 64), (32, 64)),
+        ("linear 256-256, n=64", lambda: nn.Linear(256, 256), (64, 256)),
+        ("conv 3-16 3x3, 16x16, n=16", lambda: nn.Conv2d(3, 16, 3, padding=1), (16, 3, 16, 16)),
+        ("conv 16-32 3x3, 8x8, n=16", lambda: nn.Conv2d(16, 32, 3, padding=1), (16, 16, 8, 8)),
+        ("transposed conv 16-8, 8x8, n=8", lambda: nn.ConvTranspose2d(16, 8, 4, 2, 1), (8, 16, 8, 8)),
+        ("batch norm 16, 16x16, n=16", lambda: nn.BatchNorm2d(16), (16, 16, 16, 16)),
+        ("layer norm 64, n=16x32", lambda: nn.LayerNorm(64), (16, 32, 64)),
+    ]
+    if not quick:
+        found += [
+            ("linear 1024-1024, n=128", lambda: nn.Linear(1024, 1024), (128, 1024)),
+            ("conv 64-64 3x3, 16x16, n=16", lambda: nn.Conv2d(64, 64, 3, padding=1), (16, 64, 16, 16)),
+            ("conv1d 64-128 1, 256, n=8", lambda: nn.Conv1d(64, 128, 1), (8, 64, 256)),
+            ("group norm 32, 16x16, n=16", lambda: nn.GroupNorm(4, 32), (16, 32, 16, 16)),
+        ]
+    return found
+
+
+def layer_rows(quick: bool) -> list[Row]:
+    """Each layer: milliseconds of the array, the loop and vmap, and the array's time over the best of the others'."""
+    rows: list[Row] = []
+    for name, factory, shape in layers(quick):
+        for size in (8,) if quick else (4, 16):
+            for shared in (True, False):
+                draw = torch.Generator().manual_seed(0)
+                found = seconds(layer(factory, torch.randn(shape, generator=draw), size, shared), 7 if quick else 15)
+                best = {way: min(every) for way, every in found.items()}
+                ratio = best["array"] / min(best["loop"], best["vmap"])
+                label = f"{name}, B={size}, {'shared' if shared else 'own'} input"
+                rows.append((label, *(f"{1e3 * best[way]:.2f}" for way in best), f"{ratio:.2f}"))
+    return rows
+
+
+def perceptron() -> nn.Module:
+    """Three layers of 9034 numbers in all."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def cnn() -> nn.Module:
+    """Two convolutions with batch norm, and a linear layer."""
+    body = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        *body, nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
+    )
+
+
+class Contest:
+    """Training steps of `size` models with Adam, each with its own learning rate, on fresh random labels."""
+
+    def __init__(self, factory: Callable[[], nn.Module], shape: tuple[int, ...], size: int) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.batches = [
+            (torch.randn(shape, generator=draw), torch.randint(0, 10, (shape[0],), generator=draw)) for _ in range(16)
+        ]
+        self.models = [factory() for _ in range(size)]
+        for model in self.models:
+            model(self.batches[0][0])
+        self.lrs, self.step = [1e-3 * (1 + index / size) for index in range(size)], 0
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The next batch."""
+        self.step += 1
+        return self.batches[self.step % len(self.batches)]
+
+    def array(self) -> Work:
+        """One fused array."""
+        array = fuse(self.models)
+        optimizer = fusion.Adam(array.parameters(), lr=self.lrs)
+
+        def work() -> None:
+            x, y = self.batch()
+            array.zero_grad()
+            array.losses(F.cross_entropy, array(x), y).sum().backward()
+            optimizer.step()
+
+        return work
+
+    def loop(self) -> Work:
+        """One model after another."""
+        optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(self.models, self.lrs, strict=True)]
+
+        def work() -> None:
+            x, y = self.batch()
+            for model, optimizer in zip(self.models, optimizers, strict=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return work
+
+    def vmap(self, shared_rate: bool) -> Work:
+        """With torch alone: one Adam per model on its rows, or, with one learning rate for all, one Adam."""
+        parameters, buffers = torch.func.stack_module_state(self.models)
+        stacked, skeleton = list(parameters.values()), self.models[0]
+        rows = [[p.detach()[index].requires_grad_() for p in stacked] for index in range(len(self.models))]
+        optimizers = [torch.optim.Adam(own, lr=lr) for own, lr in zip(rows, self.lrs, strict=True)]
+        together = torch.optim.Adam(stacked, lr=self.lrs[0])
+
+        def one(values: Any, others: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(torch.func.functional_call(skeleton, (values, others), (x,)), y)
+
+        def work() -> None:
+            x, y = self.batch()
+            together.zero_grad()
+            torch.vmap(one, in_dims=(0, 0, None, None))(parameters, buffers, x, y).sum().backward()
+            if shared_rate:
+                together.step()
+                return
+            for index, (own, optimizer) in enumerate(zip(rows, optimizers, strict=True)):
+                for row, parameter in zip(own, stacked, strict=True):
+                    row.grad = None if parameter.grad is None else parameter.grad[index]
+                optimizer.step()
+
+        return work
+
+
+def step_rows(quick: bool) -> list[Row]:
+    """Whole training steps: the median over rounds of the others' time over the array's."""
+    cases = [("MLP 64-64-64-10, n=32", perceptron, (32, 64), 32), ("CNN with batch norm, n=8", cnn, (8, 3, 16, 16), 8)]
+    rows: list[Row] = []
+    for name, factory, shape, size in cases:
+        contest = Contest(factory, shape, size)
+        contenders = {
+            "array": contest.array(),
+            "loop": contest.loop(),
+            "vmap": contest.vmap(False),
+            "vmap, one rate": contest.vmap(True),
+        }
+        found = seconds(contenders, 15 if quick else 60)
+        for other in ("loop", "vmap", "vmap, one rate"):
+            ratios = [theirs / ours for theirs, ours in zip(found[other], found["array"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            milliseconds = f"{1e3 * statistics.median(found['array']):.2f}"
+            rows.append(
+                (f"{name}, B={size}, Adam: array vs {other}", milliseconds, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
+            )
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print two Markdown tables."""
+    quick = "--quick" in arguments
+    torch.set_num_threads(1)
+    forget_choices()
+    show = partial(print, flush=True)
+    for head, rows in (
+        (("training step", "array, ms", "speed ratio", "quartiles"), step_rows(quick)),
+        (("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms", "array / best other"), layer_rows(quick)),
+    ):
+        for row in (head, ("---",) * len(head), *rows):
+            show(f"| {' | '.join(row)} |")
+        show()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,128 @@
+"""The keeper of arrivals: decides who is a member of which step, exactly once.
+
+It holds no tensor and sends nothing itself: notes go in, and notes with their addresses come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from laconic.arrivals.notes import Kind, Note
+from laconic.arrivals.rules import Rule
+
+_COMPLAINTS = 2
+Mail = list[tuple[int, Note]]
+
+
+@dataclass
+class Keeper:
+    """Decides one step after the other.
+
+    A step is *open* until enough ranks have arrived, then *under way* among its members until all of them hold the
+    mean, then closed for good. Of members that wait in vain some have been told to wait for one that says nothing: an
+    attempt without the silent ones follows. No member uses a mean before the step is closed, and a member of an
+    attempt that was given up has used none, so that all ranks use the same mean or none.
+
+    Args:
+        rule: how long to wait for whom.
+        step: to be decided first.
+        opened: when the first of those who are here began to compute, in seconds.
+    """
+
+    rule: Rule
+    step: int = 0
+    attempt: int = 0
+    members: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    opened: float = 0.0
+    here: dict[int, Note] = field(default_factory=dict[int, Note])
+    holding: set[int] = field(default_factory=set[int])
+    complaints: Counter[int] = field(default_factory=Counter[int])
+    timed: dict[int, int] = field(default_factory=dict[int, int])
+
+    def begin(self, step: int) -> None:
+        """Decide this step next, whatever was before."""
+        self.step, self.attempt = step, 0
+        self.here.clear()
+        self._give_up()
+
+    def hear(self, frm: int, note: Note, now: float) -> Mail:
+        """Take in a note of kind HERE or HELD.
+
+        Args:
+            frm: the rank that says so.
+            note: what it says; a rank that waits says that it is here again and again.
+            now: in seconds.
+        """
+        if note.kind is Kind.HELD:
+            return self._held(frm, note)
+        self._time(frm, note)
+        if note.step < self.step:
+            coming = note.step == self.step - 1 and frm in self.last
+            return [] if coming else [(frm, Note(Kind.LATE, self.step, note.step, members=self.last))]
+        if note.step > self.step:
+            self.begin(note.step)
+        if frm in self.here:
+            return self._again(frm, now)
+        began = now - note.microseconds / 1e6
+        self.opened = min(self.opened, began) if self.here else began
+        self.here[frm] = note
+        odd = self._odd()
+        if odd:
+            return [(rank, Note(Kind.REFUSED, self.step, members=odd)) for rank in self.here]
+        return self.look(now)
+
+    def look(self, now: float) -> Mail:
+        """Begin an attempt if enough has been waited."""
+        if self.members or self.rule.patience(len(self.here), now - self.opened) != 0.0:
+            return []
+        arrived = list(self.here)
+        if self.rule.choice == "fixed":
+            arrived = arrived[: self.rule.least]
+        self.attempt, self.members = self.attempt + 1, tuple(sorted(arrived))
+        return [(rank, Note(Kind.GO, self.step, self.attempt, members=self.members)) for rank in self.members]
+
+    def rest(self, now: float) -> float | None:
+        """Seconds after which to `look` again; None where only another arrival matters."""
+        return None if self.members else self.rule.patience(len(self.here), now - self.opened)
+
+    def _time(self, frm: int, note: Note) -> None:
+        """Take note of how long a gradient took, in time or not."""
+        if self.timed.get(frm) != note.step:
+            self.timed[frm] = note.step
+            self.rule.note(frm, note.microseconds / 1e6)
+
+    def _odd(self) -> tuple[int, ...]:
+        """Two ranks whose optimizers differ."""
+        first = next(iter(self.here))
+        return next(((first, rank) for rank, n in self.here.items() if n.digest != self.here[first].digest), ())
+
+    def _again(self, frm: int, now: float) -> Mail:
+        if frm not in self.members or frm in self.holding:
+            return []
+        self.complaints[frm] += 1
+        silent = set(self.members) - self.holding - self.complaints.keys()
+        if self.complaints[frm] < _COMPLAINTS or not silent:
+            return []
+        for rank in silent:
+            del self.here[rank]
+        self._give_up()
+        return self.look(now)
+
+    def _held(self, frm: int, note: Note) -> Mail:
+        if (note.step, note.attempt) != (self.step, self.attempt) or frm not in self.members:
+            return []
+        self.holding.add(frm)
+        if len(self.holding) < len(self.members):
+            return []
+        closed = Note(Kind.CLOSED, self.step, self.attempt, members=self.members)
+        told = [(rank, closed) for rank in self.here]
+        self.last = self.members
+        self.begin(self.step + 1)
+        return told
+
+    def _give_up(self) -> None:
+        self.members = ()
+        self.holding.clear()
+        self.complaints.clear()

@@ -1,0 +1,175 @@
+r"""How many bits a gradient is worth: rules that spend them over steps, and over the parts of a vector.
+
+A code of $b$ bits has $s = 2^{b-1} - 1$ levels to each side of zero. Where a block of $d_i$ entries with largest
+magnitude $N_i$ is rounded to them at random without bias, the square of its error is at most $d_i N_i^2 / 4s^2$ in
+expectation; $S = \sum_i d_i N_i^2$ is called a vector's *square* here. If a step of gradient descent with rate
+$\eta_t$ uses the mean over $n$ workers of such vectors, its quantisation adds, on an $L$-smooth and $\mu$-strongly
+convex function, to the bound on $F(x_T) - F^*$ at most
+
+$$\frac{a_t}{s_t^2}, \qquad a_t = \frac{L \eta_t^2}{8 n} S_t \prod_{k>t} \alpha_k, \qquad
+  \alpha_k = 1 - 2 \mu \eta_k + L \mu \eta_k^2 .$$
+
+The fewest bits that keep the sum of these below $\epsilon$ let every step contribute the same,
+$s_t = \sqrt{T a_t / \epsilon}$; the least sum for given bits has $s_t \propto \sqrt{a_t}$.
+
+Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021,
+arXiv:2107.14575; constants and the forms over parts and over remaining steps are derived here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from itertools import accumulate
+from math import ceil, inf, log2, sqrt
+from operator import mul
+
+import torch
+from torch import Tensor
+
+LEAST, MOST = 2, 8
+# A bit more quarters an error: given from here on, errors between two bits and the next average to the one aimed at.
+_LEAN = 0.61
+
+
+def levels_of(bits: int) -> int:
+    """Levels to each side of zero of a code of that many bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def bits_of(levels: float, *, least: int = LEAST, most: int = MOST) -> int:
+    """The fewest whole bits with as many levels, within bounds."""
+    return min(max(1 + ceil(log2(levels + 1)), least), most)
+
+
+def square_of(x: Tensor, block: int) -> Tensor:
+    """The square of a vector whose blocks each have a scale: a number in double precision, where the vector is."""
+    whole = x.numel() // block * block
+    norms = [torch.linalg.vector_norm(x[:whole].view(-1, block), torch.inf, dim=1)] if whole else []
+    total = sum((block * norm.double().square().sum() for norm in norms), x.new_zeros((), dtype=torch.float64))
+    if whole == x.numel():
+        return total
+    return total + (x.numel() - whole) * torch.linalg.vector_norm(x[whole:], torch.inf).double().square()
+
+
+def contraction(lr: float, smoothness: float, strong_convexity: float) -> float:
+    r"""$\alpha = 1 - 2\mu\eta + L\mu\eta^2$: what a step leaves of the distance to the optimum; 1 without convexity."""
+    return 1 - 2 * strong_convexity * lr + smoothness * strong_convexity * lr**2
+
+
+def survivals(contractions: Sequence[float]) -> list[float]:
+    r"""What is left of each step's error when all are done, $\prod_{k>t} \alpha_k$."""
+    return list(accumulate(reversed(contractions[1:]), mul, initial=1.0))[::-1]
+
+
+def error_weights(
+    squares: Sequence[float],
+    rates: Sequence[float],
+    *,
+    smoothness: float,
+    strong_convexity: float = 0.0,
+    share: float = 1.0,
+) -> list[float]:
+    r"""What each step's quantisation adds to the bound at the end, times its squared levels ($a_t$).
+
+    Args:
+        squares: of one worker's gradient at each step.
+        rates: the learning rate of each step.
+        smoothness: $L$.
+        strong_convexity: $\mu$; 0 where there is none, and then every step counts alike.
+        share: the mean square error over that of one worker's code: one over their number, where nothing else rounds.
+    """
+    left = survivals([contraction(rate, smoothness, strong_convexity) for rate in rates])
+    return [
+        smoothness * rate**2 / 8 * share * square * survival
+        for square, rate, survival in zip(squares, rates, left, strict=True)
+    ]
+
+
+def levels_within(weights: Sequence[float], error: float) -> list[float]:
+    """The levels that cost least while the weights over their squares add up to `error` (rule A), not rounded."""
+    return [sqrt(len(weights) * weight / error) for weight in weights]
+
+
+def levels_for(weights: Sequence[float], bits: float) -> list[float]:
+    """The levels of least error whose binary logarithms add up to `bits` (rule B), not rounded; no weight is zero."""
+    mean = sum(log2(weight) for weight in weights) / 2 / len(weights)
+    return [2 ** (bits / len(weights) - mean) * sqrt(weight) for weight in weights]
+
+
+def error_of(weights: Sequence[float], bits: Sequence[int]) -> float:
+    """What these bits let the weights add up to."""
+    return sum(weight / levels_of(b) ** 2 for weight, b in zip(weights, bits, strict=True))
+
+
+def fewest_bits(
+    weights: Sequence[float],
+    error: float,
+    *,
+    bound: float | None = None,
+    sizes: Sequence[float] = (),
+    least: int = LEAST,
+    most: int = MOST,
+) -> list[int]:
+    """Whole bits that keep the error within bounds, as few as can be; `most` everywhere if even that is too little.
+
+    Bits go one by one to where they help most for what they cost, which is best where all sizes are equal, and within
+    one part's bit of the best elsewhere.
+
+    Args:
+        weights: of the steps, or of the parts of a vector.
+        error: what weights over squared levels may add up to.
+        bound: what they must not exceed; where it is given, `error` is aimed at, from above or below.
+        sizes: what a bit costs each of them; the same for all unless given.
+        least: bits that each gets.
+        most: bits that none exceeds.
+    """
+    # Sums of many decimals come out wrong in their last places.
+    limits = (error, error) if bound is None else (error, bound)
+    limits = (limits[0], limits[1] * (1 + 1e-12))
+    return _spent(weights, sizes or [1.0] * len(weights), least, most, limits=limits)
+
+
+def best_bits(
+    weights: Sequence[float], bits: float, *, sizes: Sequence[float] = (), least: int = LEAST, most: int = MOST
+) -> list[int]:
+    """Whole bits of least error that cost no more than so many; `least` everywhere even if that is too much.
+
+    Args:
+        weights: of the steps, or of the parts of a vector.
+        bits: what bits times sizes may add up to.
+        sizes: what a bit costs each of them; the same for all unless given.
+        least: bits that each gets.
+        most: bits that none exceeds.
+    """
+    return _spent(weights, sizes or [1.0] * len(weights), least, most, budget=bits)
+
+
+def _spent(
+    weights: Sequence[float],
+    sizes: Sequence[float],
+    least: int,
+    most: int,
+    *,
+    limits: tuple[float, float] = (-inf, -inf),
+    budget: float = inf,
+) -> list[int]:
+    error, bound = limits
+    bits = [least] * len(weights)
+    left, now = budget - least * sum(sizes), error_of(weights, bits)
+    heap = [(-_gain(weight, least) / size, i) for i, (weight, size) in enumerate(zip(weights, sizes, strict=True))]
+    heapify(heap)
+    while heap and heap[0][0] < inf and (now > bound or now + _LEAN * heap[0][0] * sizes[heap[0][1]] > error):
+        gain, i = heap[0]
+        if bits[i] == most or sizes[i] > left:
+            heapreplace(heap, (inf, i))
+            continue
+        bits[i] += 1
+        left, now = left - sizes[i], now + gain * sizes[i]
+        heapreplace(heap, (-_gain(weights[i], bits[i]) / sizes[i], i))
+    return bits
+
+
+def _gain(weight: float, bits: int) -> float:
+    """By how much one bit more lowers the error."""
+    return weight / levels_of(bits) ** 2 - weight / levels_of(bits + 1) ** 2

@@ -1,0 +1,162 @@
+"""Normalisation of all models at once, with each model's own statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic.fusion.batch import Batch, Value, along, each, flat
+from laconic.fusion.choice import fastest
+from laconic.fusion.routing import Context, rule
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    context: Context,
+    function: Any,
+    input: Value,
+    running_mean: Value | None,
+    running_var: Value | None,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Batch:
+    """The models' channels side by side; running statistics are updated in their own rows."""
+    settings = (training, momentum, eps)
+    values = (input, running_mean, running_var, weight, bias)
+    return _by_channels(context, function, values, settings)
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    context: Context,
+    function: Any,
+    input: Value,
+    running_mean: Value | None = None,
+    running_var: Value | None = None,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Batch:
+    """As `batch_norm`, per sample."""
+    values = (input, running_mean, running_var, weight, bias)
+    return _by_channels(context, function, values, (use_input_stats, momentum, eps))
+
+
+def _by_channels(context: Context, function: Any, values: Sequence[Value | None], settings: Any) -> Batch:
+    size = context.size
+
+    def channels(input: Value, *others: Value | None) -> Batch:
+        x = along(input, 1, size).flatten(1, 2)
+        found = function(x, *(flat(value, size) for value in others), *settings)
+        return Batch(found.unflatten(1, (size, -1)), 1)
+
+    def loop(*own: Value | None) -> Batch:
+        return each(function, size, *own, *settings)
+
+    return fastest(function.__name__, {"channels": channels, "loop": loop}, values, settings)
+
+
+def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
+    """The forward of batch normalisation with `momentum=None`, whose average depends on each model's own age."""
+    layer: Any = module
+    layer._check_input_dim(input)
+    affine = (layer.weight, layer.bias)
+    if not layer.training:
+        return F.batch_norm(input, layer.running_mean, layer.running_var, *affine, False, 0.0, layer.eps)
+    layer.num_batches_tracked.add_(1)
+    share = 1.0 / layer.num_batches_tracked.to(input.dtype)
+    channels = [axis for axis in range(input.dim()) if axis != 1]
+    with torch.no_grad():
+        variance, mean = torch.var_mean(input, dim=channels)
+        layer.running_mean.copy_(share * mean + (1 - share) * layer.running_mean)
+        layer.running_var.copy_(share * variance + (1 - share) * layer.running_var)
+    return F.batch_norm(input, None, None, *affine, True, 0.0, layer.eps)
+
+
+@rule(F.group_norm)
+def group_norm(
+    context: Context,
+    function: Any,
+    input: Value,
+    num_groups: int,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    eps: float = 1e-5,
+) -> Batch:
+    """As many groups for each model, side by side."""
+    size = context.size
+
+    def channels(input: Value, weight: Value | None, bias: Value | None) -> Batch:
+        x = along(input, 1, size).flatten(1, 2)
+        found = function(x, size * num_groups, flat(weight, size), flat(bias, size), eps)
+        return Batch(found.unflatten(1, (size, -1)), 1)
+
+    def loop(input: Value, weight: Value | None, bias: Value | None) -> Batch:
+        return each(function, size, input, num_groups, weight, bias, eps)
+
+    return fastest("group_norm", {"channels": channels, "loop": loop}, (input, weight, bias), (num_groups, eps))
+
+
+@rule(F.layer_norm)
+def layer_norm(
+    context: Context,
+    function: Any,
+    input: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None = None,
+    bias: Value | None = None,
+    eps: float = 1e-5,
+) -> Batch:
+    """Normalise all rows at once, then scale and shift each model's by its own."""
+    ways = {
+        "apart": partial(_apart, partial(function, eps=eps), context.size, tuple(normalized_shape)),
+        "loop": lambda x, gain, shift: each(function, context.size, x, normalized_shape, gain, shift, eps),
+    }
+    return fastest("layer_norm", ways, (input, weight, bias), (eps,))
+
+
+@rule(F.rms_norm)
+def rms_norm(
+    context: Context,
+    function: Any,
+    input: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None = None,
+    eps: float | None = None,
+) -> Batch:
+    """As `layer_norm`, without mean and shift."""
+    ways = {
+        "apart": lambda x, gain: _apart(
+            partial(function, eps=eps), context.size, tuple(normalized_shape), x, gain, None
+        ),
+        "loop": lambda x, gain: each(function, context.size, x, normalized_shape, gain, eps),
+    }
+    return fastest("rms_norm", ways, (input, weight), (eps,))
+
+
+def _apart(
+    normalise: Any, size: int, shape: tuple[int, ...], input: Value, weight: Value | None, bias: Value | None
+) -> Batch:
+    """What is shared is normalised once; else the models' axis stays where it is among the rows."""
+    lead = len(input.shape) - len(shape)
+    axis = input.axis if isinstance(input, Batch) and input.axis <= lead else 0
+    found = normalise(input.at(axis) if isinstance(input, Batch) else input.unsqueeze(0), list(shape))
+
+    def lined_up(value: Value) -> Tensor:
+        return along(value, 0, size).view(size, *[1] * (lead - axis), *shape)
+
+    if weight is None:
+        return Batch(found, axis)
+    if bias is None:
+        return Batch(found * lined_up(weight), axis)
+    return Batch(torch.addcmul(lined_up(bias), found, lined_up(weight)), axis)

@@ -1,0 +1,123 @@
+"""Stochastic gradient descent of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError
+from laconic.fusion.optimizers.base import FusedOptimizer, Numbers
+from laconic.fusion.optimizers.handful import Group, Handful, Tensors
+from laconic.fusion.optimizers.vectors import Coefficient, add_, plus, scale_
+
+
+class SGD(FusedOptimizer):
+    r"""`torch.optim.SGD` of every model, with its own hyperparameters.
+
+    $$g \leftarrow g + \lambda x, \qquad u \leftarrow \mu u + (1-\delta) g, \qquad x \leftarrow x - \gamma u,$$
+
+    where the first step has $u = g$, and Nesterov's momentum moves by $g + \mu u$ instead of $u$.
+
+    Args:
+        params: an array's parameters, or groups of them.
+        lr: $\gamma$; a number, or one per model.
+        momentum: $\mu$, likewise; more remembers longer.
+        dampening: $\delta$, likewise.
+        weight_decay: $\lambda$, likewise.
+        nesterov: True, False, or one per model.
+        models: the number of models; None finds it from the parameters.
+
+    Raises:
+        ConfigError: a value out of its range, not one per model, or Nesterov's momentum without momentum.
+    """
+
+    ranges = {  # noqa: RUF012
+        "lr": (0.0, inf),
+        "momentum": (0.0, inf),
+        "dampening": (-inf, inf),
+        "weight_decay": (0.0, inf),
+        "nesterov": (0.0, 2.0),
+    }
+    kept = ("momentum_buffer",)
+    genuine = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[Group],
+        lr: Numbers = 1e-3,
+        momentum: Numbers = 0.0,
+        dampening: Numbers = 0.0,
+        weight_decay: Numbers = 0.0,
+        nesterov: bool | Sequence[bool] = False,
+        *,
+        models: int | None = None,
+    ) -> None:
+        values = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**values, "nesterov": nesterov}, {}, models=models)
+        for group in self.param_groups:
+            wrong = (group["nesterov"] > 0) & ((group["momentum"] <= 0) | (group["dampening"] != 0))
+            if bool(wrong.any()):
+                model = int(wrong.nonzero()[0])
+                raise ConfigError(f"nesterov of model {model}: needs momentum above 0 and dampening 0")
+
+    def by_rows(self, handful: Handful) -> bool:
+        """On a CPU."""
+        return _on_cpu(handful)
+
+    def move_row(
+        self,
+        group: Group,
+        values: dict[str, float],
+        step: Tensor,
+        parameters: Tensors,
+        gradients: Tensors,
+        states: dict[str, Tensors],
+    ) -> None:
+        """By torch's own fused kernel."""
+        torch._fused_sgd_(  # pyright: ignore
+            parameters,
+            gradients,
+            states["momentum_buffer"] if values["momentum"] else [],
+            weight_decay=values["weight_decay"],
+            momentum=values["momentum"],
+            lr=values["lr"],
+            dampening=values["dampening"],
+            nesterov=bool(values["nesterov"]),
+            maximize=False,
+            is_first_step=float(step) == 1,
+        )
+
+    def move(self, handful: Handful) -> None:
+        """All models at once; one without momentum keeps its gradient as its momentum."""
+        values, buffers = handful.values, handful.states["momentum_buffer"]
+        gradients = plus(handful.gradients, handful.parameters, Coefficient(values["weight_decay"]))
+        first = (handful.steps == 1) | (values["momentum"] == 0)
+        scale_(buffers, Coefficient(values["momentum"]))
+        add_(buffers, gradients, Coefficient(torch.where(first, 1.0, 1 - values["dampening"])))
+        # d = (1 - n) u + n (g + mu u)
+        ahead = values["nesterov"]
+        directions = plus(buffers, buffers, Coefficient(ahead * (values["momentum"] - 1)))
+        add_(directions, gradients, Coefficient(ahead))
+        moving = directions if bool(ahead.any()) else buffers
+        add_(handful.parameters, moving, Coefficient(-values["lr"]))
+
+    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """As torch's SGD takes them."""
+        return {**values, "nesterov": bool(values["nesterov"])}
+
+    def extract(self, index: int) -> dict[str, Any]:
+        """One model's state as `torch.optim.SGD.state_dict` has it."""
+        found = super().extract(index)
+        for group in found["param_groups"]:
+            for number in group["params"]:
+                if number in found["state"] and not group["momentum"]:
+                    found["state"][number]["momentum_buffer"] = None
+        return found
+
+
+def _on_cpu(handful: Handful) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in handful.parameters)

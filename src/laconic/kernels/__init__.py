@@ -1,0 +1,26 @@
+"""The arithmetic of codecs: vectors to bytes and back."""
+
+from laconic.kernels.chance import mix64, uniform
+from laconic.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
+from laconic.kernels.quantized import dequantize_, quantize_, quantized_nbytes
+from laconic.kernels.signs import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
+from laconic.kernels.sketched import heavy, sketch_, unsketch
+
+__all__ = [
+    "decode_signs_",
+    "dequantize_",
+    "encode_signs_",
+    "heavy",
+    "mix64",
+    "pack_indices",
+    "packed_nbytes",
+    "quantize_",
+    "quantized_nbytes",
+    "sign_nbytes",
+    "sketch_",
+    "sum_signs_",
+    "top_k",
+    "uniform",
+    "unpack_indices",
+    "unsketch",
+]

@@ -1,0 +1,54 @@
+"""Flags and scales as bytes: bit j of byte k is element 8k + j."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Flags of 0 and 1, [n], as uint8 [ceil(n/8)]; what is left of the last byte is 0."""
+    n = flags.numel()
+    padded = torch.zeros(-(-n // 8) * 8, dtype=torch.uint8, device=flags.device)
+    padded[:n] = flags
+    return (padded.view(-1, 8) << _PLACES.to(flags.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    """The first `n` flags, uint8 [n]."""
+    return ((packed[:, None] >> _PLACES.to(packed.device)) & 1).reshape(-1)[:n]
+
+
+def blocks_of(n: int, block: int) -> int:
+    """How many blocks `n` elements fill, the last one perhaps in part."""
+    return -(-n // block)
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """A vector [n] as [blocks, block], filled up with zeros."""
+    count = blocks_of(x.numel(), block)
+    if count * block == x.numel():
+        return x.view(count, block)
+    padded = x.new_zeros(count * block)
+    padded[: x.numel()] = x
+    return padded.view(count, block)
+
+
+def write_scales(scales: Tensor, out: Tensor, scale_bytes: int) -> None:
+    """Put scales, fp32 [m], into bytes [m * scale_bytes]: as fp32, or rounded to bf16."""
+    out.copy_(scales.to(_DTYPES[scale_bytes]).view(torch.uint8))
+
+
+def read_scales(payload: Tensor, count: int, scale_bytes: int) -> Tensor:
+    """The first `count` scales of a payload, fp32."""
+    # A copy, as bytes need not begin where a number may.
+    return payload[: count * scale_bytes].clone().view(_DTYPES[scale_bytes]).float()
+
+
+def spread(scales: Tensor, n: int, block: int) -> Tensor:
+    """Every element's scale, [n]."""
+    return scales[:, None].expand(-1, block).reshape(-1)[:n]
+
+
+_PLACES = torch.arange(8, dtype=torch.uint8)
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -1,0 +1,222 @@
+"""Average gradients at first, then momenta in a bit an entry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.codecs.base import Codec, draw_key
+from laconic.codecs.one_bit import OneBit
+from laconic.comm.base import Work
+from laconic.errors import ConfigError
+from laconic.kinds import check_kinds
+from laconic.optimizers.one_bit_base import FreezingOptimizer, speaker
+from laconic.reduce import mean_, two_stage_mean_
+from laconic.replica import Replica
+from laconic.strategies.base import Strategy
+
+_PREFIX = "momentum/"
+
+
+@dataclass(frozen=True)
+class CompressedMomentum(Strategy):
+    r"""Average gradients at every step until the optimizer's variance has settled; then say momenta, coded.
+
+    With an optimizer that can freeze its variance, `OneBitLamb` or `OneBitAdam`: for `warmup_steps` this is
+    `AllReduce()`. Then every worker lets the momentum that all agreed on last follow its own gradient, and all agree
+    on the mean of that, in two stages, each of which remembers what it left unsaid ($e_i$, $\bar e_j$):
+
+    $$m_i = \beta_1 m + (1-\beta_1) g_i, \qquad y_i = C(m_i + e_i), \quad e_i \leftarrow m_i + e_i - y_i,$$
+
+    $$m = C\Big(\tfrac1n \sum_i y_i + \bar e\Big), \quad
+      \bar e \leftarrow \tfrac1n \sum_i y_i + \bar e - m .$$
+
+    Every rank decodes the same bytes, so parameters stay equal on all ranks. A gradient that is not finite on any rank
+    lets all of them skip the step, and what was left unsaid stays as it is.
+    Traffic: $2\frac{n-1}{n}$ of the gradient per worker and step at first, of its codes (a bit an entry, and a scale a
+    block) later. State: what the codec left unsaid, like the parameters and an $n$-th of them; with `overlap`, or with
+    parameters in 16 bits, `said`, like the parameters in fp32.
+
+    Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Algorithm 1; Li et al., 1-bit LAMB, HiPC 2022,
+    arXiv:2104.06069, Algorithm 1.
+
+    Args:
+        codec: how momenta are said; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one for all of
+            them, as in the papers.
+        warmup_steps: steps before momenta are coded; more freezes a better variance, and says more. None ends them
+            when the variance has settled.
+        settled: with `warmup_steps=None`, the share of the variance that may still change in $1/(1-\beta_2)$ steps.
+        max_norm: gradients are scaled down to this norm: their mean's at first, the root of their mean square norm
+            later, with the same factor on all ranks; of every vector by itself, where parameters have several dtypes.
+        rescale: brings all tensors' momenta to one size before they are coded; for scales over the whole vector.
+        overlap: send each bucket's codes while the backward pass still runs; gradients must stay as it left them.
+        feedback: False forgets what was left unsaid, to see what remembering it is good for.
+    """
+
+    codec: Codec = OneBit(norm="l2")
+    warmup_steps: int | None = 1000
+    settled: float = 0.04
+    max_norm: float | None = None
+    rescale: bool = False
+    overlap: bool = False
+    feedback: bool = True
+
+    paper = "Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069"
+    waits = "every step, all wait for the slowest worker and for its codes to travel (for the gradient, at first)"
+    limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for the variance to settle"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        if self.warmup_steps is not None and self.warmup_steps < 1:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step; a sixth of the run is usual"
+            )
+        if not 0 < self.settled < 1:
+            raise ConfigError(f"settled={self.settled}: must lie between 0 and 1; 0.04 is usual")
+        if self.max_norm is not None and not 0 < self.max_norm < inf:
+            raise ConfigError(f"max_norm={self.max_norm}: must be positive and finite; 1 is usual, None clips nothing")
+        if self.overlap and self.max_norm is not None:
+            raise ConfigError(
+                f"overlap=True, max_norm={self.max_norm}: the norm is known when the backward pass is over, and the "
+                "first codes are on their way by then; keep one of them"
+            )
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Yes, bucket by bucket, until the variance is frozen."""
+        return True
+
+    @property
+    def reads_gradient(self) -> bool:
+        """Yes, to make momenta of it."""
+        return True
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse one whose variance cannot be frozen."""
+        if not isinstance(optimizer, FreezingOptimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} under CompressedMomentum: its momentum cannot be said for it; use "
+                "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to code gradients"
+            )
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
+        """Launch the mean of one bucket, or of what its momentum would be."""
+        if _warm(r):
+            return mean_(r.comm, r.g[part], count=r.active)
+        if self.overlap:
+            self._say(r, part)
+        return None
+
+    def before_step(self, r: Replica) -> None:
+        """Agree on the momentum of this step."""
+        self._clip_(r)
+        if _warm(r):
+            return
+        under_way = [name for name in r.inflight if name.startswith(_PREFIX)]
+        if under_way:
+            _refuse_changes(r, under_way)
+        else:
+            self._say(r, slice(0, r.x.numel()))
+        self._hear(r)
+
+    def after_step(self, r: Replica) -> None:
+        """Freeze the variance, when its time has come."""
+        told = speaker(r.moments)
+        if told is None or told.optimizer.frozen:
+            return
+        if self.warmup_steps is not None:
+            settled = r.step >= self.warmup_steps
+        else:
+            settled = told.leads and r.step % told.memory_steps == 0 and self._has_settled(r, told.optimizer)
+        if settled:
+            told.optimizer.freeze()
+
+    def average_(self, r: Replica) -> None:
+        """Nothing to do: all ranks hold the same vector."""
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The parameters themselves."""
+        return r.x
+
+    def _has_settled(self, r: Replica, optimizer: FreezingOptimizer) -> bool:
+        change = mean_(r.comm, optimizer.variance_change().reshape(1)).wait()
+        return bool(change < self.settled)
+
+    def _clip_(self, r: Replica) -> None:
+        if self.max_norm is None:
+            return
+        square = _norm(r.g).double().square().reshape(1)
+        if not _warm(r):
+            square = mean_(r.comm, square, count=r.active).wait()
+        r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
+
+    def _words(self, r: Replica) -> Tensor:
+        """Where momenta are said from: the gradient's own place, if that is exact and nobody looks at it meanwhile."""
+        if not self.overlap and r.g.dtype in (torch.float32, torch.float64):
+            return r.g
+        if "said" not in r.state:
+            r.state["said"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+        return r.state["said"]
+
+    def _say(self, r: Replica, part: slice) -> None:
+        """Send what this part's momentum would be; what came of an earlier try is waited for and forgotten."""
+        words, name = self._words(r), f"{_PREFIX}{part.start}"
+        r.collect(name)
+        if words is not r.g:
+            words[part].copy_(r.g[part])
+            r.state[f"norm/{part.start}"] = _norm(r.g[part])
+        told = speaker(r.moments)
+        if told is not None:
+            parameters, momenta = told.within(part, words)
+            told.optimizer.say_(momenta, parameters, share=r.comm.size / r.active, rescale=self.rescale)
+        if not self.feedback:
+            _forget(r)
+        key = draw_key(r.seed, r.step, offset=part.start)
+        whole = r.x.numel()
+        work = two_stage_mean_(r.comm, words[part], self.codec, r.state, key=key, at=part.start, whole=whole)
+        r.launch(name, work.then(lambda mean: [mean]))
+
+    def _hear(self, r: Replica) -> None:
+        """Hand the optimizer what was agreed on, part by part; none of it if any of it is not finite."""
+        agreed = [mean for name in [*r.inflight] if name.startswith(_PREFIX) for mean in r.collect(name) or ()]
+        told = speaker(r.moments)
+        if told is None:
+            return
+        if not torch.cat([mean[:1] for mean in agreed]).isfinite().all():
+            told.optimizer.skip()
+            return
+        parameters, momenta = told.within(slice(0, r.x.numel()), self._words(r))
+        told.optimizer.hear(momenta, parameters, rescale=self.rescale)
+
+
+def _warm(r: Replica) -> bool:
+    """Whether gradients are still averaged; a dry run, which has no optimizer, is past that."""
+    told = speaker(r.moments)
+    return told is not None and not told.optimizer.frozen
+
+
+def _forget(r: Replica) -> None:
+    for name, unsaid in r.state.items():
+        if name == "error" or name.startswith("server_error/"):
+            unsaid.zero_()
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _refuse_changes(r: Replica, names: Sequence[str]) -> None:
+    """Refuse a loop that has changed gradients after they were sent."""
+    starts = sorted(int(name.removeprefix(_PREFIX)) for name in names)
+    for start, stop in pairwise([*starts, r.g.numel()]):
+        before, now = r.state[f"norm/{start}"], _norm(r.g[start:stop])
+        if not torch.allclose(before, now, rtol=0.0, atol=0.0, equal_nan=True):
+            raise ConfigError(
+                f"step {r.step}: gradients were changed after backward() had sent them (clipped, or unscaled by a "
+                "GradScaler); use CompressedMomentum(overlap=False), and its max_norm to clip"
+            )

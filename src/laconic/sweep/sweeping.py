@@ -1,0 +1,120 @@
+"""A sweep from its first trial to its last: arrays as large as fit, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from laconic.errors import ConfigError
+from laconic.sweep.capacity import largest
+from laconic.sweep.sampling import Sampler
+from laconic.sweep.training import FUSIBLE, Plan, Together, train_together
+from laconic.sweep.trials import Outcome, Trial, partition
+
+_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class News:
+    """How far a sweep has got.
+
+    Args:
+        array: which array is being trained, from 1.
+        members: trials that it began with.
+        step: its steps so far.
+        ended: outcomes of the whole sweep that are known.
+    """
+
+    array: int
+    members: int
+    step: int
+    ended: Sequence[Outcome]
+
+
+def sweep(
+    plan: Plan,
+    sampler: Sampler,
+    trials: int,
+    *,
+    together: int | None = None,
+    told: Callable[[News], None] | None = None,
+) -> list[Outcome]:
+    """Train as many trials as are wanted, in arrays of those that can be fused.
+
+    Args:
+        plan: of every trial.
+        sampler: proposes trials; asked for as many at a time as one array holds.
+        trials: in all.
+        together: the most in one array; None takes as many as memory has room for.
+        told: called after every step.
+
+    Returns:
+        one outcome per trial, in the order of their numbers.
+
+    Raises:
+        ConfigError: fewer than one trial, or not even one fits.
+    """
+    if trials < 1:
+        raise ConfigError(f"trials={trials}: a sweep has at least 1")
+    if together is not None and together < 1:
+        raise ConfigError(f"together={together}: an array has at least 1 model")
+    ended, arrays = list[Outcome](), 0
+    while len(ended) < trials:
+        asked = sampler.ask(min(trials - len(ended), together or trials))
+        found = list[Outcome]()
+        for group in partition(asked, FUSIBLE):
+            most = together or room_for(plan, group)
+            for begin in range(0, len(group), most):
+                members, arrays = group[begin : begin + most], arrays + 1
+                found += train_together(plan, members, _teller(told, arrays, len(members), [*ended, *found]))
+        sampler.tell(found)
+        ended += found
+    return sorted(ended, key=lambda each: each.trial.number)
+
+
+def _teller(
+    told: Callable[[News], None] | None, array: int, members: int, before: Sequence[Outcome]
+) -> Callable[[int, Sequence[Outcome]], None] | None:
+    if told is None:
+        return None
+    return lambda step, ended: told(News(array, members, step, [*before, *ended]))
+
+
+def room_for(plan: Plan, trials: Sequence[Trial]) -> int:
+    """How many of these trials can be trained at once: one step is tried with 1, 2, 4 and so on.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    room = _SHARE * free_bytes(torch.device("cpu"))
+
+    def fits(count: int) -> bool:
+        before = resident_bytes()
+        try:
+            Together(replace(plan, halving=None), trials[:count]).advance()
+        except (torch.OutOfMemoryError, MemoryError):
+            return False
+        # Doubling may take as much again as what this one took.
+        return 2 * (resident_bytes() - before) < room
+
+    found = largest(fits, len(trials))
+    if not found:
+        raise ConfigError("not one trial fits into memory; take a smaller model or batch")
+    return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return 4096 * pages

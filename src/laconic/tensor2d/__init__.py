@@ -1,0 +1,57 @@
+"""Transformers on a mesh of ranks: parameters and activations are both cut by rows and by columns."""
+
+from laconic.tensor2d.attention import Attention2D, MultiheadAttention2D
+from laconic.tensor2d.clipping import clip_gradient_norm_, gradient_norm
+from laconic.tensor2d.dropout import Dropout2D
+from laconic.tensor2d.embedding import Embedding2D, PositionTable2D
+from laconic.tensor2d.feed_forward import FeedForward2D
+from laconic.tensor2d.linear import Linear2D, TiedHead2D, linear_2d
+from laconic.tensor2d.loss import cross_entropy_2d
+from laconic.tensor2d.mesh import Mesh2D, Place, mesh_2d
+from laconic.tensor2d.norms import LayerNorm2D, RMSNorm2D
+from laconic.tensor2d.panels import Pace, Panels, choose_panels
+from laconic.tensor2d.parallelize import parallelize_2d, whole_activation
+from laconic.tensor2d.placement import Axis, Placement
+from laconic.tensor2d.products import multiply_ab, multiply_abt, multiply_atb
+from laconic.tensor2d.state import load_whole_, read_blocks_, read_safetensors_, whole_state, write_blocks, write_whole
+from laconic.tensor2d.tape import checkpoint_, checkpoint_2d
+from laconic.tensor2d.threads import run_mesh_threads
+
+__all__ = [
+    "Attention2D",
+    "Axis",
+    "Dropout2D",
+    "Embedding2D",
+    "FeedForward2D",
+    "LayerNorm2D",
+    "Linear2D",
+    "Mesh2D",
+    "MultiheadAttention2D",
+    "Pace",
+    "Panels",
+    "Place",
+    "Placement",
+    "PositionTable2D",
+    "RMSNorm2D",
+    "TiedHead2D",
+    "checkpoint_",
+    "checkpoint_2d",
+    "choose_panels",
+    "clip_gradient_norm_",
+    "cross_entropy_2d",
+    "gradient_norm",
+    "linear_2d",
+    "load_whole_",
+    "mesh_2d",
+    "multiply_ab",
+    "multiply_abt",
+    "multiply_atb",
+    "parallelize_2d",
+    "read_blocks_",
+    "read_safetensors_",
+    "run_mesh_threads",
+    "whole_activation",
+    "whole_state",
+    "write_blocks",
+    "write_whole",
+]

@@ -1,0 +1,184 @@
+"""Trials trained as one array are the trials trained one after another."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic import ConfigError
+from laconic.cli import main
+from laconic.sweep.population import Population, train_population
+from laconic.sweep.sampling import OptunaSampler, RandomSampler, sampler_of
+from laconic.sweep.space import Range, Space, parse_domain
+from laconic.sweep.sweeping import News, room_for, sweep
+from laconic.sweep.training import Plan, Together, train_alone, train_together
+from laconic.sweep.trials import Halving, Outcome, Trial
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    from laconic.tasks import load
+
+    return Plan(load("digits"), steps=12, eval_limit=128)
+
+
+def trials(count: int, **more: str) -> list[Trial]:
+    space = Space({"lr": Range(1e-3, 1e-1, "log")} | {name: parse_domain(text) for name, text in more.items()})
+    return [Trial(number, space.draw(0, number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_an_array_of_trials_ends_as_they_do_one_by_one(plan: Plan, optimizer: str, schedule: str) -> None:
+    knob = {"momentum": "0:0.9"} if optimizer == "sgd" else {"beta1": "0.5:0.95", "eps": "log:1e-8:1e-3"}
+    drawn = trials(3, optimizer=optimizer, weight_decay="0:0.1", **knob)
+    own = Plan(plan.task, plan.steps, schedule=schedule, eval_limit=plan.eval_limit)  # type: ignore[arg-type]
+    for together, trial in zip(train_together(own, drawn), drawn, strict=True):
+        alone = train_alone(own, trial)
+        assert together.trial == trial
+        assert together.loss == pytest.approx(alone.loss, abs=1e-5)
+        assert together.metric == pytest.approx(alone.metric, abs=0.01)
+        assert together.steps == alone.steps == 12
+
+
+def test_halving_gives_up_the_worst_and_leaves_the_rest_as_they_were(plan: Plan) -> None:
+    drawn = trials(6)
+    halved = Plan(plan.task, plan.steps, halving=Halving(first=3, keep=2), eval_limit=plan.eval_limit)
+    found = train_together(halved, drawn)
+    assert [each.steps for each in sorted(found, key=lambda each: each.steps)] == [3, 3, 3, 6, 12, 12]
+    assert [each.stopped for each in found] == [each.steps < 12 for each in found]
+    for survivor in (each for each in found if not each.stopped):
+        assert survivor.loss == pytest.approx(train_alone(plan, survivor.trial).loss, abs=1e-5)
+
+
+def test_a_trial_that_diverges_leaves_the_others_alone(plan: Plan) -> None:
+    sound = trials(2)
+    wild = Trial(2, {"lr": 1e30})
+    found = train_together(plan, [*sound, wild])
+    assert not math.isfinite(found[2].loss)
+    assert [each.loss for each in found[:2]] == pytest.approx(
+        [each.loss for each in train_together(plan, sound)], abs=1e-6
+    )
+
+
+def test_a_sweep_trains_what_cannot_be_fused_apart(plan: Plan) -> None:
+    news: list[News] = []
+    space = Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")})
+    found = sweep(plan, RandomSampler(space, seed=1), 6, together=2, told=news.append)
+    assert [each.trial.number for each in found] == list(range(6))
+    assert max(each.members for each in news) <= 2
+    sizes = [each.trial.knobs["batch_size"] for each in found]
+    assert set(sizes) == {8, 16}
+    assert found[0].loss == pytest.approx(train_alone(plan, found[0].trial).loss, abs=1e-5)
+
+
+def test_all_small_trials_fit_and_a_sweep_asks_for_room_by_itself(plan: Plan) -> None:
+    assert room_for(plan, trials(3)) == 3
+    assert len(sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 3)) == 3
+
+
+def test_a_study_is_asked_for_arrays_and_told_what_came_of_them(plan: Plan) -> None:
+    pytest.importorskip("optuna")
+    sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")}), seed=0)
+    found = sweep(plan, sampler, 4, together=2)
+    told = {each.number: each.value for each in sampler.study.trials}
+    assert told == {each.trial.number: each.loss for each in found}
+    assert sampler.study.best_trial.number == min(found, key=lambda each: each.loss).trial.number
+
+
+def test_a_study_learns_of_trials_that_diverged_or_were_given_up() -> None:
+    pytest.importorskip("optuna")
+    sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log")}), seed=0)
+    first, second, third = sampler.ask(3)
+    sampler.tell([Outcome(first, math.nan, 0, 5), Outcome(second, 0.5, 0, 5, stopped=True), Outcome(third, 0.4, 0, 9)])
+    assert [each.state.name for each in sampler.study.trials] == ["FAIL", "PRUNED", "COMPLETE"]
+
+
+def test_the_worst_of_a_population_go_on_from_the_best() -> None:
+    population = Population(every=3, share=0.25)
+    outcomes = [Outcome(Trial(n, {}), loss, 0, 3) for n, loss in enumerate([0.4, 0.1, math.nan, 0.3])]
+    sources = population.sources(outcomes, torch.Generator().manual_seed(0))
+    assert sources == [0, 1, 1, 3]
+
+
+def test_a_copy_has_parameters_state_and_a_changed_rate_and_the_others_are_untouched(plan: Plan) -> None:
+    run = Together(plan, trials(4))
+    for _ in range(3):
+        run.advance()
+    before = {name: tensor.detach().clone() for name, tensor in run.array.named_parameters()}
+    rates = run.rates.clone()
+    sources = Population(every=3, share=0.25, change=0.5).exchange(run, torch.Generator().manual_seed(0))
+    (copy,) = (place for place, source in enumerate(sources) if source != place)
+    for name, tensor in run.array.named_parameters():
+        assert torch.equal(tensor, before[name][sources])
+    assert float(run.rates[copy] / rates[sources[copy]]) in (pytest.approx(0.5), pytest.approx(1.5))
+    assert [float(run.rates[place]) for place in range(4) if place != copy] == [
+        float(rates[place]) for place in range(4) if place != copy
+    ]
+    assert run.optimizer.extract(copy)["state"][0]["momentum_buffer"].equal(
+        run.optimizer.extract(sources[copy])["state"][0]["momentum_buffer"]
+    )
+
+
+def test_a_population_ends_with_the_rates_it_came_to(plan: Plan) -> None:
+    found = train_population(plan, trials(4), Population(every=4))
+    begun = [float(trial.knobs["lr"]) for trial in trials(4)]
+    assert len(found) == 4
+    assert [float(each.trial.knobs["lr"]) for each in found] != begun
+    assert all(each.steps == plan.steps for each in found)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Population(every=0), "at least 1 step"),
+        (lambda: Population(every=1, share=0.6), r"\(0, 0.5\]"),
+        (lambda: Population(every=1, change=1.0), "between 0 and 1"),
+        (lambda: sampler_of("grid", Space({}), seed=0), "there are random, optuna"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [({"dropout": 0.1}, "there are batch_size"), ({"lr": "fast"}, "must be a number"), ({"optimizer": "lion"}, "lion")],
+)
+def test_knobs_that_do_not_exist_are_refused_by_name(plan: Plan, knobs: dict[str, float | str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan.setting(knobs)
+
+
+def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match="partition them"):
+        Together(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
+
+
+def test_the_command_sweeps_and_writes_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sweep"
+    command = "sweep --task digits --trials 4 --steps 8 --lr log:1e-3:1e-1 --momentum 0:0.9 --eval-limit 64 --threads 1"
+    threads = torch.get_num_threads()
+    try:
+        assert main([*command.split(), "--halving", "3", "--keep", "2", "--check", "--json", "--out", str(folder)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    told = json.loads(capsys.readouterr().out)
+    assert told["trials"] == json.loads((folder / "trials.json").read_text())
+    assert told["largest_difference"] < 1e-4
+    assert told["given_up"] == 3
+    assert (folder / "plots" / "sweep.png").stat().st_size > 5_000
+    assert "What each knob did" in (folder / "report.html").read_text()
+
+
+def test_a_knob_that_is_no_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--lr", "log:0:1"]) != 0
+    assert "begins above 0" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The same over Gloo, four processes in two rows and two columns, with DTensor beside it as an oracle."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from laconic import ConfigError
+from laconic.tensor2d import (
+    Mesh2D,
+    Panels,
+    checkpoint_,
+    clip_gradient_norm_,
+    load_whole_,
+    mesh_2d,
+    multiply_ab,
+    multiply_abt,
+    multiply_atb,
+    read_blocks_,
+    whole_state,
+    write_blocks,
+)
+from tests.oracles_tensor2d import Encoder, block_of, drawn, gpt, laid_out, mesh_loss, run
+from tests.pool import run_processes
+
+
+def steps(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], float, float]:
+    """Three checkpointed steps with dropout, a tied head and clipping; their losses, parameters, norm and bytes."""
+    model = laid_out(mesh, Encoder(dropout=0.1).double(), seed=7)
+    for layer in model.encoder.layers:
+        checkpoint_(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[Tensor] = []
+    norm, before = torch.zeros(()), mesh.payload_bytes
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mesh_loss(model, mesh, step)
+        loss.backward()
+        norm = clip_gradient_norm_(model, 1.0, mesh)
+        optimizer.step()
+        losses.append(loss.detach())
+    nbytes = mesh.payload_bytes - before
+    return losses, whole_state(model, mesh), float(norm), nbytes
+
+
+def products_equal_dtensor_s(mesh: Mesh2D) -> None:
+    devices = init_device_mesh("cpu", (2, 2))
+    a, b = drawn(8, 12, seed=1), drawn(12, 20, seed=2)
+    pairs = (
+        (multiply_ab, a, b, lambda x, y: x @ y),
+        (multiply_abt, a, b.T.contiguous(), lambda x, y: x @ y.T),
+        (multiply_atb, a.T.contiguous(), b, lambda x, y: x.T @ y),
+    )
+    for multiply, first, second, whole in pairs:
+        x, y = (distribute_tensor(each, devices, [Shard(0), Shard(1)]) for each in (first, second))
+        oracle = whole(x, y).redistribute(devices, [Shard(0), Shard(1)]).to_local()
+        for panels in (Panels(), Panels(3), Panels(2, overlap=False)):
+            ours = multiply(block_of(first, mesh), block_of(second, mesh), mesh, panels)
+            torch.testing.assert_close(ours, oracle, rtol=1e-12, atol=1e-12)
+
+
+def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
+    mesh = mesh_2d((2, 2), panels=Panels(2), deadline_seconds=20)
+    rank = dist.get_rank()
+    assert (mesh.row, mesh.column) == divmod(rank, 2)
+    assert dist.get_process_group_ranks(init_device_mesh("cpu", (2, 2)).get_group(1)) == [
+        rank // 2 * 2,
+        rank // 2 * 2 + 1,
+    ]
+    products_equal_dtensor_s(mesh)
+    found = steps(mesh)
+    model = laid_out(mesh)
+    load_whole_(model, gpt(seed=5).state_dict(), mesh)
+    write_blocks(model, Path(folder), mesh)
+    again = laid_out(mesh)
+    read_blocks_(again, Path(folder), mesh)
+    assert torch.equal(mesh_loss(model, mesh), mesh_loss(again, mesh))
+    for kind in (torch.bfloat16, torch.float16):
+        x, y = drawn(8, 12, seed=1, dtype=kind), drawn(12, 20, seed=2, dtype=kind)
+        ours = multiply_ab(block_of(x, mesh), block_of(y, mesh), mesh)
+        torch.testing.assert_close(ours, block_of((x.double() @ y.double()).to(kind), mesh))
+    losses, state, norm, nbytes = found
+    return [x.numpy() for x in losses], {name: x.numpy() for name, x in state.items()}, norm, nbytes
+
+
+def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> None:
+    wanted = run(2, 2, steps, Panels(2))
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_processes(4, everything, folder)
+    for (losses, state, norm, nbytes), (our_losses, our_state, our_norm, our_nbytes) in zip(wanted, found, strict=True):
+        torch.testing.assert_close([torch.tensor(x) for x in our_losses], losses, rtol=1e-12, atol=1e-12)
+        assert abs(our_norm - norm) < 1e-12 * norm
+        assert our_nbytes == nbytes
+        for name in state:
+            torch.testing.assert_close(torch.from_numpy(our_state[name].copy()), state[name], rtol=1e-10, atol=1e-12)
+
+
+def odd_meshes() -> None:
+    for shape in ((3, 1), (2, 2), (0, 2)):
+        try:
+            mesh_2d(shape)
+        except ConfigError as error:
+            assert "there are 2" in str(error)
+        else:
+            raise AssertionError(shape)
+    devices = init_device_mesh("cpu", (2, 1), mesh_dim_names=("row", "column"))
+    mesh = mesh_2d(devices, deadline_seconds=20)
+    assert (mesh.rows, mesh.columns, mesh.row) == (2, 1, dist.get_rank())
+    try:
+        mesh_2d(devices["row"])
+    except ConfigError as error:
+        assert "two dimensions" in str(error)
+    else:
+        raise AssertionError("a mesh of one dimension was taken")
+
+
+def test_a_mesh_comes_from_devices_and_refuses_what_does_not_fit() -> None:
+    run_processes(2, odd_meshes)
