@@ -68,13 +68,17 @@ def test_gains_on_both_bases_at_the_same_pace_hold() -> None:
         (ended(train=-0.01), (1.0, 1.0)),
         (with_more_steps(0.03), (1.0, 1.0)),
         (ended(), (1.1, 1.0)),
-        (ended(), (1.0, 1.1)),
+        (ended(), (1.0, 1.2)),
     ],
 )
 def test_a_loss_on_either_base_or_a_slower_step_does_not_hold(
     figures: dict[str, list[Figures]], pace: tuple[float, float]
 ) -> None:
     assert not judge(CHOSEN, figures, paced(*pace), []).holds
+
+
+def test_a_step_may_be_slower_by_the_bytes_it_sends() -> None:
+    assert judge(CHOSEN, ended(), paced(1.0, 1.15), []).holds
 
 
 @pytest.mark.parametrize("scale", [Scale(), QUICK], ids=["full", "quick"])
