@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import coreset
+from benchmarks import compressed, coreset, stragglers
 from laconic.emulate import Network, available, parse_links, run_workers
 from laconic.runs.comparison import Comparison, compare
 from laconic.runs.resolve import resolve
@@ -76,12 +76,16 @@ def main(arguments: Sequence[str]) -> None:
     show(paired_row("AllReduce vs DDP, 4 workers, unshaped", "ddp", against_ddp(None, WORKERS, rounds), "0.98"))
     for row in coreset.rows(quick=quick):
         show(row)
+    for row in stragglers.rows(quick=quick):
+        show(row)
     reason = available()
     if reason is not None:
         print(f"\nlinks are not emulated: {reason}")
         return
     show(paired_row("AllReduce vs DDP, 4 workers, 1gbit", "ddp", against_ddp("1gbit", WORKERS, rounds), "0.98"))
     show(exposed_row(exposed(steps=16 if quick else 32, rounds=1 if quick else 3)))
+    for row in compressed.rows(quick=quick):
+        show(row)
 
 
 def show(row: Sequence[str]) -> None:

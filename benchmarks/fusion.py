@@ -1,6 +1,6 @@
-"""Arrays of models against a loop over them and against `torch.vmap`: layer by layer, and whole training steps.
+"""Arrays of models against a loop over them and against `torch.vmap`: layers, whole training steps, sweeps.
 
-python -m benchmarks.fusion [--quick]
+python -m benchmarks.fusion [--quick] [steps] [layers] [sweep]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,11 @@ from torch import Tensor, nn
 
 from laconic import fusion
 from laconic.fusion import Each, forget_choices, fuse
+from laconic.sweep.sampling import RandomSampler
+from laconic.sweep.space import Space, parse_domain
+from laconic.sweep.sweeping import sweep
+from laconic.sweep.training import Plan, train_alone
+from laconic.tasks import load
 
 Row = tuple[str, ...]
 Work = Callable[[], object]
@@ -79,6 +85,7 @@ def layers(quick: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, .
         ("transposed conv 16-8, 8x8, n=8", lambda: nn.ConvTranspose2d(16, 8, 4, 2, 1), (8, 16, 8, 8)),
         ("batch norm 16, 16x16, n=16", lambda: nn.BatchNorm2d(16), (16, 16, 16, 16)),
         ("layer norm 64, n=16x32", lambda: nn.LayerNorm(64), (16, 32, 64)),
+        ("RMS norm 64, n=16x32", lambda: nn.RMSNorm(64), (16, 32, 64)),
     ]
     if not quick:
         found += [
@@ -211,17 +218,46 @@ def step_rows(quick: bool) -> list[Row]:
     return rows
 
 
+def sweep_rows(quick: bool) -> list[Row]:
+    """Trials of `digits` as one array and one after another: seconds, the ratio, and whether they end alike."""
+    rows: list[Row] = []
+    for size, trials, steps in (("mlp", 64, 50 if quick else 300), ("cnn", 16, 10 if quick else 300)):
+        space = Space({"lr": parse_domain("log:1e-4:1e-1"), "momentum": parse_domain("0:0.95")})
+        fixed = Space({**space.domains, "model_size": parse_domain(size)})
+        plan = Plan(load("digits"), steps=steps)
+        # Reading the data is no part of either, nor is what torch loads with a process's first optimizer.
+        train_alone(replace(plan, steps=1), RandomSampler(fixed, seed=0).ask(1)[0])
+        start = time.perf_counter()
+        fused = sweep(plan, RandomSampler(fixed, seed=0), trials)
+        middle = time.perf_counter()
+        alone = [train_alone(plan, each.trial) for each in fused]
+        after = time.perf_counter()
+        apart = max(abs(a.loss - b.loss) for a, b in zip(fused, alone, strict=True))
+        best = [min(every, key=lambda each: each.loss).trial.number for every in (fused, alone)]
+        words = "same best" if best[0] == best[1] else f"best {best[0]} and {best[1]}"
+        seconds = f"{middle - start:.2f}", f"{after - middle:.2f}", f"{(after - middle) / (middle - start):.2f}"
+        rows.append((f"{trials} trials of digits, {size}, {steps} steps", *seconds, f"{apart:.1e}", words))
+    return rows
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Print two Markdown tables."""
-    quick = "--quick" in arguments
+    """Print Markdown tables."""
+    quick, parts = "--quick" in arguments, [each for each in arguments if not each.startswith("-")]
     torch.set_num_threads(1)
     forget_choices()
     show = partial(print, flush=True)
-    for head, rows in (
-        (("training step", "array, ms", "speed ratio", "quartiles"), step_rows(quick)),
-        (("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms", "array / best other"), layer_rows(quick)),
-    ):
-        for row in (head, ("---",) * len(head), *rows):
+    tables = {
+        "steps": (("training step", "array, ms", "speed ratio", "quartiles"), step_rows),
+        "layers": (
+            ("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms", "array / best other"),
+            layer_rows,
+        ),
+        "sweep": (("sweep", "array, s", "one by one, s", "ratio", "largest difference of losses", "trial"), sweep_rows),
+    }
+    for name, (head, rows) in tables.items():
+        if parts and name not in parts:
+            continue
+        for row in (head, ("---",) * len(head), *rows(quick)):
             show(f"| {' | '.join(row)} |")
         show()
 

@@ -15,6 +15,11 @@ from tests.oracles import Descent, Gradient
 Losses = Callable[[Tensor, int], Tensor]
 
 
+def starts_of(n: int, width: int = 34, seed: int = 0) -> Tensor:
+    """Points at which workers begin, all different."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
 def best_of(scores: Tensor, among: Sequence[int]) -> int:
     """The lowest rank of those with the least score."""
     return min(among, key=lambda i: (float(scores[i]), i))

@@ -190,3 +190,52 @@ class OneBit:
             moved.append(q - k.rate * r * frozen["c"][i] * u)
         self.factors.append(list(frozen["r"]))
         return after, torch.cat(moved)
+
+
+@dataclass
+class ZeroOne:
+    """0/1 Adam, Algorithm 1: momenta alone, the sum u of what they moved, and two sets of steps.
+
+    Attributes:
+        averages: the steps whose gradients are averaged, for the variance and the momentum alike.
+        agrees: the steps after which all hold the same.
+        path: the parameters of all workers after each step.
+    """
+
+    sizes: Sequence[int]
+    knobs: Knobs
+    averages: frozenset[int]
+    agrees: frozenset[int]
+    agree: TwoStages
+    rates: Sequence[float]
+    path: list[Tensor] = field(default_factory=list[Tensor])
+
+    def run(self, gradient: Gradient, x: Tensor) -> Tensor:
+        """Train for as many steps as there are rates; the parameters after every step, (steps, workers, n)."""
+        k, x = self.knobs, x.clone()
+        m, u, v = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[0])
+        anchor, far = x.clone(), 0.0
+        for t, rate in enumerate(self.rates):
+            g = gradient(x, t)
+            if t in self.averages:
+                g = g.mean(0).expand_as(g)
+                v = k.beta2 * v + (1 - k.beta2) * g[0] ** 2
+            else:
+                v = torch.cat([torch.where(w > 0, w, w[w > 0].mean()) for w in v.split(list(self.sizes))])
+            spread = v.sqrt() + k.eps
+            m = k.beta1 * m + (1 - k.beta1) * g
+            shrunk = 1 - rate * k.decay
+            if t in self.averages:
+                x = shrunk * x - rate * m / spread
+                anchor = x
+            else:
+                u, far = u + rate * m, far + rate
+                anchor = shrunk * anchor
+                x = shrunk * x - rate * m / spread
+                if t in self.agrees:
+                    said = self.agree(u / far)
+                    m = said.expand_as(m)
+                    x = (anchor[0] - far * said / spread).expand_as(x)
+                    anchor, u, far = x, torch.zeros_like(u), 0.0
+            self.path.append(x)
+        return torch.stack(self.path)

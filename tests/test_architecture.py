@@ -37,26 +37,20 @@ FLOORS: list[set[str]] = [
     {"strategies"},
     {"recipe", "handshake", "buckets", "joining", "parameters", "scaling", "evaluation"},
     {"checkpoint", "hooks", "tensor2d"},
-    {"attached"},
+    {"attached", "resizing"},
     {"plan", "sim", "sweep"},
     {"runs"},
     {"cli", "__main__"},
 ]
 # They know nothing of the rest, and only what lies above `attach` knows them.
 APART = {"tasks", "emulate", "report", "fusion"}
-GROUND = {"errors", "files", "_version"}
+GROUND = {"errors", "files", "part", "tree", "_version"}
 # Rooms whose files are alternatives to each other, with what is common to all of them in `base`.
-PEERS = {"comm", "topology", "codecs", "strategies", "kernels"}
+PEERS = {"comm", "topology", "codecs", "strategies"}
 # A world of one process needs no sockets; slow momentum's default base is silence.
 NEIGHBOURS = {
     # A code and its error are one pass over memory there.
     ("codecs.feedback", "codecs.one_bit"),
-    ("kernels.largest", "kernels.bits"),
-    ("kernels.quantized", "kernels.bits"),
-    ("kernels.quantized", "kernels.chance"),
-    ("kernels.signs", "kernels.bits"),
-    ("kernels.sketched", "kernels.largest"),
-    ("kernels.sketched", "kernels.chance"),
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.mailbox.zeromq"),
     ("comm.mailbox.zeromq", "comm.mailbox.address"),
@@ -161,6 +155,13 @@ def test_alternatives_know_only_what_is_common_to_them() -> None:
             fine = other.endswith(".base") or (module, other) in NEIGHBOURS or room_of(other) != room_of(module)
             if not fine:
                 wrong.append(f"{module} imports {other}")
+    assert not wrong, wrong
+
+
+def test_the_kernels_in_torch_know_nothing_of_those_that_are_checked_against_them() -> None:
+    theirs = {name_of(path): own_imports(path) for path in FILES if name_of(path).startswith("kernels.reference")}
+    assert theirs
+    wrong = {name: others for name, others in theirs.items() if any("reference" not in other for other in others)}
     assert not wrong, wrong
 
 

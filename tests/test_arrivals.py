@@ -22,8 +22,8 @@ from laconic.moments import Moments
 from tests.oracles_backup import Crowd
 
 
-def here(step: int, *, digest: int = 0, seconds: float = 0.0) -> Note:
-    return Note(Kind.HERE, step, digest=digest, microseconds=int(1e6 * seconds))
+def here(step: int, *, attempt: int = 0, digest: int = 0, seconds: float = 0.0) -> Note:
+    return Note(Kind.HERE, step, attempt, digest=digest, microseconds=int(1e6 * seconds))
 
 
 def run_step(keeper: Keeper, ranks: list[int], now: float = 0.0) -> tuple[int, ...]:
@@ -60,8 +60,8 @@ def test_a_silent_member_is_left_out_of_the_next_attempt_and_comes_too_late() ->
     keeper.hear(0, here(0), 0.0)
     keeper.hear(1, here(0), 0.0)
     keeper.hear(2, here(0), 0.0)
-    assert keeper.hear(0, here(0), 1.0) == []
-    again = keeper.hear(0, here(0), 2.0)
+    assert keeper.hear(0, here(0, attempt=1), 1.0) == []
+    again = keeper.hear(0, here(0, attempt=1), 2.0)
     assert again == [(rank, Note(Kind.GO, 0, 2, members=(0, 2))) for rank in (0, 2)]
     for rank in range(3):
         assert keeper.hear(rank, Note(Kind.HELD, 0, 1), 2.0) == []
@@ -73,8 +73,8 @@ def test_a_silent_member_is_left_out_of_the_next_attempt_and_comes_too_late() ->
 def test_members_that_all_wait_are_given_all_the_time_they_need() -> None:
     keeper = Keeper(Rule(3, 2))
     for now in range(20):
-        keeper.hear(0, here(0), now)
-        keeper.hear(1, here(0), now)
+        keeper.hear(0, here(0, attempt=1), now)
+        keeper.hear(1, here(0, attempt=1), now)
     assert (keeper.attempt, keeper.members) == (1, (0, 1))
 
 
@@ -84,7 +84,7 @@ def test_a_member_that_holds_the_mean_is_not_silent() -> None:
     keeper.hear(1, here(0), 0.0)
     keeper.hear(1, Note(Kind.HELD, 0, 1), 0.0)
     for now in range(5):
-        assert keeper.hear(0, here(0), now) == []
+        assert keeper.hear(0, here(0, attempt=1), now) == []
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -110,6 +110,16 @@ def test_two_stages_equal_their_oracle(size: int, norm: Any) -> None:
     assert torch.allclose(heard, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_vectors_of_other_kinds_hear_what_fp32_hears(size: int, dtype: torch.dtype) -> None:
+    xs = vectors(4, size, 77).bfloat16().float()
+    expected, _ = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16))))[0]
+    for heard, _ in run_threads(size, lambda comm: run(comm, xs.to(dtype), ErrorFeedback(OneBit(16)))):
+        assert heard.dtype == dtype
+        assert torch.equal(heard, expected.to(dtype))
+
+
 def test_a_world_of_one_codes_all_the_same() -> None:
     xs = vectors(5, 1, 40)
     heard, state = run(alone(), xs, ErrorFeedback(OneBit(8)))

@@ -10,7 +10,7 @@ import pytest
 from laconic.optimizers.lamb import Lamb
 from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
-from laconic.runs.claims.onebit_lamb import warm_up
+from laconic.runs.claims.onebit_lamb import ALONE, DDP, OURS, POWER, QUICK, Scale, warm_up
 from laconic.runs.comparison import Comparison
 from laconic.runs.reproductions import claim
 from laconic.runs.settings import Settings
@@ -59,3 +59,8 @@ def test_the_paper_s_volume_follows_from_its_warm_up_and_bf16_gradients() -> Non
 def test_the_claim_is_found_by_its_name_and_warms_up_for_a_sixth() -> None:
     assert claim("onebit-lamb").name == "onebit-lamb"
     assert [warm_up(steps) for steps in (600, 120, 30, 6)] == [100, 20, 5, 2]
+
+
+def test_torch_s_own_methods_stand_between_silence_and_ours() -> None:
+    assert Scale().timed == (ALONE, DDP, POWER, OURS)
+    assert QUICK.timed == (ALONE, DDP, OURS)

@@ -284,7 +284,7 @@ def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backup
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     def body(comm: Comm) -> float:
-        attached = attach(comm, BackupWorkers())
+        attached = attach(comm, BackupWorkers(patience_seconds=2.0))
         before = comm.meter.payload_bytes
         train(attached, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
         sent = comm.meter.payload_bytes - before

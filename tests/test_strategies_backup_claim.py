@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf, log2
+
 import pytest
 
 from laconic.emulate import Straggler
-from laconic.runs.claims.backup_workers import ALL, ASYNCHRONOUS, CONDITIONS, Scale, best, judge
+from laconic.runs.claims.backup_workers import ALL, ASYNCHRONOUS, CONDITIONS, Scale, judge
 from laconic.runs.studies.backup_pictures import ends_picture, time_picture
 from laconic.runs.studies.backup_race import Race, Ran, run_race
+from laconic.runs.studies.backup_tuning import Tuned, best_of, search_rate
 from laconic.strategies.backup_workers import BackupWorkers
 from laconic.strategies.base import Strategy
 from laconic.strategies.parameter_server import ParameterServer
@@ -20,36 +23,50 @@ def ran(loss: float) -> Ran:
     return Ran((0.0, 1.0, 2.0, 3.0, 4.0, 5.0), losses, 100, (1.0, 0.9, 0.8, 0.3), 3)
 
 
-def races(everyone: float, some: float, nobody: float) -> dict[tuple[str, str], dict[float, list[Ran]]]:
-    """What each method ends with at its best rate; at another it ends higher."""
+def races(everyone: float, some: float, nobody: float) -> dict[tuple[str, str], Tuned]:
+    """What each method ends with at its own rate."""
     ends = {ALL: everyone, "b = 1": some, "b = 2": some * 1.5, ASYNCHRONOUS: nobody}
     return {
-        (condition, name): {0.1: [ran(2 * loss), ran(2 * loss)], 0.2: [ran(loss), ran(loss)]}
+        (condition, name): Tuned(0.2, {0.1: 2 * loss, 0.2: loss, 0.4: 3 * loss}, (ran(loss * 0.9), ran(loss * 1.1)))
         for condition in CONDITIONS
         for name, loss in ends.items()
     }
 
 
 @pytest.mark.parametrize(
-    ("everyone", "some", "nobody", "holds", "where"),
+    ("everyone", "some", "nobody", "old", "holds", "where"),
     [
-        (0.4, 0.2, 0.3, True, "nowhere"),
-        (0.4, 0.2, 0.1, False, "asynchronous SGD ends lower"),
-        (0.2, 0.4, 0.5, False, "b = 0 ends lower"),
+        (0.4, 0.2, 0.3, 0.9, True, "nowhere"),
+        (0.4, 0.2, 0.1, 0.9, True, "asynchronous SGD ends lower at its own"),
+        (0.4, 0.2, 0.3, inf, True, "nowhere"),
+        (0.4, 0.2, 0.1, 0.1, False, "asynchronous SGD ends lower at the same"),
+        (0.2, 0.4, 0.5, 0.9, False, "b = 0 ends lower"),
     ],
 )
-def test_the_claim_holds_where_backups_end_lower_than_all_and_than_nobody(
-    everyone: float, some: float, nobody: float, holds: bool, where: str
+def test_the_claim_holds_where_backups_end_lower_than_all_and_than_old_gradients(
+    everyone: float, some: float, nobody: float, old: float, holds: bool, where: str
 ) -> None:
-    result = judge(races(everyone, some, nobody), [])
+    result = judge(races(everyone, some, nobody), {key: [ran(old)] for key in CONDITIONS}, [])
     assert result.holds is holds
     assert result.value == pytest.approx(everyone / some)
     assert where in result.details["where it falls short"]
     assert "b = 1 ends at" in result.measured
+    assert "tried 0.1: " in result.details[f"{ALL}, {next(iter(CONDITIONS))}"]
 
 
-def test_the_best_rate_is_the_one_that_ends_lowest() -> None:
-    assert best({0.1: [ran(0.2)], 0.4: [ran(0.1)], 0.8: [ran(3.0)]}) == 0.4
+@pytest.mark.parametrize("best", [0.05, 0.1, 0.2, 0.8])
+def test_a_rate_is_found_between_a_lower_and_a_higher_one_that_end_higher(best: float) -> None:
+    tried = search_rate(lambda rate: abs(log2(rate / best)), 0.1)
+    assert best_of(tried) == pytest.approx(best)
+    assert Tuned(best_of(tried), tried, ()).inner
+    assert len(tried) <= abs(log2(best / 0.1)) + 3
+
+
+def test_a_rate_that_diverges_is_infinitely_bad_and_a_search_has_an_end() -> None:
+    assert ran(float("nan")).end == inf
+    tried = search_rate(lambda rate: inf if rate > 0.1 else rate, 0.1)
+    assert best_of(tried) == min(tried)
+    assert not Tuned(best_of(tried), tried, ()).inner
 
 
 def test_every_number_of_backups_is_raced() -> None:
@@ -57,7 +74,7 @@ def test_every_number_of_backups_is_raced() -> None:
 
 
 def test_pictures_are_drawn_of_what_was_chosen() -> None:
-    chosen = {key: trials[0.2] for key, trials in races(0.4, 0.2, 0.3).items()}
+    chosen = {key: tuned.rans for key, tuned in races(0.4, 0.2, 0.3).items()}
     for picture in (time_picture(chosen), ends_picture(chosen)):
         assert picture.figure.axes
 

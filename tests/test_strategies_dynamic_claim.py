@@ -74,6 +74,21 @@ def test_sketches_hold_where_nothing_is_lost_for_a_fraction_that_stays_so(
     assert sketched_sgd.judge(plans, {"digits": sketches(**changes)}, crowds, []).holds == holds
 
 
+@pytest.mark.parametrize(("nbytes", "holds"), [(240.0, True), (260.0, False)])
+def test_on_mnist_twenty_times_less_is_asked(nbytes: float, holds: bool) -> None:
+    (plan,) = sketched_sgd.scales(quick=True, real=True)
+    runs = {(n, sketched_sgd.DENSE): [replace(RUN, payload_bytes=5000.0)] for n in plan.workers}
+    runs |= {(n, sketched_sgd.SKETCHED): [replace(RUN, payload_bytes=nbytes)] for n in plan.workers}
+    crowds = {"mnist": {sketched_sgd.SKETCHED: replace(RUN, payload_bytes=nbytes)}}
+    assert sketched_sgd.judge([plan], {"mnist": runs}, crowds, []).holds == holds
+
+
+def test_bits_are_tried_on_the_paper_s_tasks_where_their_files_are() -> None:
+    assert [plan.task for plan in dqsgd.scales(quick=True, real=True)] == ["agnews"]
+    assert [plan.task for plan in dqsgd.scales(quick=False, real=True)] == ["agnews", "cifar10"]
+    assert [plan.task for plan in dqsgd.scales(quick=True, real=False)] == ["digits"]
+
+
 def test_accounts_of_threads_count_every_byte() -> None:
     found = learned(load("digits"), AllReduce(), Schedule(3, 4, 0.1), workers=2, seed=0)
     assert found.payload_bytes == 3 * 4 * found.parameters

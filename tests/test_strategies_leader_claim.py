@@ -55,6 +55,14 @@ def test_all_that_is_claimed_holds() -> None:
     assert "periodic averaging 0.2000" in result.measured
     assert result.details["elections won, LSGD"] == "3, 1, 2, 2"
     assert "learning rate 0.02" in result.details["held-out loss, LSGD"]
+    assert result.details["where it falls short"] == "nowhere"
+
+
+def test_a_method_that_is_no_rival_is_told_where_it_ends_lower() -> None:
+    raced = runs() | {"periodic averaging": {0.02: [curve(0.05)]}}
+    result = judge(raced, LED, landscapes(), "20mbit", [])
+    assert result.holds
+    assert result.details["where it falls short"] == "periodic averaging ends lower"
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,14 @@ def test_a_layer_moves_the_closed_form(rows: int, columns: int) -> None:
     weights = 12 * h * h * (rows - 1) / p
     assert layer_elements(layer, "forward") == pytest.approx(4 * t * h * (columns - 1) / p + weights)
     assert layer_elements(layer, "forward", layout="AB") == pytest.approx(7 * t * h * (columns - 1) / p + weights)
-    assert layer_elements(layer, "both") == pytest.approx(3 * layer_elements(layer, "forward"))
+    # Both gradients of the narrow layer need one gather of T h activations.
+    assert layer_elements(layer, "backward") == pytest.approx(7 * t * h * (columns - 1) / p + 2 * weights)
+    assert layer_elements(layer) == pytest.approx(11 * t * h * (columns - 1) / p + 3 * weights)
+    assert layer_elements(layer, layout="AB") == pytest.approx(3 * layer_elements(layer, "forward", layout="AB"))
     assert one_dimensional_elements(layer) == pytest.approx(8 * t * h * (p - 1) / p)
     assert one_dimensional_elements(layer, sequence_parallel=True) == pytest.approx(10 * t * h * (p - 1) / p)
+    kept = one_dimensional_elements(layer, sequence_parallel=True, keeps_gathered=True)
+    assert kept == pytest.approx(8 * t * h * (p - 1) / p)
     assert parameters_held(layer) == pytest.approx(12 * h * h / p + 13 * h / columns)
     assert checkpoints_held(layer) == t * h / p
     assert checkpoints_held(layer, scheme="1d") == t * h
@@ -36,7 +41,7 @@ def test_a_layer_moves_the_closed_form(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("q", [2, 3, 4, 8])
 def test_two_dimensions_win_from_the_number_of_tokens_that_the_paper_s_formulas_give(q: int) -> None:
     h = 512
-    crossover = 4.5 * h / (q - 0.5)
+    crossover = 36 * h / (8 * (q + 1) - 11)
     for tokens, wins in ((int(crossover * 1.02), True), (int(crossover * 0.98), False)):
         layer = Layer(tokens=tokens, hidden=h, rows=q, columns=q)
         assert (layer_elements(layer) < one_dimensional_elements(layer)) == wins

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from laconic.fusion import Each, FusedArray, fuse
     from laconic.hooks import ddp_hook, fsdp_hook
-    from laconic.optimizers import AcSA, Lamb, OneBitAdam, OneBitLamb, Saga, Svrg
+    from laconic.optimizers import AcSA, Lamb, OneBitAdam, OneBitLamb, Saga, Svrg, ZeroOneAdam
     from laconic.outer import Outer
     from laconic.recipe import brief, parse
     from laconic.replica import Replica
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         SlowMo,
         Strategy,
         Streaming,
+        ZeroOne,
     )
     from laconic.tensor2d.parallelize import parallelize_2d
     from laconic.topology import (
@@ -117,14 +118,14 @@ _PLACES = {
         "ADPSGD AllReduce AsyncLSGD BackupWorkers Choco CoCoD CompressedMomentum DQSGD DecentLaM "
         "DoubleAveraging EASGD EagerPushSum ExactDiffusion FetchSGD Gossip InnerOuter LGD LSGD Local "
         "LocalSGD OverlapLocalSGD ParameterServer Probe PushSum QuasiGlobal SketchedSGD SlowMo Strategy "
-        "Streaming"
+        "Streaming ZeroOne"
     ),
     "topology": (
         "BaseGraph BipartiteExponential Complete DirectedExponential FromGraph Hierarchical Hypercube "
         "OnePeerExponential PPeerExponential Peers RandomMatching Ring Star SymmetricExponential "
         "Topology Torus"
     ),
-    "optimizers": "AcSA Lamb OneBitAdam OneBitLamb Saga Svrg",
+    "optimizers": "AcSA Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",
     "outer": "Outer",
     "election": "Metric",
     "arrivals.dispenser": "Dispenser",
@@ -235,6 +236,8 @@ __all__ = [
     "Topology",
     "Torus",
     "Work",
+    "ZeroOne",
+    "ZeroOneAdam",
     "__version__",
     "attach",
     "brief",

@@ -27,6 +27,8 @@ from laconic.replica import Replica
 from laconic.scaling import share_skips
 from laconic.shards import Shards, folder_of, is_sharded, local
 from laconic.strategies.base import Strategy
+from laconic.tensor2d.mesh import Mesh3D
+from laconic.tensor2d.replicas import fitting_block, vectors_of
 
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
@@ -43,6 +45,7 @@ class Attached:
         strategy: the recipe.
         comm: the ranks; `comm.meter` holds bytes and seconds.
         scaler: the loop's GradScaler, where it has one.
+        block: a name for the part of the model that this rank holds, where it is cut over a mesh.
         undo: what `detach` undoes.
     """
 
@@ -57,6 +60,7 @@ class Attached:
         self.shards = Shards(model, [])
         self.backward: Backward | None = None
         self.scaler: torch.amp.GradScaler | None = None
+        self.block = ""
         self.undo = ExitStack()
 
     @property
@@ -249,7 +253,7 @@ class Attached:
 
     def _own(self, folder: str | Path) -> Path:
         """Where the ranks that hold the same parts of the model keep their checkpoints."""
-        return Path(folder) / folder_of(p for parameters, _ in self.layouts for p in parameters)
+        return Path(folder) / (self.block or folder_of(p for parameters, _ in self.layouts for p in parameters))
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""
@@ -266,6 +270,7 @@ def attach(
     *,
     group: Group = None,
     comm: Comm | None = None,
+    mesh: Mesh3D | None = None,
     init: Literal["broadcast", "own"] = "broadcast",
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
@@ -286,6 +291,7 @@ def attach(
         strategy: the recipe.
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
+        mesh: where `parallelize_2d` has cut the model, the ranks of all its copies; instead of `group`.
         init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's. The
             optimizer's state is each rank's own either way.
         seed: the key of the strategy's random draws; equal on all ranks.
@@ -301,7 +307,7 @@ def attach(
     """
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
-    comm = comm or comm_for(group, deadline_seconds=deadline_seconds)
+    comm = mesh.data if mesh is not None else comm or comm_for(group, deadline_seconds=deadline_seconds)
     attached = Attached(model, optimizer, strategy, comm, seed=seed)
     settings = {
         "the number of workers": comm.size,
@@ -313,9 +319,10 @@ def attach(
         "the use of a scaler": scaled,
     }
     joining.refuse_left_out(strategy, find_unused=find_unused, scaled=scaled)
-    agree(comm, facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
+    agree(comm, facts := facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
     _check(attached, named)
-    _make_replicas(attached, named)
+    attached.block = fitting_block(mesh, strategy, optimizer, facts, scaled=scaled)
+    _make_replicas(attached, named, mesh)
     if init == "broadcast":
         _broadcast(attached)
     with torch.no_grad():
@@ -341,10 +348,10 @@ def _check(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
+def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
     names = {id(p): name for name, p in named.items()}
     sharded: list[tuple[Tensor, Tensor]] = []
-    for parameters in by_kind(named.values()).values():
+    for parameters in vectors_of(attached.model, named, mesh):
         segments = lay_out([(names[id(p)], local(p)) for p in parameters])
         x = flatten([local(p) for p in parameters], segments)
         for parameter, view in zip(parameters, views(x, segments), strict=True):
@@ -353,7 +360,7 @@ def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter]) -> Non
             else:
                 parameter.data = view
         g = attached.strategy.room_for_gradient(x)
-        moved = [p for p in parameters if isinstance(p, nn.Parameter)]
+        moved = parameters
         lr = learning_rate(attached.optimizer, moved, segments, x)
         moments = Moments(attached.optimizer, moved, segments)
         attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed, moments=moments))
@@ -388,7 +395,6 @@ def _hook(attached: Attached, *, bucket_bytes: int, find_unused: bool) -> None:
         attached.backward = Backward(buckets, strategy.on_gradient, find_unused)
         for handle in attached.backward.watch():
             attached.undo.callback(handle.remove)
-    before = optimizer.register_step_pre_hook(attached._before_step)  # pyright: ignore[reportPrivateUsage]
-    after = optimizer.register_step_post_hook(attached._after_step)  # pyright: ignore[reportPrivateUsage]
-    attached.undo.callback(before.remove)
-    attached.undo.callback(after.remove)
+    before, after = attached._before_step, attached._after_step  # pyright: ignore[reportPrivateUsage]
+    for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
+        attached.undo.callback(handle.remove)

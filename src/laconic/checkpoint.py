@@ -134,7 +134,7 @@ def _tidy(part: Part, keep: int) -> None:
     # What refuses to go is no reason to fail: it is tried again the next time.
     with suppress(OSError, ValueError, LookupError):
         part.tidy()
-        whole = _whole_steps(folder, rank)
+        whole = whole_steps(folder, rank)
         for step, home in _steps(folder):
             if step < min(whole[-keep:], default=0):
                 Part(home, rank).remove()
@@ -143,7 +143,7 @@ def _tidy(part: Part, keep: int) -> None:
 def load(attached: Attached, folder: Path) -> dict[str, Any]:
     """Restore the newest step that is whole on every rank."""
     comm, device = attached.comm, attached.replicas[0].x.device
-    mine = _whole_steps(folder, comm.rank)
+    mine = whole_steps(folder, comm.rank)
     everyone = [set(json.loads(row)) for row in gather_texts(comm, json.dumps(mine).encode(), device)]
     common = set.intersection(*everyone)
     if not common:
@@ -169,7 +169,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name)))
 
 
-def _whole_steps(folder: Path, rank: int) -> list[int]:
+def whole_steps(folder: Path, rank: int) -> list[int]:
     """Steps whose part of this rank was committed, oldest first."""
     return [step for step, home in _steps(folder) if Part(home, rank).path.exists()]
 

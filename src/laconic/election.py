@@ -23,7 +23,7 @@ _LOW_BITS = 0x7FFFFFFF
 _NOT_FINITE = 0x7F800000
 _SILENT = 0x7FFFFFFF
 _RANKS = 0xFFFFFFFF
-_CHUNK_BYTES = 1 << 20
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 
 
 class Metric:
@@ -230,7 +230,8 @@ def pass_along_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
         chain: ranks, this one among them.
     """
     place = chain.index(comm.rank)
-    pieces = x.split(max(1, _CHUNK_BYTES // x.element_size()))
+    nbytes = min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
+    pieces = x.split(max(1, nbytes // x.element_size()))
     arriving = [comm.exchange(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
     leaving = [comm.exchange(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
     for piece, work in zip(pieces, arriving, strict=False):

@@ -214,7 +214,9 @@ class TwoStageMean(StagedMean):
         if not self._x.is_meta:
             for rank, (cut, payload) in enumerate(zip(self._cuts, payloads, strict=True)):
                 coded = payload[: self._codec.nbytes(_length(cut)) // payload.element_size()]
-                self._x[cut].copy_(self._codec.decode(coded, self._rest[cut], self._server_key(rank)))
+                self._codec.decode_(coded, self._rest[cut], self._server_key(rank))
+            if self._rest.data_ptr() != self._x.data_ptr():
+                self._x.copy_(self._rest)
         return self._x
 
     def _opened(self, messages: Sequence[Tensor], *, answer: bool) -> tuple[list[Header], list[Tensor]]:

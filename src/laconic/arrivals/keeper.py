@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 from laconic.arrivals.notes import Kind, Note
 from laconic.arrivals.rules import Rule
 
-_COMPLAINTS = 2
+_COMPLAINTS = 2  # of one rank, where most members have not complained
 Mail = list[tuple[int, Note]]
 
 
@@ -20,9 +21,10 @@ class Keeper:
     """Decides one step after the other.
 
     A step is *open* until enough ranks have arrived, then *under way* among its members until all of them hold the
-    mean, then closed for good. Of members that wait in vain some have been told to wait for one that says nothing: an
-    attempt without the silent ones follows. No member uses a mean before the step is closed, and a member of an
-    attempt that was given up has used none, so that all ranks use the same mean or none.
+    mean, then closed for good. Of members that wait in vain some have been told to wait for one that says nothing: as
+    soon as most members wait or hold the mean, an attempt without the silent ones follows. No member uses a mean before
+    the step is closed, and a member of an attempt that was given up has used none, so that all ranks use the same mean
+    or none, and a member that was merely slow costs an attempt.
 
     Args:
         rule: how long to wait for whom.
@@ -64,7 +66,7 @@ class Keeper:
         if note.step > self.step:
             self.begin(note.step)
         if frm in self.here:
-            return self._again(frm, now)
+            return self._again(frm, note, now)
         began = now - note.microseconds / 1e6
         self.opened = min(self.opened, began) if self.here else began
         self.here[frm] = note
@@ -98,17 +100,31 @@ class Keeper:
         first = next(iter(self.here))
         return next(((first, rank) for rank, n in self.here.items() if n.digest != self.here[first].digest), ())
 
-    def _again(self, frm: int, now: float) -> Mail:
-        if frm not in self.members or frm in self.holding:
+    def _again(self, frm: int, note: Note, now: float) -> Mail:
+        """A rank that waits says so; members that are not heard of are left out of the next attempt."""
+        if not self._complains(frm, note):
             return []
         self.complaints[frm] += 1
-        silent = set(self.members) - self.holding - self.complaints.keys()
-        if self.complaints[frm] < _COMPLAINTS or not silent:
+        heard = self.holding | (self.complaints.keys() & set(self.members))
+        silent = set(self.members) - heard
+        by_most = frm in self.members and len(heard) > len(silent)
+        if not silent or not (by_most or self.complaints[frm] >= self._enough(frm, heard)):
             return []
         for rank in silent:
             del self.here[rank]
         self._give_up()
         return self.look(now)
+
+    def _complains(self, frm: int, note: Note) -> bool:
+        """Whether a rank waits for members of the attempt under way, and knows of it if it is one."""
+        knows = frm not in self.members or note.attempt == self.attempt
+        return bool(self.members) and frm not in self.holding and knows
+
+    def _enough(self, frm: int, heard: set[int]) -> float:
+        """How often one rank must complain alone; whoever is no member only where none of them says anything."""
+        if frm in self.members:
+            return _COMPLAINTS
+        return _COMPLAINTS * (1 + self.attempt) if not heard else inf
 
     def _held(self, frm: int, note: Note) -> Mail:
         if (note.step, note.attempt) != (self.step, self.attempt) or frm not in self.members:

@@ -29,6 +29,9 @@ _NOTE, _PIECE, _STATE = 1, 2, 3
 _CAPACITY = 64
 _MOST_PIECES = 24
 _LOOK_SECONDS = 0.05
+_LEAST_LOOK_SECONDS = 0.001
+_USUAL_EXCHANGES = 3
+_ALONE = 4
 _REMEMBERED = 16
 _FIRST_PATIENCE_SECONDS = 2.0
 _LEAST_STATE_BYTES = 4096
@@ -125,12 +128,13 @@ class Party:
         self._fetching, asked = wanted, 0
         until = time.perf_counter()
 
-        def ask() -> None:
+        def ask() -> float:
             nonlocal asked, until
             if time.perf_counter() >= until:
                 self._post(buddies[(self.rank + asked) % len(buddies)], Note(Kind.WANTED, wanted))
                 asked += 1
-                until = time.perf_counter() + asked * self._patience()
+                until = time.perf_counter() + asked * _ALONE * self._patience()
+            return until - time.perf_counter()
 
         self._wait(lambda: self._found() is not None, f"the state of step {wanted}", ask)
         with self._box.changed:
@@ -186,14 +190,18 @@ class Party:
         microseconds = int(1e6 * (here.began - self._since))
         self._post(self.keeper_rank, Note(Kind.HERE, here.step, here.attempt, digest(self._r), microseconds))
 
-    def _remind(self, here: Round) -> None:
-        """Say again that one is here: another member may never send its part."""
-        if time.perf_counter() - here.told > self._patience() * max(1, here.attempt):
+    def _remind(self, here: Round) -> float:
+        """Say again that one is here, for another member may never send its part; seconds until that is due again."""
+        # Who was named a member waits for letters that are under way; others only for whoever is not here yet.
+        patience = self._patience() * (here.attempt or _ALONE)
+        left = max(here.told, here.went) + patience - time.perf_counter()
+        if left <= 0:
             self._say_here(here)
+        return left if left > 0 else patience
 
     def _patience(self) -> float:
         """Longer than an exchange usually takes."""
-        usual = 4 * median(self._lasted) if self._lasted else _FIRST_PATIENCE_SECONDS
+        usual = _USUAL_EXCHANGES * median(self._lasted) if self._lasted else _FIRST_PATIENCE_SECONDS
         return max(self._patience_seconds, usual)
 
     def _wakes(self, here: Round) -> bool:
@@ -228,15 +236,18 @@ class Party:
                 return step, data[: pieces[0].whole]
         return None
 
-    def _wait(self, ready: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], None]) -> None:
-        """Wait under the comm's deadline; the keeper's loss ends it at once, another's does not."""
+    def _wait(self, ready: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], float]) -> None:
+        """Wait under the comm's deadline; the keeper's loss ends it at once, another's does not.
+
+        `meanwhile` is called whenever anything has changed, and again within the seconds that it returns.
+        """
         end = time.monotonic() + self._comm.deadline_seconds
         # No letter of topic 0 ever comes: to ask for one is to ask whether its writer is still there.
         lifeline = None if self._keeper else self._box.expect(self.keeper_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
                 self._box.retry()
-                meanwhile()
+                seconds = meanwhile()
                 if ready():
                     return
                 if time.monotonic() > end:
@@ -245,7 +256,7 @@ class Party:
                         f"at step {self._r.step}; all ranks must train until the same attached.step"
                     )
                 _look_after(lifeline)
-                self._box.changed.wait(_LOOK_SECONDS)
+                self._box.changed.wait(min(_LOOK_SECONDS, max(seconds, _LEAST_LOOK_SECONDS)))
 
     def _post(self, to: int, note: Note) -> None:
         with self._box.changed:

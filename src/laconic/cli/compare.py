@@ -42,7 +42,8 @@ class Compare:
         rounds: how often each is run; the table then shows the round of median speed, and the spread is printed.
         batch_size: examples a step and worker.
         lr: the peak learning rate.
-        optimizer: sgd, adamw, lamb, or those of CompressedMomentum, onebit-lamb and onebit-adam.
+        optimizer: sgd, adamw, lamb, those of CompressedMomentum, onebit-lamb and
+            onebit-adam, or that of ZeroOne, zero-one-adam.
         momentum: of sgd.
         weight_decay: as the optimizer means it.
         warmup_steps: steps over which the learning rate rises.
@@ -73,7 +74,7 @@ class Compare:
     rounds: int = 1
     batch_size: int | None = None
     lr: float | None = None
-    optimizer: Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam"] | None = None
+    optimizer: Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"] | None = None
     momentum: float | None = None
     weight_decay: float | None = None
     warmup_steps: int | None = None

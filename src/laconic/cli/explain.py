@@ -23,7 +23,7 @@ _NAMED_LINKS = 8
 
 @dataclass(frozen=True)
 class Explain:
-    """Say what a recipe will send, keep and wait for, before any run.
+    """Say what a recipe will send, keep and wait for, before any run; or what each mesh will, that cuts a model.
 
     Example: laconic explain "SlowMo(base=PushSum(), period=48)" --task text --workers 4 --link 100mbit
 
@@ -31,6 +31,9 @@ class Explain:
 
     Args:
         recipe: such as "SlowMo(base=PushSum(), period=48)".
+        tensor_parallel: instead of a recipe, so many ranks: shows every mesh of rows and columns over which they can
+            cut a language model, and names the best for --link RATE+DELAY.
+        batch_size: with --tensor-parallel, samples of the whole batch.
         task: whose model is trained: text (unless given), digits, mnist, cifar10, shakespeare, wikitext2, agnews,
             multi30k or a9a.
         model_size: a named size of the task's model.
@@ -42,7 +45,9 @@ class Explain:
         json: print everything as JSON.
     """
 
-    recipe: Positional[str]
+    recipe: Positional[str | None] = None
+    tensor_parallel: int | None = None
+    batch_size: int = 16
     task: str | None = None
     model_size: str | None = None
     parameters: float | None = None
@@ -58,6 +63,10 @@ class Explain:
 
         from laconic.plan import explain
 
+        if self.tensor_parallel is not None:
+            return self._explain_meshes(self.tensor_parallel)
+        if self.recipe is None:
+            raise ConfigError('RECIPE is missing; name one, such as "SlowMo(period=48)", or give --tensor-parallel 4')
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
         model, sizes = self._model()
@@ -67,6 +76,24 @@ class Explain:
             out.print(json_text.dumps(asdict(card)), markup=False)
         else:
             _show(card, model)
+        return 0
+
+    def _explain_meshes(self, ranks: int) -> int:
+        from laconic.cli.meshes import explain_meshes
+
+        if self.recipe is not None or self.parameters is not None:
+            raise ConfigError(
+                "--tensor-parallel: shows meshes for a task's model; leave out the recipe and --parameters"
+            )
+        explain_meshes(
+            ranks,
+            task=self.task,
+            size=self.model_size,
+            batch_size=self.batch_size,
+            link=self.link,
+            data=self.data,
+            json=self.json,
+        )
         return 0
 
     def _model(self) -> tuple[str, int | list[int]]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,12 +20,16 @@ from laconic.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from laconic.sweep.journal import Journal
     from laconic.sweep.space import Space
     from laconic.sweep.sweeping import News
     from laconic.sweep.training import Plan
     from laconic.sweep.trials import Outcome
 
 _KNOBS = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "optimizer", "batch_size", "model_size")
+# What may change when a sweep goes on: where things are, how much is told, and how it is checked.
+_FREE = ("data", "out", "resume", "json", "check", "threads")
+_JOURNAL = "journal"
 _PLAIN_SECONDS = 10.0
 Fields = dict[str, Any]
 
@@ -64,6 +68,7 @@ class Sweep:
         threads: threads of computation; all cores unless given.
         data: the folder of data files; LACONIC_DATA unless given.
         out: the folder; runs/TASK-sweep-TIME unless given.
+        resume: the folder of a sweep that was interrupted, to go on with; all else is as it was begun.
         json: print everything as JSON.
     """
 
@@ -90,21 +95,29 @@ class Sweep:
     threads: int | None = None
     data: Path | None = None
     out: Path | None = None
+    resume: Path | None = None
     json: bool = False
 
     def __call__(self) -> int:
         """Sweep, write and show; returns 0."""
+        if self.resume is not None:
+            return self._resumed(self.resume)._run(self.resume, resume=True)
+        return self._run(self.out or default_folder(self.task, "sweep"))
+
+    def _run(self, folder: Path, *, resume: bool = False) -> int:
         from laconic.sweep.sampling import sampler_of
-        from laconic.sweep.sweeping import sweep
+        from laconic.sweep.sweeping import check_counts, sweep
         from laconic.sweep.trials import ranked
 
+        check_counts(self.trials, self.together)
         plan, space = self._plan(), self._space()
-        folder = self.out or default_folder(self.task, "sweep")
-        start = time.perf_counter()
+        for knobs in space.corners():
+            plan.setting(knobs)
+        sampler = sampler_of(self.sampler, space, seed=self.seed)
+        journal = self._journal(folder, resume)
         with _watched(self.trials, self.steps) as told:
-            sampler = sampler_of(self.sampler, space, seed=self.seed)
-            outcomes = sweep(plan, sampler, self.trials, together=self.together, told=told)
-        seconds = time.perf_counter() - start
+            outcomes = sweep(plan, sampler, self.trials, together=self.together, told=told, journal=journal)
+        seconds = journal.seconds
         best = ranked(outcomes)
         summary = self._summary(best, seconds) | (self._checked(plan, outcomes, seconds) if self.check else {})
         report = self._write(folder, space, best, summary)
@@ -115,6 +128,32 @@ class Sweep:
         out.print(_words(summary), markup=False)
         out.print(str(report or folder), markup=False)
         return 0
+
+    def _facts(self) -> Fields:
+        """What decides a sweep's results, as JSON."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _FREE}
+
+    def _resumed(self, folder: Path) -> Sweep:
+        """The sweep as it was begun; refuse what was asked for otherwise."""
+        from laconic.sweep.journal import facts_in
+
+        if self.out is not None:
+            raise ConfigError(f"--out {self.out}: a sweep goes on in its own folder, {folder}; leave it out")
+        before, now, usual = facts_in(folder / _JOURNAL), self._facts(), Sweep()._facts()
+        for name, value in now.items():
+            if value not in (usual[name], before[name]):
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} {value}: the sweep was begun with {before[name]}; leave it out")
+        return replace(self, **before)
+
+    def _journal(self, folder: Path, resume: bool) -> Journal:
+        from laconic.sweep.journal import Journal
+
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
+        return Journal(folder / _JOURNAL, self._facts(), resume=resume)
 
     def _plan(self) -> Plan:
         import torch

@@ -17,7 +17,7 @@ from laconic.errors import ConfigError
 _KEPT = (
     "task",
     "strategy",
-    "workers",
+    "tensor_parallel",
     "batch_size",
     "lr",
     "optimizer",
@@ -46,6 +46,8 @@ class Train:
         strategy: a recipe such as "SlowMo(base=PushSum(), period=48)", or one of torch's own: ddp, ddp+bf16,
             ddp+powersgd, post-local-sgd.
         workers: how many; 4 unless torchrun says otherwise.
+        tensor_parallel: rows and columns of workers that each copy of a language model is cut over, such as 2x2; with
+            8 workers two copies train together.
         link: emulated links, [RANK:]RATE[+DELAY], several by commas, such as 100mbit or 1gbit+5ms,0:10mbit.
         slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
         stall: workers that stall now and then, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
@@ -55,7 +57,8 @@ class Train:
         target_loss: end when the held-out loss of the consensus model, in nats, is no more than this.
         batch_size: examples a step and worker.
         lr: the peak learning rate.
-        optimizer: sgd, adamw, lamb, or those of CompressedMomentum, onebit-lamb and onebit-adam.
+        optimizer: sgd, adamw, lamb, those of CompressedMomentum, onebit-lamb and
+            onebit-adam, or that of ZeroOne, zero-one-adam.
         momentum: of sgd.
         weight_decay: as the optimizer means it.
         warmup_steps: steps over which the learning rate rises.
@@ -82,6 +85,7 @@ class Train:
     model_size: str | None = None
     strategy: str | None = None
     workers: int | None = None
+    tensor_parallel: str | None = None
     link: str | None = None
     slow: str | None = None
     stall: str | None = None
@@ -91,7 +95,7 @@ class Train:
     target_loss: float | None = None
     batch_size: int | None = None
     lr: float | None = None
-    optimizer: Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam"] | None = None
+    optimizer: Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"] | None = None
     momentum: float | None = None
     weight_decay: float | None = None
     warmup_steps: int | None = None

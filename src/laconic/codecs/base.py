@@ -69,6 +69,10 @@ class Codec(ABC):
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """The vector that a payload stands for, in the dtype and size of `like`; by the key it was encoded with."""
 
+    def decode_(self, payload: Tensor, x: Tensor, key: int = 0) -> None:
+        """Replace `x`, in fp32, by the vector that a payload stands for."""
+        x.copy_(self.decode(payload, x, key))
+
     @abstractmethod
     def nbytes(self, n: int) -> int:
         """Bytes of the payload of n elements."""

@@ -68,8 +68,12 @@ class OneBit(Codec):
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Each element its block's scale, with its sign."""
         x = torch.empty_like(like, dtype=torch.float32)
-        decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        self.decode_(payload, x)
         return x.to(like.dtype)
+
+    def decode_(self, payload: Tensor, x: Tensor, key: int = 0) -> None:
+        """In place, in one pass."""
+        decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
 
     def nbytes(self, n: int) -> int:
         """An eighth of a byte an element, and 4 bytes a block."""

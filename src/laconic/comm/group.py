@@ -27,7 +27,7 @@ from laconic.roll_call import RollCall
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
-_CHUNK_BYTES = 1 << 20
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 _WIRE_WORDS = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
 
 
@@ -83,7 +83,7 @@ class GroupComm(Comm):
             return self._broadcast_(x.contiguous(), source).then(x.copy_)
 
         def launch(wire: _Wire) -> Handles:
-            if wire.timed and self.size > 2 and nbytes_of(x) > _CHUNK_BYTES:
+            if wire.timed and self.size > 2 and nbytes_of(x) > _LEAST_CHUNK_BYTES:
                 self._chains += 1
                 return wire.chain(x, (self.rank - source) % self.size, self.rank, self.size, tag=self._chains)
             return wire.broadcast(x, source)
@@ -185,7 +185,8 @@ class _Wire:
         Gloo's own is a tree whose root sends it as often as 2 goes into `size` by doubling. Whoever is in the middle
         passes pieces on while it waits for them: ranks must wait for their broadcasts in the same order.
         """
-        pieces = list(x.view(-1).split(_CHUNK_BYTES // x.element_size()))
+        nbytes = min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
+        pieces = list(x.view(-1).split(nbytes // x.element_size()))
         before, after = (rank - 1) % size, (rank + 1) % size
         if place == 0:
             return [self._group.send([piece], after, tag) for piece in pieces]

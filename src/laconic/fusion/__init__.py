@@ -6,6 +6,7 @@
 from laconic.fusion.array import FusedArray, fuse
 from laconic.fusion.batch import Each
 from laconic.fusion.choice import choices, forget_choices
+from laconic.fusion.laboratory import Laboratory
 from laconic.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
 from laconic.fusion.scaling import GradScaler, clip_grad_norm_, clip_grad_value_, gradient_norms
 from laconic.fusion.schedules import Schedules
@@ -22,6 +23,7 @@ __all__ = [
     "FusedArray",
     "FusedOptimizer",
     "GradScaler",
+    "Laboratory",
     "RMSprop",
     "Schedules",
     "Selection",

@@ -201,7 +201,7 @@ class FusedArray:
         _check_count(name, values, self.size)
         if not all(0 <= value <= 1 for value in values):
             raise ConfigError(f"{name}={list(values)}: a probability is in [0, 1]")
-        self._store.rates[path, attribute] = list(map(float, values))
+        self._store.set_rates(path, attribute, list(map(float, values)))
         self._install()
 
     def train(self, mode: bool = True) -> FusedArray:
@@ -264,13 +264,16 @@ class FusedArray:
 
     def _together(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = _as_batches((args, kwargs), self.size)
+        # A function of tensors sees no model.
+        places = self._places if function is self._skeleton else []
+        tensors = self._store.tensors if places else {}
         try:
             with self._router.entered() as level:
-                named = {name: wrap(Batch(tensor, 0), level) for name, tensor in self._store.tensors.items()}
-                args, kwargs = pytree.tree_map(partial(wrap, level=level), given, is_leaf=is_batch)
-                with filled(self._places, named):
+                named = {name: wrap(Batch(tensor, 0), level) for name, tensor in tensors.items()}
+                args, kwargs = _wrapped(given, level)
+                with filled(places, named):
                     found, form = _leaves(function(*args, **kwargs))
-                    replaced = assigned(self._places, named)
+                    replaced = assigned(places, named)
                 results = [leave(leaf, level, self.size) if isinstance(leaf, Tensor) else leaf for leaf in found]
                 kept = {name: leave(tensor.detach(), level, self.size) for name, tensor in replaced.items()}
         except (RuntimeError, ValueError, TypeError) as error:
@@ -352,11 +355,29 @@ def _each(leaf: Any) -> Any:
 
 
 def _as_batches(given: Any, size: int) -> Any:
+    if _is_plain(given):
+        return tuple(_as_batch(leaf, size) for leaf in given[0]), {}
     leaves, shape = pytree.tree_flatten(given, is_leaf=_is_each)
-    for leaf in leaves:
-        if isinstance(leaf, Each):
-            _check_count("Each", leaf.tensor, size)
-    return pytree.tree_unflatten([Batch(leaf.tensor, 0) if isinstance(leaf, Each) else leaf for leaf in leaves], shape)
+    return pytree.tree_unflatten([_as_batch(leaf, size) for leaf in leaves], shape)
+
+
+def _as_batch(leaf: Any, size: int) -> Any:
+    if not isinstance(leaf, Each):
+        return leaf
+    _check_count("Each", leaf.tensor, size)
+    return Batch(leaf.tensor, 0)
+
+
+def _wrapped(given: Any, level: int) -> Any:
+    if _is_plain(given):
+        return tuple(wrap(leaf, level) for leaf in given[0]), {}
+    return pytree.tree_map(partial(wrap, level=level), given, is_leaf=is_batch)
+
+
+def _is_plain(given: Any) -> bool:
+    """Whether arguments are tensors and nothing else, as they mostly are: no tree has to be walked."""
+    args, kwargs = given
+    return not kwargs and all(isinstance(leaf, Tensor | Each | Batch) for leaf in args)
 
 
 def _leaves(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

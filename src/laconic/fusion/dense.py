@@ -46,19 +46,72 @@ def _lined_up(bias: Tensor, dimensions: int) -> Tensor:
 def _side_by_side(size: int, input: Tensor, weight: Batch, bias: Value | None) -> Batch:
     stacked = weight.at(0)
     every = None if bias is None else along(bias, 0, size).reshape(-1)
-    found = F.linear(input, stacked.reshape(-1, stacked.shape[2]), every)
-    return Batch(found.unflatten(-1, (size, stacked.shape[1])), input.dim() - 1)
+    x = input.reshape(-1, input.shape[-1])
+    found = (F.linear if _casts(x) else _Side.apply)(x, stacked.reshape(-1, stacked.shape[2]), every)
+    return Batch(found.view(*input.shape[:-1], size, stacked.shape[1]), input.dim() - 1)
+
+
+class _Side(torch.autograd.Function):
+    """One product with all weights, whose gradients are laid out as the weights are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+        """Keep what the products of the way back need."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, shift)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Two products and a sum; differentiable once more."""
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        of_x, of_weight, of_shift = ctx.needs_input_grad
+        return (
+            gradient @ weight if of_x else None,
+            gradient.t() @ x if of_weight else None,
+            gradient.sum(0) if of_shift else None,
+        )
+
+
+def _casts(x: Tensor) -> bool:
+    """Whether autocast is on: its casts are of the graph, and so must the products be."""
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _batched(size: int, input: Value, weight: Batch, bias: Value | None) -> Batch:
-    every, stacked = along(input, 0, size), weight.at(0).transpose(1, 2)
+    every, stacked = along(input, 0, size), weight.at(0)
     lead = every.shape[1:-1]
     x = every if len(lead) == 1 else every.reshape(size, -1, every.shape[-1])
-    if bias is None:
-        found = torch.bmm(x, stacked)
-    else:
-        found = torch.baddbmm(along(bias, 0, size).unsqueeze(1), x, stacked)
-    return Batch(found if len(lead) == 1 else found.view(size, *lead, stacked.shape[2]), 0)
+    shift = None if bias is None else along(bias, 0, size)
+    found = (_product if _casts(x) else _Product.apply)(x, stacked, shift)
+    return Batch(found if len(lead) == 1 else found.view(size, *lead, stacked.shape[1]), 0)
+
+
+def _product(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+    """[models, n, in] by [models, out, in] transposed, and [models, out] added."""
+    if shift is None:
+        return torch.bmm(x, weight.transpose(1, 2))
+    return torch.baddbmm(shift.unsqueeze(1), x, weight.transpose(1, 2))
+
+
+class _Product(torch.autograd.Function):
+    """`_product`, whose gradients are laid out as the weights are: torch's own come transposed, and are copied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+        """Keep what the products of the way back need."""
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, shift)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Two batched products and a sum; differentiable once more."""
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        of_x, of_weight, of_shift = ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if of_x else None,
+            torch.bmm(gradient.transpose(1, 2), x) if of_weight else None,
+            gradient.sum(1) if of_shift else None,
+        )
 
 
 @rule(torch.Tensor.view)

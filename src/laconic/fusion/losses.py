@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value, along, each
+from laconic.fusion.choice import Way, fastest
 from laconic.fusion.routing import Context, rule
 
 
@@ -34,8 +36,12 @@ def cross_entropy(
     if _odd(input, target, weight, size_average, reduce):
         rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         return each(function, context.size, input, target, *rest)
-    classes = None if target_is_soft(input, target) else ignore_index
-    return _reduced(context, loss, (input, target, weight), classes, reduction)
+    soft = target_is_soft(input, target)
+    ways: dict[str, Way] = {"whole": _whole(loss, context.size)}
+    if _is_plain(input) and not (soft or label_smoothing or weight is not None):
+        ways = {"by hand": _by_hand(ignore_index, context.size), **ways}
+    every = fastest("cross_entropy", ways, (input, target, weight), (ignore_index, label_smoothing))
+    return _reduced(context, every, target, weight, None if soft else ignore_index, reduction)
 
 
 @rule(F.nll_loss)
@@ -58,7 +64,8 @@ def nll_loss(
     if _odd(input, target, weight, size_average, reduce):
         rest = (weight, size_average, ignore_index, reduce, reduction)
         return each(function, context.size, input, target, *rest)
-    return _reduced(context, loss, (input, target, weight), ignore_index, reduction)
+    every = _whole(loss, context.size)(input, target, weight)
+    return _reduced(context, every, target, weight, ignore_index, reduction)
 
 
 def target_is_soft(input: Value, target: Value) -> bool:
@@ -71,26 +78,88 @@ def _odd(input: Value, target: Value, weight: Value | None, *old: bool | None) -
     return len(input.shape) < 2 or isinstance(weight, Batch) or any(value is not None for value in old)
 
 
+def _is_plain(input: Value) -> bool:
+    """Whether there is a CPU's softmax to be spared, and no dtype to be cast to."""
+    tensor = _tensor(input)
+    known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+    return known and not torch.is_autocast_enabled("cpu")
+
+
+def _whole(loss: Callable[..., Tensor], size: int) -> Way:
+    """Torch's own loss of every sample, with the models as more samples: [models, samples, ...]."""
+
+    def way(input: Value, target: Value, weight: Tensor | None) -> Batch:
+        x, y = along(input, 0, size), along(target, 0, size)
+        return Batch(loss(x.flatten(0, 1), y.flatten(0, 1), weight).unflatten(0, (size, -1)), 0)
+
+    return way
+
+
+def _by_hand(ignored: int, size: int) -> Way:
+    """`_Surprise`: on a CPU torch's softmax over few classes takes several times as long as its parts."""
+
+    def way(input: Value, target: Value, weight: None) -> Batch:
+        counted = _tensor(target) != ignored
+        if bool(counted.all()):
+            return Batch(_Surprise.apply(along(input, 0, size), along(target, 0, size)), 0)
+        there = torch.where(counted, _tensor(target), 0)
+        axis = target.axis if isinstance(target, Batch) else None
+        place, mask = (there, counted) if axis is None else (Batch(there, axis), Batch(counted, axis))
+        found = _Surprise.apply(along(input, 0, size), along(place, 0, size))
+        return Batch(torch.where(along(mask, 0, size), found, 0.0), 0)
+
+    return way
+
+
+def _tensor(value: Value) -> Tensor:
+    return value.tensor if isinstance(value, Batch) else value
+
+
+class _Surprise(torch.autograd.Function):
+    """The negative logarithm of the softmax at each sample's class; classes stand along axis 2."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        """Keep the probabilities; the logits are kept only for derivatives of derivatives."""
+        place = target.unsqueeze(2)
+        shifted = logits - logits.amax(2, keepdim=True)
+        there = shifted.gather(2, place)
+        shares = shifted.exp_()
+        sums = shares.sum(2, keepdim=True)
+        ctx.save_for_backward(logits, shares.div_(sums), place)
+        return (sums.log_() - there).squeeze(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The probabilities, less one at the class."""
+        logits, shares, place = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(2)
+        if torch.is_grad_enabled():
+            shares = torch.softmax(logits, 2)
+        return (shares * gradient).scatter_add(2, place, -gradient), None
+
+
 def _reduced(
-    context: Context, loss: Callable[..., Tensor], values: tuple[Any, ...], ignored: int | None, reduction: str
+    context: Context, every: Batch, target: Value, weight: Value | None, ignored: int | None, reduction: str
 ) -> Batch:
-    size, (input, target, weight) = context.size, values
-    x, y = along(input, 0, size), along(target, 0, size)
-    every = loss(x.flatten(0, 1), y.flatten(0, 1), weight).unflatten(0, (size, -1))
     if reduction == "none":
-        return Batch(every, 0)
-    sums = every.flatten(1).sum(1)
+        return every
+    sums = every.at(0).flatten(1).sum(1)
     if reduction == "sum":
         return Batch(sums, 0)
-    return Batch(sums / _denominators(y, weight, ignored).to(sums), 0)
+    return Batch(sums / _denominators(context, target, weight, ignored).to(sums), 0)
 
 
-def _denominators(target: Tensor, weight: Tensor | None, ignored: int | None) -> Tensor:
+def _denominators(context: Context, target: Value, weight: Value | None, ignored: int | None) -> Tensor:
     """What each model's mean divides by: the samples, or the weights of the classes they are of."""
     if ignored is None:
         # Probabilities stand along the classes' axis, and each position counts once.
-        return torch.tensor(target[0].numel() / target.shape[2])
-    counted = (target != ignored).flatten(1)
+        return torch.tensor(prod(target.shape) / target.shape[1])
+    if weight is None and isinstance(target, Tensor):
+        return (target != ignored).sum()
+    classes = along(target, 0, context.size).flatten(1)
+    counted = classes != ignored
     if weight is None:
         return counted.sum(1)
-    return (weight[target.flatten(1).clamp(0, weight.shape[0] - 1)] * counted).sum(1)
+    weights = _tensor(weight)
+    return (weights[classes.clamp(0, weights.shape[0] - 1)] * counted).sum(1)

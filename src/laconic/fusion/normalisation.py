@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
-from laconic.fusion.choice import fastest
+from laconic.fusion.choice import Way, fastest
 from laconic.fusion.routing import Context, rule
 
 
@@ -118,11 +118,52 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Batch:
     """Normalise all rows at once, then scale and shift each model's by its own."""
-    ways = {
-        "apart": partial(_apart, partial(function, eps=eps), context.size, tuple(normalized_shape)),
-        "loop": lambda x, gain, shift: each(function, context.size, x, normalized_shape, gain, shift, eps),
+    shape = tuple(normalized_shape)
+    ways: dict[str, Way] = {
+        "apart": partial(_apart, partial(function, eps=eps), context.size, shape),
+        "loop": lambda x, gain, shift: each(function, context.size, x, shape, gain, shift, eps),
     }
+    if isinstance(input, Batch) and weight is not None and bias is not None and not _casts(input.tensor):
+        ways["by hand"] = partial(_by_hand, context.size, shape, eps)
     return fastest("layer_norm", ways, (input, weight, bias), (eps,))
+
+
+def _casts(tensor: Tensor) -> bool:
+    """Whether autocast would compute in another dtype than the input's, or the input's is a short one."""
+    return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
+
+
+def _by_hand(size: int, shape: tuple[int, ...], eps: float, input: Batch, weight: Value, bias: Value) -> Batch:
+    gain, shift = along(weight, 0, size).contiguous(), along(bias, 0, size).contiguous()
+    return Batch(_LayerNorm.apply(input.at(0).contiguous(), gain, shift, shape, eps), 0)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Layer normalisation of [models, ..., *shape], model after model: each part is used while it is in the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
+        """Nothing is kept but the input and two numbers per row."""
+        found, statistics = torch.empty_like(x), list[tuple[Tensor, Tensor]]()
+        for own, row, weight, bias in zip(found, x, gain, shift, strict=True):
+            normal, mean, scale = torch.native_layer_norm(row, shape, weight, bias, eps)
+            own.copy_(normal)
+            statistics.append((mean, scale))
+        ctx.save_for_backward(x, gain, shift)
+        ctx.statistics, ctx.shape = statistics, shape
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """By torch's kernel, which has a derivative itself."""
+        x, gain, shift = ctx.saved_tensors
+        found = [torch.empty_like(each) for each in (x, gain, shift)]
+        kernel, wanted = torch.ops.aten.native_layer_norm_backward.default, [True, True, True]
+        for model, (mean, scale) in enumerate(ctx.statistics):
+            own = gradients[0][model].contiguous(), x[model], ctx.shape, mean, scale, gain[model], shift[model], wanted
+            for whole, part in zip(found, kernel(*own), strict=True):
+                whole[model].copy_(part)
+        return (*found, None, None)
 
 
 @rule(F.rms_norm)

@@ -111,6 +111,14 @@ class Store:
         for name, value in replaced.items():
             self.tensors[name].copy_(value)
 
+    def set_rates(self, path: str, name: str, values: list[float]) -> None:
+        """Change each model's dropout rate of one layer, in its own kind of it too where layers differ."""
+        self.rates[path, name] = values
+        for root, bodies in self.apart.items():
+            if within(path, [root]):
+                for body, value in zip(bodies, values, strict=True):
+                    setattr(body.get_submodule(path[len(root) :].lstrip(".")), name, value)
+
     def to(self, device: torch.device) -> None:
         """Move every tensor; generators begin anew, from the seeds they had, where they must be of another kind."""
         for holder in (self.tensors, *self.loose):
@@ -148,6 +156,7 @@ class Store:
             self.row(name, index).copy_(tensor)
         for path, name, values in rates([model]):
             self.rates[path, name][index] = values[0]
+            self.set_rates(path, name, self.rates[path, name])
         if seed is not None and self.generators is not None:
             self.generators[index].manual_seed(seed)
 

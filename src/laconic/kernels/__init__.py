@@ -1,4 +1,7 @@
-"""The arithmetic of codecs: vectors to bytes and back."""
+"""The arithmetic of codecs: vectors to bytes and back.
+
+C on the CPU, Triton on a GPU, and torch (`laconic.kernels.reference`) wherever those are not to be had.
+"""
 
 from laconic.kernels.chance import mix64, uniform
 from laconic.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices

@@ -1,6 +1,7 @@
 """Numbers in a few bits each, rounded at random so that their means are right.
 
-A payload is all scales, then one plane of bits after the other, the lowest first.
+A payload is all scales, then one plane of bits after the other, the lowest first; a plane is ceil(n/8) bytes, and bit j
+of its byte k belongs to element 8k + j.
 """
 
 from __future__ import annotations
@@ -10,13 +11,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laconic.kernels.bits import blocks_of, in_blocks, pack_bits, read_scales, spread, unpack_bits, write_scales
-from laconic.kernels.chance import uniform
+from laconic.errors import ConfigError
+from laconic.kernels.base import (
+    check_layout,
+    check_norm,
+    check_payload,
+    check_same_device,
+    compiled,
+    on_gpu,
+    single,
+    writable,
+)
+from laconic.kernels.chance import mix64
+from laconic.kernels.reference import quantized
 
 
 def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int:
     """Bytes of the payload of `n` elements."""
-    return blocks_of(n, block) * scale_bytes + bits * -(-n // 8)
+    return -(-n // block) * scale_bytes + bits * -(-n // 8)
 
 
 def quantize_(
@@ -33,32 +45,46 @@ def quantize_(
     r"""Write codes of `x` into `out`.
 
     With $N$ a block's scale and $s = 2^{b-1}-1$, an element's code is $\lfloor x s/N + s + u \rfloor$ in $[0, 2s]$; of
-    one bit, $\lfloor (x/N + 1)/2 + u \rfloor$.
+    one bit, $\lfloor (x/N + 1)/2 + u \rfloor$. Here $u$ is `uniform(n, key)` plus the shift, modulo 1.
 
     Args:
-        x: fp32, [n].
+        x: fp32, [n]; other floats are converted.
         out: uint8, `quantized_nbytes(n, bits, block, scale_bytes)`.
         bits: of a code, 1 to 8.
         block: elements that share a scale.
         key: of the draws.
-        shift: added to the draws, modulo 1.
+        shift: added to the draws, modulo 1; in [0, 1).
         norm: the scale is the largest absolute value, or the Euclidean norm.
         scale_bytes: 4 for fp32, 2 for bf16, rounded up.
+
+    Raises:
+        ConfigError: sizes do not fit, or an argument is out of range.
     """
-    n = x.numel()
-    if n == 0:
+    _check(bits, block, shift, scale_bytes)
+    check_norm(norm, ("max", "l2"))
+    check_payload(out, quantized_nbytes(x.numel(), bits, block, scale_bytes))
+    check_same_device(x, out)
+    if x.numel() == 0:
         return
-    rows = in_blocks(x, block)
-    scales = rows.abs().amax(1) if norm == "max" else torch.linalg.vector_norm(rows, dim=1)
-    if scale_bytes == 2:
-        scales = _rounded_up(scales)
-    head, plane = len(rows) * scale_bytes, -(-n // 8)
-    write_scales(scales, out[:head], scale_bytes)
-    scale = spread(scales, n, block)
-    ratio = torch.where(scale > 0, x / scale, 0.0)
-    codes = _places(ratio, bits).add_(_draws(n, key, shift, x.device)).floor_().clamp_(0, _top(bits)).to(torch.uint8)
-    for bit in range(bits):
-        out[head + bit * plane : head + (bit + 1) * plane].copy_(pack_bits((codes >> bit) & 1))
+    with writable(out, torch.uint8) as target:
+        _quantize(single(x), target, bits, block, key, shift, norm, scale_bytes)
+
+
+def _quantize(
+    x: Tensor, out: Tensor, bits: int, block: int, key: int, shift: float, norm: str, scale_bytes: int
+) -> None:
+    library = compiled(x)
+    if library is not None:
+        places = (x.data_ptr(), out.data_ptr(), x.numel(), block, bits)
+        library.laconic_quantize(*places, mix64(key), shift, norm == "l2", scale_bytes)
+    elif on_gpu(x):
+        from laconic.kernels import triton_quantized
+
+        triton_quantized.quantize_(
+            x, out, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes
+        )
+    else:
+        quantized.quantize_(x, out, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes)
 
 
 def dequantize_(
@@ -72,42 +98,46 @@ def dequantize_(
     shift: float = 0.0,
     scale_bytes: int = 4,
 ) -> None:
-    """Write into `out`, fp32 [n], what codes stand for; with `dither` less the draws that rounded them."""
-    n = out.numel()
-    if n == 0:
+    r"""Write into `out`, fp32 [n], what codes stand for.
+
+    A code $q$ stands for $(q - s) N/s$. With `dither` the draws that rounded it are made again and subtracted,
+    $(q - u + 1/2 - s) N/s$: the error is then uniform within half a level, whatever $x$ was (Roberts, Picture Coding
+    Using Pseudo-Random Noise, IRE Transactions, 1962).
+
+    Raises:
+        ConfigError: sizes do not fit, or an argument is out of range.
+    """
+    _check(bits, block, shift, scale_bytes)
+    check_payload(payload, quantized_nbytes(out.numel(), bits, block, scale_bytes))
+    check_same_device(out, payload)
+    if out.numel() == 0:
         return
-    count, plane = blocks_of(n, block), -(-n // 8)
-    scale = spread(read_scales(payload, count, scale_bytes), n, block)
-    codes = torch.zeros(n, device=out.device)
-    for bit in range(bits):
-        begin = count * scale_bytes + bit * plane
-        codes.add_(unpack_bits(payload[begin : begin + plane], n), alpha=2.0**bit)
-    if dither:
-        codes.sub_(_draws(n, key, shift, out.device)).add_(0.5)
-    half = _top(bits) / 2
-    out.copy_((codes - half) * (scale / half))
+    with writable(out) as target:
+        _dequantize(payload.contiguous(), target, bits, block, key, dither, shift, scale_bytes)
 
 
-def _top(bits: int) -> int:
-    """The highest code."""
-    return 1 if bits == 1 else 2**bits - 2
+def _dequantize(
+    payload: Tensor, out: Tensor, bits: int, block: int, key: int, dither: bool, shift: float, scale_bytes: int
+) -> None:
+    library = compiled(out)
+    if library is not None:
+        places = (payload.data_ptr(), out.data_ptr(), out.numel(), block, bits)
+        library.laconic_dequantize(*places, mix64(key), dither, shift, scale_bytes)
+    elif on_gpu(out):
+        from laconic.kernels import triton_quantized
+
+        triton_quantized.dequantize_(
+            payload, out, bits=bits, block=block, key=key, dither=dither, shift=shift, scale_bytes=scale_bytes
+        )
+    else:
+        quantized.dequantize_(
+            payload, out, bits=bits, block=block, key=key, dither=dither, shift=shift, scale_bytes=scale_bytes
+        )
 
 
-def _places(ratio: Tensor, bits: int) -> Tensor:
-    """Where elements lie between the lowest code and the highest."""
-    if bits == 1:
-        return (ratio + 1) / 2
-    half = _top(bits) // 2
-    return ratio * half + half
-
-
-def _draws(n: int, key: int, shift: float, device: torch.device) -> Tensor:
-    draws = uniform(n, key, device=device) + shift
-    return torch.where(draws >= 1, draws - 1, draws)
-
-
-def _rounded_up(scales: Tensor) -> Tensor:
-    """To bf16, so that nothing in a block is beyond its scale."""
-    low = scales.to(torch.bfloat16)
-    up = torch.nextafter(low, torch.full_like(low, torch.inf))
-    return torch.where(low.float() < scales, up, low).float()
+def _check(bits: int, block: int, shift: float, scale_bytes: int) -> None:
+    check_layout(block, scale_bytes)
+    if not 1 <= bits <= 8:
+        raise ConfigError(f"bits={bits}: must lie in 1..8")
+    if not 0 <= shift < 1:
+        raise ConfigError(f"shift={shift}: must lie in [0, 1), the part of a circle")

@@ -6,52 +6,114 @@ drawn for each block of $c$ elements. Two elements of different blocks meet with
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from laconic.kernels.chance import mix64, words
-from laconic.kernels.largest import top_k
+from laconic.errors import ConfigError
+from laconic.kernels.base import check_same_device, compiled, on_gpu, single, writable
+from laconic.kernels.largest import check_numbers, net_of, top_k
+from laconic.kernels.reference import sketched
+
+# As in sketched.c.
+_SPAN = 512
+_MOST_ROWS = 15
+_LONG = 0xFFFFFFFFFFFFFFFF
 
 
 def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
-    """Add `scale * x`, fp32 [n], into a table, fp32 [rows, columns]."""
-    n, columns = x.numel(), table.shape[1]
-    for row, line in enumerate(table):
-        signed = x * _signs(n, row, key, x.device)
-        for block, offset in enumerate(_offsets(n, columns, row, key)):
-            piece = signed[block * columns : (block + 1) * columns]
-            head = min(len(piece), columns - offset)
-            line[offset : offset + head].add_(piece[:head], alpha=scale)
-            line[: len(piece) - head].add_(piece[head:], alpha=scale)
+    r"""Add `scale * x`, fp32 [n], into a table, fp32 [rows, columns]: $S_{q, h_q(i)} \mathrel{+}= \sigma_q(i)\, x_i$.
+
+    Elements of a cell are added in their order. Charikar, Chen and Farach-Colton, ICALP 2002.
+
+    Args:
+        x: fp32, [n]; other floats are converted.
+        table: fp32, [rows, columns].
+        key: of places and signs; tables of one key add up.
+        scale: of what is added.
+
+    Raises:
+        ConfigError: the table has no cell.
+    """
+    _check(table)
+    check_same_device(x, table)
+    if x.numel() == 0:
+        return
+    with writable(table, read=True) as cells:
+        _sketch(single(x), cells, key, scale)
+
+
+def _sketch(x: Tensor, table: Tensor, key: int, scale: float) -> None:
+    library = compiled(x)
+    if library is not None:
+        library.laconic_sketch(x.data_ptr(), x.numel(), table.data_ptr(), *table.shape, key & _LONG, scale)
+    elif on_gpu(x):
+        from laconic.kernels import triton_sketched
+
+        triton_sketched.sketch_(x, table, key=key, scale=scale)
+    else:
+        sketched.sketch_(x, table, key=key, scale=scale)
 
 
 def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
-    """Estimates of elements of the vector [n] that a table holds: the median over rows; of all where None."""
-    rows, columns = table.shape
-    places = torch.arange(n, device=table.device) if indices is None else indices
-    found: list[Tensor] = []
-    for row in range(rows):
-        offsets = torch.tensor(_offsets(n, columns, row, key), dtype=torch.int64, device=table.device)
-        columns_of = (places + offsets[places // columns]) % columns
-        found.append(table[row][columns_of] * _signs(n, row, key, table.device)[places])
-    return torch.stack(found).median(0).values if n else table.new_zeros(0)
+    """Estimates of elements of the vector [n] that a table holds: the median over rows; of all where None.
+
+    Raises:
+        ConfigError: the table has no cell.
+    """
+    _check(table)
+    table = single(table)
+    if n == 0 or (indices is not None and indices.numel() == 0):
+        return table.new_zeros(0)
+    if indices is None and on_gpu(table):
+        from laconic.kernels import triton_sketched
+
+        return triton_sketched.unsketch(table, n, key=key)
+    library = None if indices is not None else _reader(table)
+    if library is None:
+        return sketched.unsketch(table, indices, n, key=key)
+    out, around = torch.empty(n), _around(table)
+    library.laconic_unsketch(around.data_ptr(), *table.shape, key & _LONG, n, out.data_ptr())
+    return out
 
 
 def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
     """Places of the k largest estimates, int64, rising; the first among equals.
 
+    On the CPU estimates are made a few at a time and never held.
+
     Raises:
+        ConfigError: the table has no cell.
         NonFiniteError: an estimate is NaN.
     """
-    return top_k(unsketch(table, None, n, key=key), k)
+    _check(table)
+    table, k = single(table), min(k, n)
+    library = _reader(table) if k > 0 else None
+    if library is None:
+        return top_k(unsketch(table, None, n, key=key), k)
+    sizes, places, counts = net_of(n, k)
+    caught, around = [each.data_ptr() for each in (sizes, places, counts)], _around(table)
+    found = library.laconic_heavy(around.data_ptr(), *table.shape, key & _LONG, n, k, *caught, sizes.numel())
+    if found < 0:
+        check_numbers(table)
+    return places[:found].clone()
 
 
-def _offsets(n: int, columns: int, row: int, key: int) -> list[int]:
-    """Of every block in one row."""
-    return [mix64(mix64(key) ^ mix64((row << 40) + block + 1)) % columns for block in range(-(-n // columns))]
+def _reader(table: Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels, for tables whose medians they take; NaN has no place in a median of theirs."""
+    library = compiled(table)
+    return None if library is None or len(table) > _MOST_ROWS or bool(table.isnan().any()) else library
 
 
-def _signs(n: int, row: int, key: int, device: torch.device) -> Tensor:
-    """+1 or -1, fp32 [n]."""
-    drawn = words(n, mix64(key) + 2 * row + 1, device=device)
-    return 1.0 - 2.0 * (drawn >> 31).to(torch.float32)
+def _around(table: Tensor) -> Tensor:
+    """The table with as many columns more as are read at once, going round."""
+    columns = table.shape[1]
+    if columns >= _SPAN:
+        return torch.cat([table, table[:, :_SPAN]], 1)
+    return table[:, torch.arange(columns + _SPAN) % columns].contiguous()
+
+
+def _check(table: Tensor) -> None:
+    if table.ndim != 2 or not table.numel():
+        raise ConfigError(f"table of shape {tuple(table.shape)}: must be [rows, columns], at least one of each")

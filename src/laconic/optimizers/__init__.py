@@ -6,5 +6,6 @@ from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
 from laconic.optimizers.saga import Saga
 from laconic.optimizers.svrg import Svrg
+from laconic.optimizers.zero_one_adam import ZeroOneAdam
 
-__all__ = ["AcSA", "Lamb", "OneBitAdam", "OneBitLamb", "Saga", "Svrg"]
+__all__ = ["AcSA", "Lamb", "OneBitAdam", "OneBitLamb", "Saga", "Svrg", "ZeroOneAdam"]

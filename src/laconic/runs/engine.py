@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic import resizing
 from laconic.attached import Attached
 from laconic.comm.base import Interval
 
@@ -116,7 +117,6 @@ class LaconicEngine:
         self.consensus = attached.consensus
         self.observations = attached.observations
         self.settle = attached.settle
-        self.load = attached.load
 
     @property
     def step(self) -> int:
@@ -156,6 +156,10 @@ class LaconicEngine:
     def trace(self, on: bool) -> None:
         """Let the meter record intervals, or not."""
         self.attached.comm.meter.tracing = on
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from the newest checkpoint, which another number of workers may have written."""
+        return resizing.load(self.attached, folder)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks."""

@@ -15,7 +15,8 @@ from laconic.emulate import available, parse_links, parse_stops, parse_straggler
 from laconic.errors import ConfigError
 from laconic.runs.coreset import check_policy
 from laconic.runs.recipes import describe, parse_recipe
-from laconic.runs.settings import Settings
+from laconic.runs.settings import Settings, parse_mesh
+from laconic.runs.tensor import check_cut
 from laconic.tasks import Task, load
 
 _STEPS = 200
@@ -34,13 +35,15 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
         ConfigError: with the value, the rule and the fix.
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1))
+    rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
+    given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
     _check_surroundings(given)
     task = load(given.setdefault("task", "text"), data=_folder(given))
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
-    task.shards(settings.workers, split=settings.split, seed=settings.seed)
+    check_cut(settings, task, parse_recipe(settings.strategy))
+    task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return replace(settings, deadline_seconds=_patience(given, settings, task))
 
 

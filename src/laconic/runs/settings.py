@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from laconic.errors import CheckpointError, ConfigError
 
-OPTIMIZERS = ("sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam")
+OPTIMIZERS = ("sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam")
 SCHEDULES = ("constant", "cosine")
 DEVICES = ("cpu", "cuda")
 
@@ -27,11 +28,14 @@ class Settings:
         model: the named size of the task's model.
         strategy: a recipe, or the name of one of torch's own methods.
         workers: how many ranks train together.
+        tensor_parallel: rows and columns of the mesh that each copy of the model is cut over, such as "2x2"; None
+            leaves a whole copy to every worker.
         steps: optimizer steps.
         seconds: a budget of training time; evaluation and set-up do not count.
         target_loss: held-out loss, in nats, of the consensus model.
         batch_size: examples a step and worker.
-        optimizer: one of `OPTIMIZERS`; the last two can say their momenta, with `CompressedMomentum()`.
+        optimizer: one of `OPTIMIZERS`; "onebit-lamb" and "onebit-adam" can say their momenta, with
+            `CompressedMomentum()`, and "zero-one-adam" with `ZeroOne()`.
         lr: the peak learning rate.
         momentum: of sgd.
         weight_decay: as the optimizer means it.
@@ -63,6 +67,7 @@ class Settings:
     model: str
     strategy: str
     workers: int = 1
+    tensor_parallel: str | None = None
     steps: int | None = None
     seconds: float | None = None
     target_loss: float | None = None
@@ -104,6 +109,7 @@ class Settings:
             _at_least(name, getattr(self, name), 0)
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
+        parse_mesh(self.tensor_parallel, self.workers)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("device", self.device, DEVICES)
@@ -111,6 +117,17 @@ class Settings:
             raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
         if self.schedule == "cosine" and self.steps is None:
             raise ConfigError("schedule='cosine': needs steps, to know when it ends; give steps or use 'constant'")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """Rows and columns that a copy of the model is cut over; 1 and 1 where it is whole."""
+        return parse_mesh(self.tensor_parallel, self.workers)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model train together."""
+        rows, columns = self.mesh_shape
+        return self.workers // (rows * columns)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -139,6 +156,26 @@ class Settings:
             return cls(**content)
         except TypeError as error:
             raise ConfigError(f"settings cannot be read: {error}") from None
+
+
+def parse_mesh(text: str | None, workers: int) -> tuple[int, int]:
+    """Rows and columns of a text such as "2x2"; 1 and 1 of None.
+
+    Raises:
+        ConfigError: it cannot be read, or so many workers are no whole number of such meshes.
+    """
+    if text is None:
+        return 1, 1
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
+        raise ConfigError(f"tensor_parallel={text!r}: must be ROWSxCOLUMNS, such as 2x2")
+    rows, columns = int(match[1]), int(match[2])
+    if workers % (rows * columns):
+        raise ConfigError(
+            f"tensor_parallel={text!r}: {workers} workers % {rows * columns} must be 0, because a {rows}x{columns} "
+            f"mesh has {rows * columns} ranks; use {-(-workers // (rows * columns)) * rows * columns} workers"
+        )
+    return rows, columns
 
 
 def read_settings(path: Path) -> Settings:

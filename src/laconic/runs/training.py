@@ -20,6 +20,7 @@ from laconic.runs.coreset import ChosenData
 from laconic.runs.engine import Engine, LaconicEngine
 from laconic.runs.measure import Record, left_out, share
 from laconic.runs.settings import Settings
+from laconic.runs.tensor import Cut
 from laconic.runs.timeline import Timeline
 from laconic.runs.traffic import Carried, Tap
 from laconic.runs.writer import Writer
@@ -45,6 +46,7 @@ class Workplace:
         writer: keeps the run folder; None on all ranks but 0.
         emit: tells the launcher how it goes.
         coreset: what of the shard is trained on, and with which weights; None is all of it.
+        cut: how the model is cut over a mesh of workers; None is a whole model here.
     """
 
     settings: Settings
@@ -58,6 +60,12 @@ class Workplace:
     writer: Writer | None
     emit: Callable[[dict[str, Any]], None]
     coreset: ChosenData | None = None
+    cut: Cut | None = None
+
+    @property
+    def number(self) -> int:
+        """Of this worker's data: its rank, or that of its copy of the model."""
+        return self.control.rank if self.cut is None else self.cut.copy
 
 
 class Training:
@@ -156,8 +164,10 @@ class Training:
         if place.coreset is not None:
             return place.coreset.loss(self.engine.network, step)
         batch = place.task.batch(
-            place.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=place.control.rank
+            place.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=place.number
         )
+        if place.cut is not None:
+            return place.cut.loss(self.engine.network, batch)
         return place.task.loss(self.engine.network, batch)
 
     @property
@@ -218,14 +228,15 @@ class Training:
         return over
 
     def _evaluate(self) -> None:
-        """Measure the consensus model on rank 0, and tell all what came of it."""
+        """Measure the consensus model, on rank 0 and whoever holds a part of its copy, and tell all what came of it."""
         place, step = self.place, self.engine.step
         if self._evaluated == step:
             return
         figures = torch.zeros(3, dtype=torch.float64)
         with self.engine.consensus() as model:
-            if place.control.rank == 0:
-                found = place.task.evaluate(model, limit=place.settings.eval_limit)
+            if place.number == 0:
+                answering = model if place.cut is None else place.cut.whole(model)
+                found = place.task.evaluate(answering, limit=place.settings.eval_limit)
                 figures = torch.tensor([found.loss, found.metric, found.targets], dtype=torch.float64)
             loss, metric, targets = place.control.broadcast_(figures, 0).wait().tolist()
         self._evaluated, self.evaluation = step, Evaluation(loss, metric, int(targets))

@@ -22,6 +22,7 @@ from laconic.handshake import Facts, agree, gather_texts
 from laconic.optimizers.lamb import Lamb
 from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
+from laconic.optimizers.zero_one_adam import ZeroOneAdam
 from laconic.runs.coreset import ChosenData, parse_policy
 from laconic.runs.engine import Engine, LaconicEngine
 from laconic.runs.folder import Fields, RunFolder
@@ -29,19 +30,22 @@ from laconic.runs.peers import Peer
 from laconic.runs.processes import joined
 from laconic.runs.recipes import Recipe, parse_recipe
 from laconic.runs.settings import Settings
+from laconic.runs.tensor import Cut, cut_engine
 from laconic.runs.traffic import Carried
 from laconic.runs.training import Training, Workplace
 from laconic.runs.writer import Writer
+from laconic.strategies.base import Strategy
 from laconic.tasks import Shard, Task, load
 
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
 _PRIVATE = ("command", "data", "threads")
-_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam]] = {
+_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
     "adamw": AdamW,
     "lamb": Lamb,
     "onebit-lamb": OneBitLamb,
     "onebit-adam": OneBitAdam,
+    "zero-one-adam": ZeroOneAdam,
 }
 
 
@@ -83,13 +87,14 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
     home = RunFolder(Path(gather_texts(control, str(folder.resolve()).encode(), _CPU)[0].decode()))
     recipe, model = parse_recipe(settings.strategy), task.model(settings.model, seed=settings.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    engine = _engine(recipe, model.to(settings.device), settings, comm, control)
+    engine, cut = _engine(recipe, model.to(settings.device), settings, comm, control)
     extra = engine.load(home.checkpoints) if resume else None
     writer = Writer(home, settings, task, engine.step) if comm.rank == 0 else None
     if writer is not None:
         writer.write_config(parameters, recipe.paper)
         emit({"event": "start", "parameters": parameters, "step": engine.step})
-    shard = task.shards(settings.workers, split=settings.split, seed=settings.seed)[comm.rank]
+    number = comm.rank if cut is None else cut.copy
+    shard = task.shards(settings.copies, split=settings.split, seed=settings.seed)[number]
     place = Workplace(
         settings=settings,
         task=task,
@@ -102,6 +107,7 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
         writer=writer,
         emit=emit,
         coreset=_coreset(settings, task, shard, model, engine, comm.rank),
+        cut=cut,
     )
     training = Training(place, extra)
     training.run()
@@ -132,13 +138,17 @@ def _facts(settings: Settings, task: Task) -> Facts:
     return [*asked, ("the data", task.fingerprint())]
 
 
-def _engine(recipe: Recipe, model: nn.Module, settings: Settings, comm: Comm, control: Comm) -> Engine:
+def _engine(
+    recipe: Recipe, model: nn.Module, settings: Settings, comm: Comm, control: Comm
+) -> tuple[Engine, Cut | None]:
+    recipe.check(settings.copies)
+    if settings.tensor_parallel is not None and isinstance(recipe, Strategy):
+        return cut_engine(recipe, model, settings, make_optimizer)
     optimizer = make_optimizer(model, settings)
-    recipe.check(settings.workers)
     if isinstance(recipe, Peer):
-        return recipe.engine(model, optimizer, control)
+        return recipe.engine(model, optimizer, control), None
     attached = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
-    return LaconicEngine(attached, optimizer)
+    return LaconicEngine(attached, optimizer), None
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
@@ -161,7 +171,8 @@ def _finish(training: Training) -> Fields | None:
     known = [each.sent for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     place.writer.write_links(every, [row[2] for row in rows])
-    more = None if place.coreset is None else place.coreset.summary()
+    more = {} if place.coreset is None else place.coreset.summary()
+    more |= {} if place.cut is None else place.cut.summary()
     summary = place.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)
     place.writer.close()
     return summary

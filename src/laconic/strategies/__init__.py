@@ -28,6 +28,7 @@ from laconic.strategies.quasi_global import QuasiGlobal
 from laconic.strategies.sketched import SketchedSGD
 from laconic.strategies.slow_momentum import SlowMo
 from laconic.strategies.streaming import Streaming
+from laconic.strategies.zero_one import ZeroOne
 
 __all__ = [
     "ADPSGD",
@@ -59,4 +60,5 @@ __all__ = [
     "SlowMo",
     "Strategy",
     "Streaming",
+    "ZeroOne",
 ]

@@ -58,7 +58,7 @@ class BackupWorkers(Strategy):
     choice: Choice = "fixed"
     deviations: float = 3.0
     keeper: int = 0
-    patience_seconds: float = 0.05
+    patience_seconds: float = 0.01
 
     paper = "Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981"
     waits = "every step, all wait until the first N workers have come and their gradients have travelled"
@@ -74,7 +74,7 @@ class BackupWorkers(Strategy):
         if self.keeper < 0:
             raise ConfigError(f"keeper={self.keeper}: must be a rank, from 0")
         if self.patience_seconds <= 0:
-            raise ConfigError(f"patience_seconds={self.patience_seconds}: must be positive; 0.05 is usual")
+            raise ConfigError(f"patience_seconds={self.patience_seconds}: must be positive; 0.01 is usual")
 
     @property
     def sends_gradients(self) -> bool:

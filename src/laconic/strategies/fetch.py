@@ -1,5 +1,6 @@
 """Keep momentum and error in a sketch that all workers share."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from laconic.sketches import (
     largest_of,
     marked,
     move_,
+    resize_unsent,
     sketch_like,
     summed_sketch,
 )
@@ -137,6 +139,10 @@ class FetchSGD(Strategy):
         kept = torch.zeros_like(fresh).index_put_((gone,), moved[gone])
         error.sub_(sketch_like(kept, error, key))
         unsent[gone] = 0.0
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+        """The states of another number of workers, which together have as much unsaid."""
+        return resize_unsent(states, size)
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same vector."""

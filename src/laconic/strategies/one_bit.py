@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.codecs.base import Codec, draw_key
+from laconic.codecs.base import Codec, State, draw_key
+from laconic.codecs.feedback import resize_errors
 from laconic.codecs.one_bit import OneBit
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
@@ -142,6 +143,10 @@ class CompressedMomentum(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
+
+    def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
+        """The states of another number of workers, which together owe what these do."""
+        return resize_errors(states, size)
 
     def _has_settled(self, r: Replica, optimizer: FreezingOptimizer) -> bool:
         change = mean_(r.comm, optimizer.variance_change().reshape(1)).wait()

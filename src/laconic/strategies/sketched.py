@@ -1,5 +1,6 @@
 """Say a sketch of what is to be said, and then exactly what weighs most in it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ from laconic.sketches import (
     heaviest,
     largest_of,
     move_,
+    resize_unsent,
     summed_sketch,
 )
 from laconic.strategies.base import Strategy
@@ -136,6 +138,10 @@ class SketchedSGD(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+        """The states of another number of workers, which together have as much unsaid."""
+        return resize_unsent(states, size)
 
     # -- what is to be moved -------------------------------------------------------------------------------------
 

@@ -95,6 +95,14 @@ class Space:
 
     domains: Mapping[str, Domain]
 
+    def corners(self) -> list[dict[str, Value]]:
+        """Every value of every list, and both ends of every range, one knob at a time: what may be asked for."""
+        found = list[dict[str, Value]]()
+        for name, domain in self.domains.items():
+            values = domain.values if isinstance(domain, Choices) else (domain.low, domain.high)
+            found += [{name: value} for value in values]
+        return found
+
     def draw(self, seed: int, number: int) -> dict[str, Value]:
         """The knobs of one trial: the same whenever it is asked for, whatever other trials there are."""
         draws = np.random.default_rng(np.random.SeedSequence((seed, number)))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from laconic.errors import ConfigError
+from laconic.fusion.choice import guessing
 from laconic.sweep.capacity import largest
+from laconic.sweep.journal import Journal
 from laconic.sweep.sampling import Sampler
-from laconic.sweep.training import FUSIBLE, Plan, Together, train_together
+from laconic.sweep.training import FUSIBLE, Plan, Together
 from laconic.sweep.trials import Outcome, Trial, partition
 
 _SHARE = 0.8
+# All are tried at once where there is so many times the room that a single trial takes, for each.
+_AMPLE = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ def sweep(
     *,
     together: int | None = None,
     told: Callable[[News], None] | None = None,
+    journal: Journal | None = None,
 ) -> list[Outcome]:
     """Train as many trials as are wanted, in arrays of those that can be fused.
 
@@ -50,29 +56,41 @@ def sweep(
         trials: in all.
         together: the most in one array; None takes as many as memory has room for.
         told: called after every step.
+        journal: keeps what has been done, or goes on from what was; None keeps nothing.
 
     Returns:
         one outcome per trial, in the order of their numbers.
 
     Raises:
         ConfigError: fewer than one trial, or not even one fits.
+        CheckpointError: the journal is of other trials.
     """
-    if trials < 1:
-        raise ConfigError(f"trials={trials}: a sweep has at least 1")
-    if together is not None and together < 1:
-        raise ConfigError(f"together={together}: an array has at least 1 model")
+    check_counts(trials, together)
+    book = journal or Journal()
     ended, arrays = list[Outcome](), 0
     while len(ended) < trials:
         asked = sampler.ask(min(trials - len(ended), together or trials))
         found = list[Outcome]()
         for group in partition(asked, FUSIBLE):
-            most = together or room_for(plan, group)
+            most = together or book.room(partial(room_for, plan, group))
             for begin in range(0, len(group), most):
                 members, arrays = group[begin : begin + most], arrays + 1
-                found += train_together(plan, members, _teller(told, arrays, len(members), [*ended, *found]))
+                found += book.train(plan, members, _teller(told, arrays, len(members), [*ended, *found]))
         sampler.tell(found)
         ended += found
     return sorted(ended, key=lambda each: each.trial.number)
+
+
+def check_counts(trials: int, together: int | None) -> None:
+    """Refuse a sweep of nothing.
+
+    Raises:
+        ConfigError: fewer than one trial, or fewer than one in an array.
+    """
+    if trials < 1:
+        raise ConfigError(f"trials={trials}: a sweep has at least 1")
+    if together is not None and together < 1:
+        raise ConfigError(f"together={together}: an array has at least 1 model")
 
 
 def _teller(
@@ -84,22 +102,31 @@ def _teller(
 
 
 def room_for(plan: Plan, trials: Sequence[Trial]) -> int:
-    """How many of these trials can be trained at once: one step is tried with 1, 2, 4 and so on.
+    """How many of these trials can be trained at once: one step is tried with 1, then with all or with 2, 4 and so on.
 
     Raises:
         ConfigError: not even one fits.
     """
     room = _SHARE * free_bytes(torch.device("cpu"))
+    taken = 0
 
     def fits(count: int) -> bool:
+        nonlocal taken
         before = resident_bytes()
         try:
             Together(replace(plan, halving=None), trials[:count]).advance()
         except (torch.OutOfMemoryError, MemoryError):
             return False
+        taken = resident_bytes() - before
         # Doubling may take as much again as what this one took.
-        return 2 * (resident_bytes() - before) < room
+        return 2 * taken < room
 
+    # Every size that is tried has its kernels measured, which takes longer than many a sweep; that of all is needed.
+    with guessing():
+        # The second one loads nothing that stays for all.
+        ample = fits(1) and fits(1) and _AMPLE * taken * len(trials) < room
+    if ample and fits(len(trials)):
+        return len(trials)
     found = largest(fits, len(trials))
     if not found:
         raise ConfigError("not one trial fits into memory; take a smaller model or batch")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from laconic.errors import ConfigError
 from laconic.fusion.array import FusedArray, fuse
+from laconic.fusion.checkpoints import restore, state_of
 from laconic.fusion.optimizers.adam import AdamW
 from laconic.fusion.optimizers.base import FusedOptimizer
 from laconic.fusion.optimizers.sgd import SGD
@@ -38,6 +39,9 @@ class Setting:
         optimizer: "sgd" or "adamw".
         batch_size: examples a step.
         model_size: a named size of the task's model.
+
+    Raises:
+        ConfigError: a number out of its range.
     """
 
     lr: float
@@ -49,6 +53,18 @@ class Setting:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value}: must be finite and not negative")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name}={value}: must lie in [0, 1); 0.9 and 0.999 are usual")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: a step needs at least 1 example")
 
 
 FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps")
@@ -93,13 +109,16 @@ class Plan:
         if optimizer not in ("sgd", "adamw"):
             raise ConfigError(f"optimizer={optimizer!r}: a sweep has sgd and adamw")
         usual = self.task.defaults_for(optimizer)
+        size = _text(knobs, "model_size", self.task.default_size)
+        if size not in self.task.sizes:
+            raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
         return Setting(
             lr=_number(knobs, "lr", usual.lr),
             momentum=_number(knobs, "momentum", usual.momentum),
             weight_decay=_number(knobs, "weight_decay", usual.weight_decay),
             optimizer=usual.optimizer,
             batch_size=int(_number(knobs, "batch_size", usual.batch_size)),
-            model_size=_text(knobs, "model_size", self.task.default_size),
+            model_size=size,
             beta1=_number(knobs, "beta1", 0.9),
             beta2=_number(knobs, "beta2", 0.999),
             eps=_number(knobs, "eps", 1e-8),
@@ -161,6 +180,32 @@ class Together:
         self.step += 1
         return losses.detach()
 
+    def state(self) -> dict[str, Any]:
+        """Everything that `restored` needs: tensors and JSON values."""
+        return {
+            "live": [[trial.number, dict(trial.knobs)] for trial in self.live],
+            "step": self.step,
+            "rates": self.rates.clone(),
+            "array": state_of(self.array, optimizer=self.optimizer),
+        }
+
+    @classmethod
+    def restored(cls, plan: Plan, state: Mapping[str, Any]) -> Together:
+        """Go on from `state`, bit for bit.
+
+        Args:
+            plan: the one it was made with.
+            state: what the method of that name returned.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        run = cls(plan, [Trial(number, knobs) for number, knobs in state["live"]])
+        restore(state["array"], run.array, optimizer=run.optimizer)
+        run.rates.copy_(state["rates"])
+        run.step = state["step"]
+        return run
+
     def keep(self, places: Sequence[int]) -> None:
         """Go on with some of the trials, in this order, one as often as it is named."""
         self.optimizer.select(self.array.select(places))
@@ -192,19 +237,28 @@ class Together:
         ]
 
 
-def train_together(plan: Plan, trials: Sequence[Trial], told: Told | None = None) -> list[Outcome]:
+def train_together(
+    plan: Plan,
+    trials: Sequence[Trial],
+    told: Told | None = None,
+    *,
+    begun: tuple[Together, list[Outcome]] | None = None,
+    kept: Callable[[Together, Sequence[Outcome]], None] | None = None,
+) -> list[Outcome]:
     """Train trials as one array; at each rung of `plan.halving` the array shrinks to those that go on.
 
     Args:
         plan: of the sweep.
         trials: alike in what cannot be fused.
         told: called after every step with how many have been made, and with the outcomes that are known by then.
+        begun: the array where it was interrupted, and the outcomes known by then; None begins anew.
+        kept: called after every step with both, to be saved.
 
     Returns:
         one outcome per trial, in their order.
     """
     rungs = set() if plan.halving is None else set(plan.halving.rungs(plan.steps))
-    run, ended = Together(plan, trials), list[Outcome]()
+    run, ended = begun or (Together(plan, trials), list[Outcome]())
     while run.step < plan.steps:
         run.advance()
         if plan.halving is not None and run.step in rungs:
@@ -212,6 +266,8 @@ def train_together(plan: Plan, trials: Sequence[Trial], told: Told | None = None
             on = {each.trial.number for each in plan.halving.promoted(found)}
             ended += [each for each in found if each.trial.number not in on]
             run.keep([place for place, trial in enumerate(run.live) if trial.number in on])
+        if kept is not None and run.step < plan.steps:
+            kept(run, ended)
         if told is not None:
             told(run.step, ended)
     ended += run.outcomes()

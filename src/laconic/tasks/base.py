@@ -19,7 +19,14 @@ IGNORED = -100
 """A target that does not count: padding."""
 
 
-_USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lamb": 1e-2, "onebit-lamb": 1e-2, "onebit-adam": 1e-3}
+_USUAL_RATES = {
+    "sgd": 0.1,
+    "adamw": 1e-3,
+    "lamb": 1e-2,
+    "onebit-lamb": 1e-2,
+    "onebit-adam": 1e-3,
+    "zero-one-adam": 1e-3,
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Defaults:
     """Settings that train a task well on one worker.
 
     Args:
-        optimizer: "sgd" (with momentum), "adamw", "lamb", "onebit-lamb" or "onebit-adam".
+        optimizer: "sgd" (with momentum), "adamw", "lamb", "onebit-lamb", "onebit-adam" or "zero-one-adam".
         lr: learning rate, constant.
         batch_size: examples (for a language model: windows) a step and worker.
         momentum: of sgd.

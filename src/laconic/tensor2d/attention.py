@@ -13,6 +13,7 @@ from laconic.tensor2d.dropout import Dropout2D
 from laconic.tensor2d.linear import Linear2D
 from laconic.tensor2d.mesh import Mesh2D, check_divides
 from laconic.tensor2d.module import Module2D
+from laconic.tensor2d.ring import positions_of, ring_attend
 
 
 class Attention2D(nn.Module):
@@ -34,11 +35,12 @@ class Attention2D(nn.Module):
         causal: no position hears a later one.
         rotary_base: of the angles of rotary positions; None is no such positions.
         dropout: probability with which what is heard is dropped.
+        ring: the rows hold parts of the sequence, `positions_of` each, and not samples: [b, s / r, h / c].
         seed: of dropout.
         layer: number of this layer, for dropout.
 
     Raises:
-        ConfigError: columns that cannot share the heads.
+        ConfigError: columns that cannot share the heads, or a ring with dropout.
     """
 
     def __init__(
@@ -53,14 +55,17 @@ class Attention2D(nn.Module):
         causal: bool = False,
         rotary_base: float | None = None,
         dropout: float = 0.0,
+        ring: bool = False,
         seed: int = 0,
         layer: int = 0,
     ) -> None:
         super().__init__()
+        if ring and dropout:
+            raise ConfigError(f"dropout={dropout} with ring=True: weights are never whole there; use dropout=0.0")
         check_divides(heads, mesh.columns, f"attention of {heads} heads", f"the mesh has {mesh.columns} columns")
         self.size = query[0].shape[0] // heads
         key_heads = key[0].shape[0] // self.size
-        self.causal, self.rotary_base = causal, rotary_base
+        self.causal, self.rotary_base, self.ring = causal, rotary_base, ring
         if key_heads % mesh.columns:
             self.query: Linear2D | None = Linear2D(*query, mesh)
             self.key: Linear2D | None = gathered_heads(key, mesh, heads=heads, key_heads=key_heads, size=self.size)
@@ -78,11 +83,22 @@ class Attention2D(nn.Module):
         Args:
             stream: who asks and is asked.
             mask: bool, broadcast to [b / r, n / c, s, s], False where nothing is to be heard; or added to the scores.
+
+        Raises:
+            ConfigError: a mask in a ring.
         """
+        if self.ring and mask is not None:
+            raise ConfigError("a mask with ring=True: no rank sees all scores; use causal=True, or samples over rows")
         query, key, value = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self._project(stream))
+        rows = self.out.mesh.along_column
         if self.rotary_base is not None:
-            query, key = (rotated(x, self.rotary_base) for x in (query, key))
-        heard = attend(query, key, value, mask=mask, causal=self.causal, dropout=self.dropout)
+            length = stream.shape[1]
+            places = positions_of(length * rows.size, rows.rank, rows.size) if self.ring else torch.arange(length)
+            query, key = (rotated(x, self.rotary_base, places.to(x.device)) for x in (query, key))
+        if self.ring:
+            heard = ring_attend(query, key, value, rows, causal=self.causal)
+        else:
+            heard = attend(query, key, value, mask=mask, causal=self.causal, dropout=self.dropout)
         return self.out(heard.transpose(1, 2).flatten(2))
 
     def _project(self, stream: Tensor) -> tuple[Tensor, ...]:
@@ -190,12 +206,12 @@ def attend(
     return dropout(scores.softmax(-1)) @ value
 
 
-def rotated(x: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotate pairs (k, k + d / 2) of [..., s, d] by angles that grow with the position; s is whole on every rank."""
+def rotated(x: Tensor, base: float, places: Tensor) -> Tensor:
+    """Rotate pairs (k, k + d / 2) of [..., s, d] by angles that grow with the position; `places` are s of these."""
     half = x.shape[-1] // 2
     exact = torch.promote_types(x.dtype, torch.float32)
     rates = base ** (-torch.arange(half, device=x.device, dtype=exact) / half)
-    angles = torch.arange(x.shape[-2], device=x.device, dtype=exact)[:, None] * rates
+    angles = places.to(exact)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

@@ -118,6 +118,36 @@ class Mesh2D:
         return x.chunk(self.columns, dim=-1)[self.column].contiguous()
 
 
+class Mesh3D:
+    """One rank's view of a d x r x c mesh: d copies of a model, each on r x c ranks.
+
+    Rank (k, i, j) holds block (i, j) of copy k, and is number (k r + i) c + j. Copies talk along the first dimension
+    only, block (i, j) of one with block (i, j) of the others.
+
+    Args:
+        data: the d ranks that hold this block, in the order of copies.
+        block: the r x c ranks that hold this copy.
+    """
+
+    def __init__(self, data: Comm, block: Mesh2D) -> None:
+        self.data = data
+        self.block = block
+
+    def __repr__(self) -> str:
+        return f"Mesh3D(copy {self.data.rank} of {self.data.size}, {self.block!r})"
+
+    @property
+    def folder(self) -> str:
+        """A name for this rank's block, the same in every copy."""
+        row, column, rows, columns = self.block.place
+        return f"mesh-{rows}x{columns}-row-{row}-column-{column}"
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes that this rank has sent so far, to other copies and within its own."""
+        return self.data.meter.payload_bytes + self.block.payload_bytes
+
+
 def check_divides(size: int, divisor: int, what: str, because: str) -> None:
     """Refuse a size that cannot be cut evenly.
 
@@ -164,3 +194,37 @@ def mesh_2d(
     ranks = [int(rank) for rank in shape.mesh.flatten()]
     whole = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
     return Mesh2D(along_row, along_column, GroupComm(whole, deadline_seconds=deadline_seconds), panels=panels)
+
+
+def mesh_3d(
+    shape: tuple[int, int, int] | DeviceMesh,
+    *,
+    device: str = "cpu",
+    panels: Panels | None = None,
+    deadline_seconds: float = 60.0,
+) -> Mesh3D:
+    """The mesh of this process where several copies of a model train together; all processes call together.
+
+    Args:
+        shape: copies, rows and columns over the default group, or a `DeviceMesh` of these three dimensions.
+        device: the kind of device, where a shape is given.
+        panels: how operands travel where a layer does not say.
+        deadline_seconds: how long one wait may last.
+
+    Raises:
+        ConfigError: the shape does not fit the number of processes, or the `DeviceMesh` has not three dimensions.
+    """
+    names = ("data", "row", "column")
+    if not isinstance(shape, DeviceMesh):
+        copies, rows, columns = shape
+        if min(shape) < 1 or copies * rows * columns != dist.get_world_size():
+            raise ConfigError(
+                f"{copies} copies on {rows}x{columns} meshes need {copies * rows * columns} processes; there are "
+                f"{dist.get_world_size()}"
+            )
+        shape = init_device_mesh(device, (copies, rows, columns), mesh_dim_names=names)
+    if shape.ndim != 3 or shape.mesh_dim_names is None:
+        raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name three dimensions, copies, rows and columns")
+    data, *block = shape.mesh_dim_names
+    comm = GroupComm(shape.get_group(data), deadline_seconds=deadline_seconds)
+    return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, deadline_seconds=deadline_seconds))

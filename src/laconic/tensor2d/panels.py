@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 
+T = TypeVar("T")
 Cut = tuple[int, int]
 Launch = Callable[[], Work[list[Tensor]]]
 
@@ -45,19 +47,19 @@ class Panels:
         return [(width * k // count, width * (k + 1) // count) for k in range(count)]
 
     def arriving(
-        self, cuts: Sequence[Cut], launches: Callable[[Cut], Sequence[Launch]]
-    ) -> Iterator[tuple[Cut, list[list[Tensor]]]]:
-        """Each cut with what arrived for it; the messages of the next are under way meanwhile.
+        self, tasks: Sequence[T], launches: Callable[[T], Sequence[Launch]]
+    ) -> Iterator[tuple[T, list[list[Tensor]]]]:
+        """Each task with what arrived for it; the messages of the next are under way meanwhile.
 
         Every rank launches in the same order: a row's message first, then a column's.
         """
         if not self.overlap:
-            yield from ((cut, [launch().wait() for launch in launches(cut)]) for cut in cuts)
+            yield from ((task, [launch().wait() for launch in launches(task)]) for task in tasks)
             return
-        under_way = [launch() for launch in launches(cuts[0])]
-        for k, cut in enumerate(cuts):
-            following = [launch() for launch in launches(cuts[k + 1])] if k + 1 < len(cuts) else []
-            yield cut, [work.wait() for work in under_way]
+        under_way = [launch() for launch in launches(tasks[0])]
+        for k, task in enumerate(tasks):
+            following = [launch() for launch in launches(tasks[k + 1])] if k + 1 < len(tasks) else []
+            yield task, [work.wait() for work in under_way]
             under_way = following
 
 

@@ -19,15 +19,17 @@ Shapes: `_mk` is a block of rows M / r and columns K / c of this rank; T below i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from laconic.comm.base import Work
+from laconic.comm.base import Comm, Work
 from laconic.tensor2d.mesh import Mesh2D, check_divides
-from laconic.tensor2d.panels import Cut, Panels
+from laconic.tensor2d.panels import Cut, Launch, Panels
 from laconic.tensor2d.tape import kept
 
 
@@ -81,11 +83,15 @@ class _AB(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.how = mesh, panels
-        return kept(lambda: _ab(a, b, mesh, panels))
+        return kept(lambda: _carried_out([_ProductAB(a, b, mesh, panels)], panels)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (a, b), grad = ctx.saved_tensors, grads[0]
+        if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():
+            mesh, panels = ctx.how
+            jobs = [_ProductABT(grad, b, mesh, panels), _ProductATB(a, grad, mesh, panels)]
+            return *_carried_out(jobs, panels), None, None
         to_a = multiply_abt(grad, b, *ctx.how) if ctx.needs_input_grad[0] else None
         to_b = multiply_atb(a, grad, *ctx.how) if ctx.needs_input_grad[1] else None
         return to_a, to_b, None, None
@@ -96,11 +102,16 @@ class _ABT(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.how = mesh, panels
-        return kept(lambda: _abt(a, b, mesh, panels))
+        return kept(lambda: _carried_out([_ProductABT(a, b, mesh, panels)], panels)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (a, b), grad = ctx.saved_tensors, grads[0]
+        if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():
+            mesh, panels = ctx.how
+            both = _OneGather(_ProductAB(grad, b, mesh, panels), _ProductATB(grad, a, mesh, panels))
+            _carried_out([both], panels)
+            return both.first.result(), both.second.result(), None, None
         to_a = multiply_ab(grad, b, *ctx.how) if ctx.needs_input_grad[0] else None
         to_b = multiply_atb(grad, a, *ctx.how) if ctx.needs_input_grad[1] else None
         return to_a, to_b, None, None
@@ -111,7 +122,7 @@ class _ATB(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.how = mesh, panels
-        return kept(lambda: _atb(a, b, mesh, panels))
+        return kept(lambda: _carried_out([_ProductATB(a, b, mesh, panels)], panels)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,65 +132,128 @@ class _ATB(Function):
         return to_a, to_b, None, None
 
 
-def _ab(a_mk: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-    width = _width(a_mk.shape[1] * mesh.columns, mesh)
-    across, down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
-    a_mtw, b_twn = a_mk.unflatten(1, (across, width)), b_kn.unflatten(0, (down, width))
-    c_mn = a_mk.new_zeros((a_mk.shape[0], b_kn.shape[1]), dtype=exact_dtype(a_mk.dtype))
-    arriving = panels.arriving(
-        panels.cuts(width),
-        lambda cut: [
-            lambda: mesh.along_row.gather(_part(a_mtw, 2, cut).flatten(1)),
-            lambda: mesh.along_column.gather(_part(b_twn, 1, cut).flatten(0, 1)),
-        ],
-    )
-    for (start, stop), (lefts, rights) in arriving:
-        n = stop - start
-        for t in range(mesh.slices):
-            left = lefts[t // across].narrow(1, t % across * n, n)
-            right = rights[t // down].narrow(0, t % down * n, n)
-            _add_product_(c_mn, left, right)
-    return c_mn.to(a_mk.dtype)
+class _Job(ABC):
+    """One product, panel by panel: what to send for a panel, and what to do with what arrived."""
+
+    cuts: list[Cut]
+
+    @abstractmethod
+    def launches(self, cut: Cut) -> list[Launch]:
+        """The messages of one panel."""
+
+    @abstractmethod
+    def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
+        """Use what they brought."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """This rank's block, once every panel is used."""
 
 
-def _abt(a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-    width = _width(b_nk.shape[0] * mesh.rows, mesh)
-    across, down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
-    b_twk = b_nk.unflatten(0, (down, width))
-    c_mn = a_mk.new_empty((a_mk.shape[0], across * width))
-    sums = _Sums(c_mn.unflatten(1, (across, width)).transpose(0, 1), 2, panels)
-    arriving = panels.arriving(
-        panels.cuts(width), lambda cut: [lambda: mesh.along_column.gather(_part(b_twk, 1, cut).flatten(0, 1))]
-    )
-    for cut, (pieces,) in arriving:
-        n = cut[1] - cut[0]
-        terms_tmw = a_mk.new_empty((mesh.slices, a_mk.shape[0], n))
-        for t in range(mesh.slices):
-            torch.mm(a_mk, pieces[t // down].narrow(0, t % down * n, n).T, out=terms_tmw[t])
-        vectors = list(terms_tmw.view(mesh.columns, -1))
-        sums.add(cut, mesh.along_row.scatter(vectors, [x.numel() for x in vectors]))
-    sums.finish()
-    return c_mn
+def _carried_out(jobs: Sequence[_Job], panels: Panels) -> list[Tensor]:
+    """The results of products of which each one's first panel travels while the one before is still multiplied."""
+    tasks = [(job, cut) for job in jobs for cut in job.cuts]
+    for (job, cut), arrived in panels.arriving(tasks, lambda task: task[0].launches(task[1])):
+        job.multiply(cut, arrived)
+        del arrived  # before the memory for the next but one is taken
+    return [job.result() for job in jobs]
 
 
-def _atb(a_km: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-    width = _width(a_km.shape[1] * mesh.columns, mesh)
-    across, down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
-    a_ktw = a_km.unflatten(1, (across, width))
-    c_mn = a_km.new_empty((down * width, b_kn.shape[1]))
-    sums = _Sums(c_mn.unflatten(0, (down, width)), 1, panels)
-    arriving = panels.arriving(
-        panels.cuts(width), lambda cut: [lambda: mesh.along_row.gather(_part(a_ktw, 2, cut).flatten(1))]
-    )
-    for cut, (pieces,) in arriving:
-        n = cut[1] - cut[0]
-        terms_twn = a_km.new_empty((mesh.slices, n, b_kn.shape[1]))
-        for t in range(mesh.slices):
-            torch.mm(pieces[t // across].narrow(1, t % across * n, n).T, b_kn, out=terms_twn[t])
-        vectors = list(terms_twn.view(mesh.rows, -1))
-        sums.add(cut, mesh.along_column.scatter(vectors, [x.numel() for x in vectors]))
-    sums.finish()
-    return c_mn
+class _ProductAB(_Job):
+    def __init__(self, a_mk: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels) -> None:
+        width = _width(a_mk.shape[1] * mesh.columns, mesh)
+        self._mesh, self._dtype = mesh, a_mk.dtype
+        self._across, self._down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
+        self._a_mtw, self._b_twn = a_mk.unflatten(1, (self._across, width)), b_kn.unflatten(0, (self._down, width))
+        self._c_mn = a_mk.new_zeros((a_mk.shape[0], b_kn.shape[1]), dtype=exact_dtype(a_mk.dtype))
+        self.cuts = panels.cuts(width)
+
+    def launches(self, cut: Cut) -> list[Launch]:
+        return [
+            lambda: self._mesh.along_row.gather(_part(self._a_mtw, 2, cut).flatten(1)),
+            lambda: self._mesh.along_column.gather(_part(self._b_twn, 1, cut).flatten(0, 1)),
+        ]
+
+    def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
+        (lefts, rights), n = arrived, cut[1] - cut[0]
+        for t in range(self._mesh.slices):
+            left = lefts[t // self._across].narrow(1, t % self._across * n, n)
+            right = rights[t // self._down].narrow(0, t % self._down * n, n)
+            _add_product_(self._c_mn, left, right)
+
+    def result(self) -> Tensor:
+        return self._c_mn.to(self._dtype)
+
+
+class _ProductABT(_Job):
+    def __init__(self, a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels) -> None:
+        width = _width(b_nk.shape[0] * mesh.rows, mesh)
+        self._mesh, self._a_mk = mesh, a_mk
+        across, self._down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
+        self._b_twk = b_nk.unflatten(0, (self._down, width))
+        self._c_mn = a_mk.new_empty((a_mk.shape[0], across * width))
+        self._sums = _Sums(self._c_mn.unflatten(1, (across, width)).transpose(0, 1), 2, panels)
+        self.cuts = panels.cuts(width)
+
+    def launches(self, cut: Cut) -> list[Launch]:
+        return [lambda: self._mesh.along_column.gather(_part(self._b_twk, 1, cut).flatten(0, 1))]
+
+    def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
+        (pieces,), n = arrived, cut[1] - cut[0]
+        terms_tmw = self._a_mk.new_empty((self._mesh.slices, self._a_mk.shape[0], n))
+        for t in range(self._mesh.slices):
+            piece = pieces[t // self._down].narrow(0, t % self._down * n, n)
+            torch.mm(self._a_mk, piece.T, out=terms_tmw[t])
+        self._sums.send(cut, terms_tmw, self._mesh.along_row)
+
+    def result(self) -> Tensor:
+        self._sums.finish()
+        return self._c_mn
+
+
+class _ProductATB(_Job):
+    def __init__(self, a_km: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels) -> None:
+        width = _width(a_km.shape[1] * mesh.columns, mesh)
+        self._mesh, self._b_kn = mesh, b_kn
+        self._across, down = mesh.slices // mesh.columns, mesh.slices // mesh.rows
+        self._a_ktw = a_km.unflatten(1, (self._across, width))
+        self._c_mn = a_km.new_empty((down * width, b_kn.shape[1]))
+        self._sums = _Sums(self._c_mn.unflatten(0, (down, width)), 1, panels)
+        self.cuts = panels.cuts(width)
+
+    def launches(self, cut: Cut) -> list[Launch]:
+        return [lambda: self._mesh.along_row.gather(_part(self._a_ktw, 2, cut).flatten(1))]
+
+    def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
+        (pieces,), n = arrived, cut[1] - cut[0]
+        terms_twn = self._b_kn.new_empty((self._mesh.slices, n, self._b_kn.shape[1]))
+        for t in range(self._mesh.slices):
+            piece = pieces[t // self._across].narrow(1, t % self._across * n, n)
+            torch.mm(piece.T, self._b_kn, out=terms_twn[t])
+        self._sums.send(cut, terms_twn, self._mesh.along_column)
+
+    def result(self) -> Tensor:
+        self._sums.finish()
+        return self._c_mn
+
+
+class _OneGather(_Job):
+    """$D B$ and $D^T A$ from one gather of D's blocks along the row, as the two gradients of $A B^T$ need them."""
+
+    def __init__(self, first: _ProductAB, second: _ProductATB) -> None:
+        self.first, self.second = first, second
+        self.cuts = first.cuts
+
+    def launches(self, cut: Cut) -> list[Launch]:
+        return self.first.launches(cut)
+
+    def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
+        # The second's terms travel while the first is multiplied.
+        self.second.multiply(cut, arrived[:1])
+        self.first.multiply(cut, arrived)
+
+    def result(self) -> Tensor:
+        return self.first.result()
 
 
 class _Sums:
@@ -197,8 +271,10 @@ class _Sums:
         self._overlap = panels.overlap
         self._under_way: list[tuple[Cut, Work[list[Tensor]]]] = []
 
-    def add(self, cut: Cut, work: Work[list[Tensor]]) -> None:
-        """Take in the message before this one."""
+    def send(self, cut: Cut, terms: Tensor, comm: Comm) -> None:
+        """Send each rank its part of the terms, and take in the message before this one."""
+        vectors = list(terms.view(comm.size, -1))
+        work = comm.scatter(vectors, [x.numel() for x in vectors])
         before, self._under_way = self._under_way, [(cut, work)]
         for each in before:
             self._store(*each)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from laconic.comm.base import Comm
 from laconic.comm.threads import Hub, ThreadComm, run_threads
-from laconic.tensor2d.mesh import Mesh2D
+from laconic.tensor2d.mesh import Mesh2D, Mesh3D
 from laconic.tensor2d.panels import Panels
 
 T = TypeVar("T")
@@ -33,24 +33,63 @@ def run_mesh_threads(
     Raises:
         Exception: the first failure of any thread; the others are told and end too.
     """
-    across = [Hub(columns) for _ in range(rows)]
-    down = [Hub(rows) for _ in range(columns)]
+    return run_mesh_3d_threads(
+        1, rows, columns, lambda mesh: work(mesh.block), panels=panels, deadline_seconds=deadline_seconds
+    )
+
+
+def run_mesh_3d_threads(
+    copies: int,
+    rows: int,
+    columns: int,
+    work: Callable[[Mesh3D], T],
+    *,
+    panels: Panels | None = None,
+    deadline_seconds: float = 60.0,
+) -> list[T]:
+    """Run `work(mesh)` on copies x rows x columns threads and return the results copy by copy, row by row.
+
+    Args:
+        copies: of the model.
+        rows: of each copy's mesh.
+        columns: of each copy's mesh.
+        work: what each rank does.
+        panels: how operands travel where a layer does not say.
+        deadline_seconds: how long one wait may last.
+
+    Raises:
+        Exception: the first failure of any thread; the others are told and end too.
+    """
+    blocks = rows * columns
+    whole = [Hub(blocks) for _ in range(copies)]
+    across = [Hub(columns) for _ in range(copies * rows)]
+    down = [Hub(rows) for _ in range(copies * columns)]
+    data = [Hub(copies) for _ in range(blocks)]
     failures: list[BaseException] = []  # what a row or a column passes on comes after what it passes on
 
-    def body(whole: Comm) -> T:
-        i, j = divmod(whole.rank, columns)
-        along_row = ThreadComm(across[i], j, deadline_seconds=deadline_seconds)
-        along_column = ThreadComm(down[j], i, deadline_seconds=deadline_seconds)
+    def body(everyone: Comm) -> T:
+        copy, block = divmod(everyone.rank, blocks)
+        i, j = divmod(block, columns)
+
+        def among(hub: Hub, rank: int) -> Comm:
+            return ThreadComm(hub, rank, deadline_seconds=deadline_seconds)
+
+        mesh = Mesh2D(
+            among(across[copy * rows + i], j),
+            among(down[copy * columns + j], i),
+            among(whole[copy], block),
+            panels=panels,
+        )
         try:
-            return work(Mesh2D(along_row, along_column, whole, panels=panels))
+            return work(Mesh3D(among(data[block], copy), mesh))
         except BaseException as error:
             failures.append(error)
-            for hub in (*across, *down):
-                hub.lose(whole.rank, error)
+            for hub in (*across, *down, *whole, *data):
+                hub.lose(everyone.rank, error)
             raise
 
     try:
-        return run_threads(rows * columns, body, deadline_seconds=deadline_seconds)
+        return run_threads(copies * blocks, body, deadline_seconds=deadline_seconds)
     except BaseException:
         if failures:
             raise failures[0] from None

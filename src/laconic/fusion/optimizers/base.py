@@ -152,19 +152,20 @@ class FusedOptimizer(Optimizer):
 
     def _move_rows(self, handful: Handful, active: Tensor, step: Tensor, key: tuple[Any, ...]) -> None:
         """Model after model, each by one call that passes over memory once; or all by one, where they are alike."""
-        values = {name: value.tolist() for name, value in handful.values.items()}
-        models = active.nonzero().flatten().tolist()
-        ages = step.unbind(0)
-        if len(models) == len(ages) and all(len(set(every)) == 1 for every in (*values.values(), step.tolist())):
-            row = {name: value[0] for name, value in values.items()}
-            self.move_row(handful.group, row, ages[0], handful.parameters, handful.gradients, handful.states)
+        names, columns = list(handful.values), [value.tolist() for value in handful.values.values()]
+        count = len(step)
+        alike = all(each.count(each[0]) == count for each in (*columns, step.tolist()))
+        if alike and bool(active.all()):
+            row = {name: column[0] for name, column in zip(names, columns, strict=True)}
+            self.move_row(handful.group, row, step[0], handful.parameters, handful.gradients, handful.states)
             return
-        rows = self._rows(key, handful)
-        gradients = list(zip(*(gradient.unbind(0) for gradient in handful.gradients), strict=True))
-        for model in models:
-            parameters, states = rows[model]
-            row = {name: value[model] for name, value in values.items()}
-            self.move_row(handful.group, row, ages[model], parameters, list(gradients[model]), states)
+        ages, going = step.unbind(0), active.tolist()
+        gradients = zip(*(gradient.unbind(0) for gradient in handful.gradients), strict=True)
+        each = zip(going, zip(*columns, strict=True), ages, self._rows(key, handful), gradients, strict=True)
+        for goes, numbers, age, (parameters, states), own in each:
+            if goes:
+                row = dict(zip(names, numbers, strict=True))
+                self.move_row(handful.group, row, age, parameters, list(own), states)
 
     def _rows(self, key: tuple[Any, ...], handful: Handful) -> list[tuple[Tensors, dict[str, Tensors]]]:
         """Views of every model's part, kept for as long as the memory is the same."""
@@ -355,10 +356,10 @@ class FusedOptimizer(Optimizer):
         self._share_ages()
 
     def _share_ages(self) -> None:
-        """Parameters of the same age keep it in the same tensor, so that they are moved together."""
-        known: dict[tuple[Any, ...], Tensor] = {}
-        for parameter, state in self.state.items():
-            if not state:
-                continue
-            key = (owner_of(parameter), tuple(state["step"].tolist()))
-            state["step"] = known.setdefault(key, state["step"])
+        """Parameters of a group and of the same age keep it in the same tensor, so that they are moved together."""
+        for group in self.param_groups:
+            known: dict[tuple[Any, ...], Tensor] = {}
+            for parameter in group["params"]:
+                if state := self.state.get(parameter):
+                    key = (owner_of(parameter), tuple(state["step"].tolist()))
+                    state["step"] = known.setdefault(key, state["step"])

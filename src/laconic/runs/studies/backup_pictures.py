@@ -29,7 +29,7 @@ def time_picture(chosen: Chosen) -> Picture:
         name="time",
         figure=figure,
         title="Held-out loss against time",
-        caption="One seed, each method at its best learning rate.",
+        caption="One seed, each method at a learning rate of its own unless another is named.",
         description="Two charts of held-out loss against seconds, one line for each method.",
     )
 

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf, isfinite
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ class Race:
         seconds: of training.
         step_seconds: that a worker's step takes at least, slept.
         batch_size: examples a step and worker.
-        lr: the learning rate of plain SGD.
+        lr: the learning rate of SGD.
+        momentum: of SGD.
         workers: how many threads.
         looks: how often the parameters are kept, evenly over the time.
     """
@@ -41,6 +44,7 @@ class Race:
     step_seconds: float
     batch_size: int
     lr: float
+    momentum: float = 0.0
     workers: int = 4
     looks: int = 24
 
@@ -62,6 +66,12 @@ class Ran:
     steps: int
     shares: tuple[float, ...]
     best: int
+
+    @property
+    def end(self) -> float:
+        """The mean of the last three losses, as one alone is noise; infinite where training diverged."""
+        mean = fmean(self.losses[-3:])
+        return mean if isfinite(mean) else inf
 
 
 @dataclass
@@ -110,7 +120,7 @@ def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed
 
     def body(comm: Comm) -> tuple[int, list[tuple[int, ...]]]:
         model = task.model(seed=seed)
-        optimizer = torch.optim.SGD(model.parameters(), race.lr)
+        optimizer = torch.optim.SGD(model.parameters(), race.lr, race.momentum)
         attached = attach(model, optimizer, strategy, comm=comm, seed=seed)
         shard = task.shards(race.workers, split="iid", seed=seed)[comm.rank]
         delay, turn = delays(comm.rank, seed), 0

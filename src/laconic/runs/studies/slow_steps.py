@@ -87,7 +87,9 @@ def run(plan: Plan, trial: Trial, seed: int) -> Figures:
         for step in range(plan.steps):
             optimizer.param_groups[0]["lr"] = plan.rate(trial.lr, step)
             optimizer.zero_grad()
-            task.loss(model, batch(step, plan.batch_size)).backward()
+            loss = task.loss(model, batch(step, plan.batch_size))
+            loss.backward()
+            attached.saw(loss=loss)
             optimizer.step()
         return _measured(attached, task, batch(plan.steps, 128))
 

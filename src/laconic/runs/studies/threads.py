@@ -61,7 +61,9 @@ def train_on_threads(
             optimizer.param_groups[0]["lr"] = schedule.rate(step)
             batch = task.batch(shards[comm.rank], step, batch_size=schedule.batch_size, seed=seed, rank=comm.rank)
             optimizer.zero_grad()
-            task.loss(model, batch).backward()
+            loss = task.loss(model, batch)
+            loss.backward()
+            attached.saw(loss=loss)
             optimizer.step()
         with attached.consensus() as agreed:
             found = task.evaluate(agreed)

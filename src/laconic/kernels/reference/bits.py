@@ -1,9 +1,11 @@
-"""Flags and scales as bytes: bit j of byte k is element 8k + j."""
+"""Flags and scales as bytes, and sums whose order is fixed. Bit j of byte k is element 8k + j."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+LANES = 16
 
 
 def pack_bits(flags: Tensor) -> Tensor:
@@ -32,6 +34,33 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     padded = x.new_zeros(count * block)
     padded[: x.numel()] = x
     return padded.view(count, block)
+
+
+def tree_sums(rows: Tensor) -> Tensor:
+    """The sums of rows [m, n] without negative elements, in the one order that the compiled kernels have too.
+
+    Rows are read in strips of sixteen lanes; neighbouring strips are added until one is left, then its halves.
+    """
+    strips = in_lanes(rows)
+    while strips.shape[1] > 1:
+        if strips.shape[1] % 2:
+            strips = torch.cat([strips, torch.zeros_like(strips[:, :1])], 1)
+        strips = strips[:, 0::2] + strips[:, 1::2]
+    lanes = strips[:, 0]
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def rooted(x: Tensor) -> Tensor:
+    """Square roots to the last bit, which torch's own in fp32 may miss."""
+    return x.double().sqrt().float()
+
+
+def in_lanes(rows: Tensor) -> Tensor:
+    """Rows [m, n] as [m, strips, 16], filled up with zeros."""
+    missing = -rows.shape[1] % LANES
+    return torch.nn.functional.pad(rows, (0, missing)).view(len(rows), -1, LANES)
 
 
 def write_scales(scales: Tensor, out: Tensor, scale_bytes: int) -> None:

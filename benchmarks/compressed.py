@@ -1,0 +1,121 @@
+"""Coded exchanges against the same steps without any, and against torch's DistributedDataParallel; the 6 M GPT.
+
+python -m benchmarks.compressed [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from benchmarks.paired import Step, Turns, start, take_turns
+from laconic import tasks
+from laconic.emulate import Network, available, parse_links, run_workers
+
+WORKERS = 4
+LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)
+Row = tuple[str, str, str, str]
+
+# What, over what, and what it is: the bar of 100 Mbit is beside the step alone, that of 1 Gbit beside DDP.
+RATIOS = (
+    ("lamb", "lamb alone", "OneBitLamb, compressed: step / step alone"),
+    ("codes", "adamw alone", "AllReduce(OneBit): step / step alone"),
+    ("ddp", "lamb", "DDP's step / OneBitLamb's, compressed"),
+    ("ddp", "codes", "DDP's step / AllReduce(OneBit)'s"),
+)
+BARS = {("100mbit", "lamb alone"): "1.3", ("100mbit", "adamw alone"): "1.3", ("1gbit", "lamb"): "1.4"}
+BARS |= {("1gbit", "codes"): "1.4"}
+
+
+def contender(task: Any, name: str) -> Step:
+    """One training step after another, on one batch of 4 windows; 1-bit LAMB is in its second stage."""
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shard = task.shards(workers, split="iid", seed=0)[rank]
+    batch = task.batch(shard, 0, batch_size=4, seed=0, rank=rank)
+    model = task.model("6m", seed=0)
+    lamb = name.startswith("lamb")
+    optimizer = (laconic.OneBitLamb if lamb else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    wrapped = DistributedDataParallel(model) if name == "ddp" else model
+    if name == "lamb":
+        laconic.attach(model, optimizer, laconic.CompressedMomentum(warmup_steps=1))
+    elif name == "codes":
+        laconic.attach(model, optimizer, laconic.AllReduce(codec=laconic.ErrorFeedback(laconic.OneBit())))
+
+    def once() -> None:
+        optimizer.zero_grad()
+        task.loss(wrapped, batch).backward()
+        optimizer.step()
+        if isinstance(optimizer, laconic.OneBitLamb):
+            optimizer.freeze()
+
+    return once
+
+
+def work(rounds: int, *, steps: int = 2) -> None:
+    """As one of several workers: let all take turns; rank 0 writes seconds a step, round by round, as JSON."""
+    start()
+    task, names = tasks.load("text"), ("lamb alone", "adamw alone", "ddp", "lamb", "codes")
+    turns = take_turns({name: contender(task, name) for name in names}, rounds=rounds, steps=steps, warm_up=2)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps({name: each.wall for name, each in turns.items()}) + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def measured(link: str | None, rounds: int) -> dict[str, Turns]:
+    """The contenders' turns over one link."""
+    lines: list[str] = []
+    command = [sys.executable, "-m", "benchmarks.compressed", "work", str(rounds)]
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and stream == "stdout":
+            lines.append(line)
+
+    if link is None:
+        run_workers(command, WORKERS, on_line=keep, deadline_seconds=900)
+    else:
+        with Network(parse_links(link, WORKERS)) as network:
+            run_workers(command, WORKERS, network=network, on_line=keep, deadline_seconds=900)
+    found: dict[str, list[float]] = json.loads("".join(lines))
+    return {name: Turns(wall=each) for name, each in found.items()}
+
+
+def rows_of(link: str | None, turns: Mapping[str, Turns]) -> list[Row]:
+    """The ratios over one link, formed within each round, with their quartiles."""
+    rows: list[Row] = []
+    for over, under, what in RATIOS:
+        each = [a / b for a, b in zip(turns[over].wall, turns[under].wall, strict=True)]
+        low, median, high = statistics.quantiles(each, n=4)
+        seconds = " against ".join(f"{statistics.median(turns[name].wall):.3f} s" for name in (over, under))
+        bar = BARS.get((link or "", under), "")
+        rows.append((f"{what}, {link or 'unshaped'}", f"{median:.3f}", f"{low:.3f} to {high:.3f}; {seconds}", bar))
+    return rows
+
+
+def rows(*, quick: bool, links: Sequence[str | None] = LINKS) -> Iterator[Row]:
+    """The whole table, line by line; over links where they can be emulated."""
+    for link in links if available() is None else (None,):
+        yield from rows_of(link, measured(link, 4 if quick else 12))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a Markdown table, or be one worker."""
+    if arguments[:1] == ["work"]:
+        work(int(arguments[1]))
+        return
+    for row in chain((("what", "median", "quartiles", "bar"), ("---",) * 4), rows(quick="--quick" in arguments)):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,160 @@
+"""What the kernels cost on one core, beside copying the vector, and beside torch doing the same.
+
+python -m benchmarks.kernels [--quick]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from benchmarks.paired import Step, start, take_turns
+from laconic import kernels
+from laconic.kernels.base import compiled
+from laconic.kernels.reference import largest, quantized, signs, sketched
+
+Row = tuple[str, str, str, str, str]
+Work = Callable[[], object]
+
+BLOCK, KEY, ROWS, BITS = 2048, 7, 5, 4
+MILLION = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, the same by torch, and the most nanoseconds an element that it may take."""
+
+    name: str
+    ours: Work
+    theirs: Work
+    bar: float | None = None
+
+
+def sign_cases(x: Tensor) -> list[Case]:
+    """Signs with what is owed, there and back."""
+    n, rest, said = x.numel(), torch.zeros_like(x), torch.empty_like(x)
+    payload = torch.empty(kernels.sign_nbytes(n, BLOCK), dtype=torch.uint8)
+    several, how = torch.zeros(8, len(payload), dtype=torch.uint8), {"block": BLOCK, "scale_bytes": 4}
+
+    def ours() -> None:
+        kernels.encode_signs_(x, rest, payload, block=BLOCK)
+        kernels.decode_signs_(payload, said, block=BLOCK)
+
+    def theirs() -> None:
+        signs.encode_signs_(x, rest, payload, norm="l1", **how)
+        signs.decode_signs_(payload, said, **how)
+
+    return [
+        Case("1-bit encode with residual + decode", ours, theirs, 3.0),
+        Case(
+            "sum of 8 workers' signs",
+            lambda: kernels.sum_signs_(several, said, block=BLOCK),
+            lambda: signs.sum_signs_(several, said, **how),
+        ),
+    ]
+
+
+def bit_cases(x: Tensor) -> list[Case]:
+    """Four bits, there and back."""
+    said, payload = (
+        torch.empty_like(x),
+        torch.empty(kernels.quantized_nbytes(x.numel(), BITS, BLOCK), dtype=torch.uint8),
+    )
+    how = {"bits": BITS, "block": BLOCK, "key": KEY}
+    more = {**how, "shift": 0.0, "scale_bytes": 4}
+    return [
+        Case(
+            "4-bit quantise + pack",
+            lambda: kernels.quantize_(x, payload, **how),
+            lambda: quantized.quantize_(x, payload, norm="max", **more),
+            1.2,
+        ),
+        Case(
+            "4-bit dequantise",
+            lambda: kernels.dequantize_(payload, said, **how),
+            lambda: quantized.dequantize_(payload, said, dither=False, **more),
+        ),
+        Case(
+            "4-bit dequantise with dither",
+            lambda: kernels.dequantize_(payload, said, dither=True, **how),
+            lambda: quantized.dequantize_(payload, said, dither=True, **more),
+        ),
+    ]
+
+
+def large_cases(x: Tensor) -> list[Case]:
+    """The largest, from the vector and from its sketch."""
+    n, table = x.numel(), torch.zeros(ROWS, x.numel() // 64)
+    k = n // 2048
+
+    def ours() -> None:
+        kernels.sketch_(x, table.zero_(), key=KEY)
+        kernels.heavy(table, n, k, key=KEY)
+
+    def theirs() -> None:
+        sketched.sketch_(x, table.zero_(), key=KEY, scale=1.0)
+        largest.top_k(sketched.unsketch(table, None, n, key=KEY), k)
+
+    return [
+        Case("sketch (5 rows) + the heavy ones", ours, theirs, 12.0),
+        Case("the largest thousandth", lambda: kernels.top_k(x, n // 1000), lambda: largest.top_k(x, n // 1000)),
+        Case("the largest hundredth", lambda: kernels.top_k(x, n // 100), lambda: largest.top_k(x, n // 100)),
+    ]
+
+
+def silently(work: Work) -> Step:
+    """The same, without a result."""
+
+    def once() -> None:
+        work()
+
+    return once
+
+
+def turns_of(contenders: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Seconds of contenders that take turns."""
+    turns = take_turns({name: silently(work) for name, work in contenders.items()}, rounds=rounds, steps=1, warm_up=1)
+    return {name: turn.wall for name, turn in turns.items()}
+
+
+def measured(case: Case, x: Tensor) -> Row:
+    """One line of the table: beside copying, then beside torch, which is too slow for many rounds."""
+    copy = torch.empty_like(x)
+    beside_copy = turns_of({"copy": lambda: copy.copy_(x), "ours": case.ours}, rounds=9)
+    beside_torch = turns_of({"theirs": case.theirs, "ours": case.ours}, rounds=3)
+    each = beside_copy["ours"]
+    nanoseconds = statistics.median(each) / x.numel() * 1e9
+    share = statistics.median(base / mine for base, mine in zip(beside_copy["copy"], each, strict=True))
+    ratio = statistics.median(base / mine for base, mine in zip(*beside_torch.values(), strict=True))
+    bar = "" if case.bar is None else f"{case.bar} ns, 5x"
+    spread = f"{nanoseconds:.2f} ({min(each) / x.numel() * 1e9:.2f} to {max(each) / x.numel() * 1e9:.2f})"
+    return (case.name, spread, f"{share:.2f}", f"{ratio:.1f}", bar)
+
+
+def rows(*, quick: bool) -> Iterator[Row]:
+    """The whole table, line by line."""
+    n = (4 if quick else 32) * MILLION
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    cases = [*sign_cases(x), *bit_cases(x), *large_cases(x)]
+    yield from (measured(case, x) for case in cases)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a Markdown table; ranges are from least to most."""
+    start()
+    if compiled(torch.empty(0)) is None:
+        print("no compiled kernels: there is no C compiler, or LACONIC_NATIVE=0")
+        return
+    head = ("what, on one core", "ns an element", "speed vs copying", "speed vs torch", "bar")
+    for row in chain((head, ("---",) * 5), rows(quick="--quick" in arguments)):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+"""Who does the work, and what all kernels refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from importlib import resources
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError
+from laconic.kernels.native import library, switched_off
+
+# The same bits as torch: no sum is reassociated, and no product fused with a sum.
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+if platform.machine() == "x86_64":
+    # Compilers shun the widest vectors; for loops that do much with each element these pay.
+    FLAGS.append("-mprefer-vector-width=512")
+_SOURCES = ("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c")
+_long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
+
+_ARGUMENTS = {
+    "uniform": [_at, _long, _key, _key],
+    "encode_signs": [_at, _at, _at, _long, _long, _int, _int],
+    "sum_signs": [_at, _long, _long, _at, _long, _long, _int],
+    "quantize": [_at, _at, _long, _long, _int, _key, _float, _int, _int],
+    "dequantize": [_at, _at, _long, _long, _int, _key, _int, _float, _int],
+    "top_k": [_at, _long, _long, _at, _at, _at, _long],
+    "pack_indices": [_at, _long, _int, _at],
+    "unpack_indices": [_at, _long, _int, _at],
+    "sketch": [_at, _long, _at, _long, _long, _key, _float],
+    "unsketch": [_at, _long, _long, _key, _long, _at],
+    "heavy": [_at, _long, _long, _key, _long, _long, _at, _at, _at, _long],
+}
+_COUNTING = ("top_k", "heavy")
+
+
+def compiled(x: Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels, where they can work on a tensor and nobody has switched them off."""
+    if x.device.type != "cpu" or sys.byteorder != "little" or switched_off():
+        return None
+    return _compiled()
+
+
+@cache
+def _compiled() -> ctypes.CDLL | None:
+    return load(FLAGS)
+
+
+def load(flags: list[str]) -> ctypes.CDLL | None:
+    """The kernels' library, compiled with these flags; None where there is no compiler."""
+    folder = resources.files("laconic.kernels").joinpath("c")
+    found = library("kernels", b"\n".join(folder.joinpath(name).read_bytes() for name in _SOURCES), flags)
+    if found is None:
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(found, f"laconic_{name}")
+        function.argtypes, function.restype = arguments, _long if name in _COUNTING else None
+    return found
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether Triton can do the work."""
+    return x.is_cuda and _triton_is_there()
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
+
+
+def single(x: Tensor) -> Tensor:
+    """A vector as contiguous fp32; itself where it is."""
+    return x.detach().to(torch.float32).contiguous()
+
+
+@contextmanager
+def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = False) -> Generator[Tensor, None, None]:
+    """A contiguous tensor of `dtype` whose values are put into `out` in the end; itself where it is one already.
+
+    With `read` it holds the values of `out` to begin with.
+    """
+    if out.dtype == dtype and out.is_contiguous():
+        yield out.detach()
+        return
+    made = torch.empty(out.shape, dtype=dtype, device=out.device)
+    if read:
+        made.copy_(out.detach())
+    yield made
+    out.detach().copy_(made)
+
+
+def check_layout(block: int, scale_bytes: int) -> None:
+    """Refuse blocks and scales that cannot be.
+
+    Raises:
+        ConfigError: with the value and the rule.
+    """
+    if block < 1:
+        raise ConfigError(f"block={block}: must be at least 1; 2048 is usual")
+    if scale_bytes not in (2, 4):
+        raise ConfigError(f"scale_bytes={scale_bytes}: a scale is bf16 in 2 bytes or fp32 in 4")
+
+
+def check_norm(norm: str, known: tuple[str, str]) -> None:
+    """Refuse norms that are not known.
+
+    Raises:
+        ConfigError: with those that are.
+    """
+    if norm not in known:
+        raise ConfigError(f"norm={norm!r}: must be one of {', '.join(known)}")
+
+
+def check_payload(payload: Tensor, nbytes: int) -> None:
+    """Refuse payloads of another size, whose bytes would be read or written beyond their end.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    if payload.dtype != torch.uint8 or payload.shape[-1] != nbytes:
+        found = f"{payload.shape[-1]} elements of {payload.dtype}"
+        raise ConfigError(f"payload of {found}: must be {nbytes} bytes, as uint8; sender and receiver differ")
+
+
+def check_length(name: str, found: int, wanted: int) -> None:
+    """Refuse vectors that do not fit each other.
+
+    Raises:
+        ConfigError: with both lengths.
+    """
+    if found != wanted:
+        raise ConfigError(f"{name} of {found} elements: must be {wanted}, as the vector has")
+
+
+def check_same_device(x: Tensor, *others: Tensor | None) -> None:
+    """Refuse tensors on several devices.
+
+    Raises:
+        ConfigError: with the devices.
+    """
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ConfigError(f"{other.device} beside {x.device}: all tensors must be on one device; move them first")

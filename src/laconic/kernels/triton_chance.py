@@ -1,0 +1,48 @@
+"""What the kernels for GPUs share: random words, draws, bits. Pyright is told nothing of what Triton compiles."""
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mixed(word):
+    """The 32-bit finisher of MurmurHash3."""
+    word = (word ^ (word >> 16)) * tl.full((), 0x85EBCA6B, tl.uint32)
+    word = (word ^ (word >> 13)) * tl.full((), 0xC2B2AE35, tl.uint32)
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def word_at(place, low, high):
+    """The random word of a place, from the two halves of a seed."""
+    return mixed(mixed(tl.cast(place, tl.uint32) ^ tl.cast(low, tl.uint32)) ^ tl.cast(high, tl.uint32))
+
+
+@triton.jit
+def draw_at(place, low, high, shift):
+    """A multiple of 2^-24 in [0, 1), turned by `shift`."""
+    draw = (word_at(place, low, high) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 + shift
+    return tl.where(draw >= 1.0, draw - 1.0, draw)
+
+
+@triton.jit
+def packed(flags, SPAN: tl.constexpr):
+    """Flags of 0 and 1, uint32 [SPAN], as bytes [SPAN / 8], the first in the lowest bit."""
+    rows = tl.reshape(flags, (SPAN // 8, 8))
+    return tl.sum(rows << tl.arange(0, 8)[None, :].to(tl.uint32), axis=1).to(tl.uint8)
+
+
+def halves(seed: int) -> tuple[int, int]:
+    """The lower and the upper 32 bits."""
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+WIDEST_BLOCK = 16384
+
+
+def fits(block: int) -> bool:
+    """Whether one program can hold a block, and blocks end at whole bytes."""
+    return block % 8 == 0 and block <= WIDEST_BLOCK

@@ -1,0 +1,180 @@
+"""0/1 Adam: Adam whose variance moves ever more seldom, and whose momentum is agreed on ever more seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.flat import copy_each_
+from laconic.optimizers.lamb import add_decay_, check_adaptive, directions_of, spreads_of, take_in_
+from laconic.optimizers.one_bit_base import FreezingOptimizer
+
+
+class ZeroOneAdam(FreezingOptimizer):
+    r"""Adam in three kinds of steps, of which `ZeroOne()` chooses one each time.
+
+    With $x'$ and $t'$ the parameters and the step of the last agreement, on worker $i$,
+
+    $$m_i \leftarrow \beta_1 m_i + (1-\beta_1) g_i, \qquad u_i \leftarrow u_i + \gamma_t m_i, \qquad
+      x_i \leftarrow x_i - \gamma_t \frac{m_i}{\sqrt v + \epsilon} \quad \text{(alone)},$$
+
+    $$m \leftarrow \frac{\bar u}{\sum_{k=t'}^t \gamma_k}, \qquad x \leftarrow x' - \frac{\bar u}{\sqrt v + \epsilon},
+      \qquad u \leftarrow 0 \quad \text{(agreed)},$$
+
+    where $\bar u$ is the coded mean of all $u_i$, this step's included; and, where the gradient is the mean $g$ of all
+    workers',
+
+    $$m \leftarrow \beta_1 m + (1-\beta_1) g, \quad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \quad
+      x \leftarrow x - \gamma \frac{m}{\sqrt v + \epsilon} \quad \text{(whole)} .$$
+
+    No moment is corrected for having begun at zero. Weight decay pulls at $x$ and $x'$ alike and is no part of $u$, so
+    that momenta stay free of it. Alone, without a strategy, every step is whole, until `freeze()`.
+    State: `momentum`, `variance`, each like the parameters, in fp32 at least; once steps were taken alone, `anchor`
+    ($x'$) and `travelled` ($u$) too; for parameters in 16 bits `master`.
+
+    Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, ICLR 2023, arXiv:2202.06009,
+    Algorithm 1.
+
+    Args:
+        params: the parameters.
+        lr: $\gamma$.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more remembers longer.
+        eps: $\epsilon$; more bounds the steps of entries with small gradients.
+        weight_decay: $\lambda$.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_adaptive(lr, betas, eps, weight_decay)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, "reach": 0.0, "alone": False})
+
+    def thaw(self) -> None:
+        """Let the variance follow the next gradient, which must be equal on all workers."""
+        for group in self.param_groups:
+            group["frozen"] = False
+
+    def go_alone(self, alone: bool) -> None:
+        """Whether the coming steps follow this worker's own gradient until the next agreement."""
+        for group in self.param_groups:
+            group["alone"] = alone
+
+    @torch.no_grad()
+    def say_(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, share: float, rescale: bool) -> None:
+        """Turn this worker's gradients into its mean momentum since the last agreement, in place.
+
+        Each step counts by its learning rate, so that what is said has the size of a momentum however many they were.
+
+        Args:
+            momenta: gradients, like the parameters and of their state's dtype; mean momenta afterwards.
+            parameters: whose they are.
+            share: gradients are multiplied by this first.
+            rescale: the result is multiplied by each tensor's `coefficient`, which is 1 here.
+        """
+        super().say_(momenta, parameters, share=share, rescale=rescale)
+        for group, places in self._by_group(parameters):
+            if group["reach"] == 0.0:
+                continue
+            reach = group["reach"] + float(group["lr"])
+            chosen = [momenta[i] for i in places]
+            torch._foreach_mul_(chosen, float(group["lr"]))  # pyright: ignore
+            torch._foreach_add_(chosen, [self.state[parameters[i]]["travelled"] for i in places])  # pyright: ignore
+            torch._foreach_div_(chosen, reach)  # pyright: ignore
+
+    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Nothing besides the moments."""
+
+    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+        """Momenta are said as they are."""
+        for _, states in groups:
+            for state in states:
+                state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
+
+    def warm_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """Adam without corrections."""
+        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
+        take_in_(group, momenta, variances, gradients)
+        _descend_(group, parameters, momenta, variances)
+
+    def frozen_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """Along this worker's momentum, or from the last agreement along what all have agreed on."""
+        copy_each_([state["momentum"] for state in states], momenta)
+        if group["alone"]:
+            self._travel(group, parameters, momenta, states)
+        elif group["reach"]:
+            self._return(group, parameters, momenta, states)
+            return
+        _descend_(group, parameters, momenta, [state["variance"] for state in states])
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of every parameter, and how far workers have gone since the last agreement."""
+        skipping = self._skipping
+        loss = super().step(closure)
+        if not skipping:
+            for group in self.param_groups:
+                group["reach"] = group["reach"] + float(group["lr"]) if group["alone"] else 0.0
+        return loss
+
+    def _travel(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """Remember where the agreement was, and this step's share of the way from there."""
+        lr = float(group["lr"])
+        for parameter, state in zip(parameters, states, strict=True):
+            if "anchor" not in state:
+                state["anchor"], state["travelled"] = parameter.detach().clone(), torch.zeros_like(state["momentum"])
+        anchors, ways = ([state[name] for state in states] for name in ("anchor", "travelled"))
+        if group["reach"] == 0.0:
+            copy_each_(anchors, parameters)
+            torch._foreach_zero_(ways)  # pyright: ignore
+        torch._foreach_add_(ways, momenta, alpha=lr)  # pyright: ignore
+        torch._foreach_mul_(anchors, 1 - lr * group["weight_decay"])  # pyright: ignore
+
+    def _return(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """From the last agreement along the new momentum, as far as all steps since then went together."""
+        lr = float(group["lr"])
+        spreads = spreads_of(group, [state["variance"] for state in states])
+        copy_each_(parameters, [state["anchor"] for state in states])
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
+        torch._foreach_addcdiv_(parameters, momenta, spreads, value=-group["reach"] - lr)  # pyright: ignore
+
+
+def _descend_(group: dict[str, Any], parameters: list[Tensor], momenta: list[Tensor], variances: list[Tensor]) -> None:
+    directions = directions_of(group, momenta, variances)
+    add_decay_(group, directions, parameters)
+    torch._foreach_add_(parameters, directions, alpha=-float(group["lr"]))  # pyright: ignore

@@ -1,0 +1,120 @@
+"""An array of models trains several times as many models in a second as one process after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+import torch
+
+from laconic.runs.reproductions import Attempt, Claim, Result
+from laconic.runs.studies.fused_networks import workloads
+from laconic.runs.studies.fused_training import WAYS, Pace, curves, largest_difference, measure
+
+LEAST_SPEEDUP = 2.4
+MOST_DIFFERENCE = 0.01
+Paces = Mapping[str, Mapping[int, Mapping[str, Pace]]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Args:
+        sizes: numbers of models, ascending.
+        seconds: that each way trains for.
+        steps: of the loss curves.
+        curves: models whose losses are compared.
+    """
+
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    seconds: float = 6.0
+    steps: int = 60
+    curves: int = 3
+
+
+QUICK = Scale(sizes=(8,), seconds=0.8, steps=12)
+
+
+def study(attempt: Attempt) -> Result:
+    """Measure every network in every way, compare the losses, draw both, and judge."""
+    scale, places, threads = QUICK if attempt.quick else Scale(), count(), torch.get_num_threads()
+    paces: dict[str, dict[int, dict[str, Pace]]] = {}
+    losses: dict[str, dict[str, list[list[float]]]] = {}
+    for name, workload in workloads().items():
+        attempt.begin(f"losses of {workload.title}", next(places))
+        losses[workload.title] = curves(workload, scale.curves, scale.steps)
+        paces[workload.title] = {}
+        alone: Pace | None = None
+        for size in scale.sizes:
+            attempt.begin(f"{workload.title}, {size} models", next(places))
+            alone = alone or measure(name, "process", 1, scale.seconds, threads)
+            others = {way: measure(name, way, size, scale.seconds, threads) for way in WAYS if way != "process"}
+            paces[workload.title][size] = {**others, "process": alone}
+    data = {f"data of {workload.title}": workload.data for workload in workloads().values()}
+    differences = {title: largest_difference(found) for title, found in losses.items()}
+    return judge(paces, differences, {"threads": threads, **data, "pictures": _drawn(attempt, paces, losses)})
+
+
+def judge(paces: Paces, differences: Mapping[str, float], details: Mapping[str, Any]) -> Result:
+    """Whether every network gains what the paper's least did, at the most models, with the same losses."""
+    largest = {title: sizes[max(sizes)] for title, sizes in paces.items()}
+    ratios = {title: _over(found, "process") for title, found in largest.items()}
+    slow = [title for title, ratio in ratios.items() if ratio < LEAST_SPEEDUP]
+    apart = [title for title, difference in differences.items() if difference > MOST_DIFFERENCE]
+    value, best = median(ratios.values()), max(ratios, key=lambda title: ratios[title])
+    rows: dict[str, Any] = {}
+    for title, sizes in paces.items():
+        for size, found in sizes.items():
+            rows[f"{title}, {size} models"] = _in_words(size, found)
+        rows[f"{title}, largest difference of the loss curves"] = f"{differences[title]:.2g} of the first loss"
+    rows["less than the paper's least"] = ", ".join(slow) or "none"
+    rows["slower than the best other way, at the most models"] = ", ".join(_beaten(largest)) or "none"
+    words = f"{value:.3g} times as many models in a second (median of {len(ratios)} networks; best: {best})"
+    low, high = min(ratios.values()), max(ratios.values())
+    return Result(not slow and not apart, words, value, low, high, {**rows, **details})
+
+
+def _over(found: Mapping[str, Pace], way: str) -> float:
+    return found["array"].models_per_second / found[way].models_per_second
+
+
+def _beaten(largest: Mapping[str, Mapping[str, Pace]]) -> list[str]:
+    ratios = {title: {way: _over(found, way) for way in WAYS if way != "array"} for title, found in largest.items()}
+    worst = {title: min(every, key=lambda way: every[way]) for title, every in ratios.items()}
+    return [
+        f"{title} (x {ratios[title][way]:.2f} of {WAYS[way]})" for title, way in worst.items() if ratios[title][way] < 1
+    ]
+
+
+def _in_words(size: int, found: Mapping[str, Pace]) -> str:
+    """The array's pace over every other way's, and its memory per model over that of a process."""
+    over = ", ".join(f"x {_over(found, way):.2f} {WAYS[way]}" for way in WAYS if way != "array")
+    share = found["array"].nbytes / size / found["process"].nbytes
+    each = found["array"].models_per_second
+    return f"{each:.4g} steps/s: {over}; memory per model x {share:.2f} of a process"
+
+
+def _drawn(attempt: Attempt, paces: Paces, losses: Mapping[str, Mapping[str, list[list[float]]]]) -> list[str]:
+    """The names of the pictures; none where matplotlib is not installed."""
+    try:
+        from laconic.runs.studies.fused_pictures import loss_picture, pace_picture
+    except ModuleNotFoundError:
+        return []
+    return [picture.png(attempt.folder).name for picture in (pace_picture(paces), loss_picture(losses))]
+
+
+CLAIM = Claim(
+    name="hfta",
+    sentence="Models that differ in hyperparameters alone train several times faster as one array than one process "
+    "after another on the same device, and their losses are the same.",
+    paper="Wang, Yang, Zheng, Li and Pekhimenko, Horizontally Fused Training Array, MLSys 2021, arXiv:2102.02344",
+    published="2.42 to 11.50 times one after another on GPUs (V100, RTX 6000, A100); 2.98 to 15.13 on a TPU v3",
+    rule=f"on this machine's processor, at the most models: every network at least {LEAST_SPEEDUP:g} times the pace of "
+    f"one process at a time, and losses within {MOST_DIFFERENCE:g} of the first loss of separate runs; a processor is "
+    "not the paper's device",
+    run=study,
+)

@@ -1,0 +1,232 @@
+"""Many models of one kind, trained in five ways: what each takes, and that the losses are the same.
+
+`python -m laconic.runs.studies.fused_training NAME WAY MODELS SECONDS THREADS` is one of them in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.emulate import run_workers
+from laconic.errors import LaconicError
+from laconic.fusion import Adam, fuse
+from laconic.runs.studies.fused_networks import Workload, workloads
+
+Step = Callable[[int], list[float]]
+WAYS = {
+    "array": "an array",
+    "loop": "a loop over models",
+    "vmap": "torch.func.vmap",
+    "process": "one process after another",
+    "processes": "processes at once",
+}
+_WARM_UP = 3
+_BATCHES = 8
+_DEADLINE_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one way of training took.
+
+    Args:
+        models_per_second: steps of single models in a second, of all models together.
+        nbytes: the most memory that a process held, in bytes.
+    """
+
+    models_per_second: float
+    nbytes: int
+
+
+def rates(models: int) -> list[float]:
+    """Learning rates of the models, from 1e-4 up to 1e-2."""
+    return [1e-4 * 100 ** (place / max(1, models - 1)) for place in range(models)]
+
+
+def made(workload: Workload, models: int) -> list[nn.Module]:
+    """Networks of different first parameters, alike in every way of training."""
+    found: list[nn.Module] = []
+    for seed in range(models):
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+            found.append(workload.make())
+    return found
+
+
+def array_step(workload: Workload, models: int) -> Step:
+    """All models as one array."""
+    array = fuse(made(workload, models))
+    optimizer = Adam(array.parameters(), lr=rates(models))
+
+    def step(number: int) -> list[float]:
+        inputs, targets = workload.batch(number)
+        array.zero_grad()
+        losses = array.losses(workload.loss, array(*inputs), *targets)
+        losses.sum().backward()
+        optimizer.step()
+        return losses.tolist()
+
+    return step
+
+
+def loop_step(workload: Workload, models: int) -> Step:
+    """One model after another, with torch's own optimizer each."""
+    every = made(workload, models)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=lr) for one, lr in zip(every, rates(models), strict=True)]
+
+    def step(number: int) -> list[float]:
+        inputs, targets = workload.batch(number)
+        losses: list[float] = []
+        for model, optimizer in zip(every, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = workload.loss(model(*inputs), *targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    return step
+
+
+def vmap_step(workload: Workload, models: int) -> Step:
+    """Torch's own transform over stacked parameters, and its own optimizer on each model's rows."""
+    every = made(workload, models)
+    parameters, buffers = torch.func.stack_module_state(every)
+    stacked, skeleton = list(parameters.values()), every[0]
+    rows = [[p.detach()[place].requires_grad_() for p in stacked] for place in range(models)]
+    optimizers = [torch.optim.Adam(own, lr=lr) for own, lr in zip(rows, rates(models), strict=True)]
+
+    def one(values: Any, others: Any, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+        return workload.loss(torch.func.functional_call(skeleton, (values, others), inputs), *targets)
+
+    mapped = torch.vmap(one, in_dims=(0, 0, None, None))
+
+    def step(number: int) -> list[float]:
+        for parameter in stacked:
+            parameter.grad = None
+        losses = mapped(parameters, buffers, *workload.batch(number))
+        losses.sum().backward()
+        for place, (own, optimizer) in enumerate(zip(rows, optimizers, strict=True)):
+            for row, parameter in zip(own, stacked, strict=True):
+                row.grad = None if parameter.grad is None else parameter.grad[place]
+            optimizer.step()
+        return losses.tolist()
+
+    return step
+
+
+_STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
+
+
+def curves(workload: Workload, models: int, steps: int) -> dict[str, list[list[float]]]:
+    """The losses of every model after each step, as an array and one after another: [steps][models]."""
+    ways = {"array": array_step(workload, models), "loop": loop_step(workload, models)}
+    return {name: [step(number) for number in range(steps)] for name, step in ways.items()}
+
+
+def largest_difference(found: dict[str, list[list[float]]]) -> float:
+    """Of two curves, relative to the loss at the start of the model's own."""
+    fused, alone = (torch.tensor(found[way], dtype=torch.float64) for way in ("array", "loop"))
+    return float(((fused - alone).abs() / alone[0].abs()).max())
+
+
+def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
+    """Train in a fresh process for some seconds.
+
+    Args:
+        name: of a workload.
+        way: one of `WAYS`.
+        models: how many; "process" trains one, whose pace is that of many in turn.
+        seconds: to train for, after a few steps that are not counted.
+        threads: of torch; processes that run at once have one each.
+
+    Raises:
+        LaconicError: the process failed.
+    """
+    lines: list[str] = []
+
+    def keep(_: int, stream: str, line: str) -> None:
+        lines.append(line if stream == "stdout" else "")
+
+    given = [name, way, str(models), str(seconds), str(threads)]
+    command = [sys.executable, "-m", __name__, *given]
+    exits = run_workers(command, 1, on_line=keep, deadline_seconds=_DEADLINE_SECONDS)
+    found = [line for line in lines if line.startswith("{")]
+    if any(each.code for each in exits) or not found:
+        raise LaconicError(f"{' '.join(given)}: the process ended without a result")
+    return Pace(**json.loads(found[-1]))
+
+
+def main(arguments: Sequence[str]) -> str:
+    """Measure one way here; returns a `Pace` as JSON."""
+    name, way = arguments[:2]
+    models, seconds, threads = int(arguments[2]), float(arguments[3]), int(arguments[4])
+    torch.set_num_threads(1 if way == "processes" else threads)
+    workload = _cached(workloads()[name])
+    if way == "processes":
+        pace = _at_once(workload, models, seconds)
+    else:
+        count = 1 if way == "process" else models
+        pace = count / _seconds_per_step(_STEPS[way](workload, count), seconds)
+    return json.dumps(asdict(Pace(pace, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)))
+
+
+def _cached(workload: Workload) -> Workload:
+    """With a few batches that are made beforehand: reading data is no part of what is compared."""
+    batches = [workload.batch(number) for number in range(_BATCHES)]
+    return Workload(
+        workload.title, workload.data, workload.make, lambda number: batches[number % _BATCHES], workload.loss
+    )
+
+
+def _seconds_per_step(step: Step, seconds: float) -> float:
+    for number in range(_WARM_UP):
+        step(number)
+    found, end = list[float](), time.perf_counter() + seconds
+    while time.perf_counter() < end or len(found) < _WARM_UP:
+        start = time.perf_counter()
+        step(len(found))
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def _at_once(workload: Workload, models: int, seconds: float) -> float:
+    """Steps per second of processes that begin and end together."""
+    context = multiprocessing.get_context("fork")
+    barrier, counts = context.Barrier(models), context.Queue()
+    work = partial(_beside, workload, seconds, barrier, counts)
+    others = [context.Process(target=work) for _ in range(models)]
+    for other in others:
+        other.start()
+    found = [counts.get(timeout=_DEADLINE_SECONDS) for _ in others]
+    for other in others:
+        other.join()
+    return sum(found)
+
+
+def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any) -> None:
+    step, done = loop_step(workload, 1), 0
+    for number in range(_WARM_UP):
+        step(number)
+    barrier.wait(_DEADLINE_SECONDS)
+    start = time.perf_counter()
+    while time.perf_counter() < start + seconds or not done:
+        step(done)
+        done += 1
+    counts.put(done / (time.perf_counter() - start))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(main(sys.argv[1:]) + "\n")

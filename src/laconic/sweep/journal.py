@@ -1,0 +1,175 @@
+"""What a sweep has done so far, on disk: it goes on from there to the same results, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import CheckpointError
+from laconic.fusion.checkpoints import read, write
+from laconic.sweep.training import Plan, Together, Told, train_together
+from laconic.sweep.trials import Outcome, Trial
+
+Fields = dict[str, Any]
+
+
+class Journal:
+    """What has come of a sweep's arrays so far, and how far the one under way has got.
+
+    A sweep that goes on asks its sampler for the same trials again, and gets from here what it found out before: how
+    many trials fit into memory, and what has come of arrays that have ended. So samplers need not be saved, and one
+    that draws the same from the same seed goes on as if it had never stopped.
+
+    Args:
+        folder: of this journal alone; None keeps none.
+        facts: what must be the same when a sweep goes on: JSON values.
+        resume: go on from what is there.
+        every_seconds: how long an array trains between one writing and the next, at least.
+        every_steps: how many steps it makes between them, at least.
+        written: called after an array under way was written, with it and with the outcomes known by then.
+
+    Raises:
+        CheckpointError: there is nothing to go on from, or it is of another sweep.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        resume: bool = False,
+        every_seconds: float = 10.0,
+        every_steps: int = 1,
+        written: Callable[[Together, Sequence[Outcome]], None] | None = None,
+    ) -> None:
+        self.folder, self.facts, self._told = folder, dict(facts or {}), written
+        self._every_seconds, self._every_steps = every_seconds, every_steps
+        self._rooms: list[int] = []
+        self._arrays: list[list[Fields]] = []
+        self._under_way: Fields | None = None
+        self._room = self._array = 0
+        self._before, self._begun = 0.0, time.monotonic()
+        if resume:
+            self._read()
+        elif folder is not None:
+            self._write()
+        self._written = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the sweep has taken, the time before it was interrupted and last written included."""
+        return self._before + time.monotonic() - self._begun
+
+    def room(self, measure: Callable[[], int]) -> int:
+        """How many trials fit: what was measured before, where it was."""
+        self._room += 1
+        if self._room > len(self._rooms):
+            self._rooms.append(measure())
+        return self._rooms[self._room - 1]
+
+    def train(self, plan: Plan, trials: Sequence[Trial], told: Told | None = None) -> list[Outcome]:
+        """Train trials as one array, or from where it was interrupted, or not at all where it has ended before.
+
+        Raises:
+            CheckpointError: the array that was trained before was of other trials.
+        """
+        self._array += 1
+        if self._array <= len(self._arrays):
+            found = [_outcome(fields) for fields in self._arrays[self._array - 1]]
+            self._refuse_others([each.trial for each in found], trials)
+            return found
+        found = train_together(plan, trials, told, begun=self._go_on(plan, trials), kept=self._keep)
+        self._under_way = None
+        self._arrays.append([fields_of(each) for each in found])
+        self._write()
+        return found
+
+    def _go_on(self, plan: Plan, trials: Sequence[Trial]) -> tuple[Together, list[Outcome]] | None:
+        saved, self._under_way = self._under_way, None
+        if saved is None:
+            return None
+        ended = [_outcome(fields) for fields in saved["ended"]]
+        run = Together.restored(plan, saved["run"])
+        self._refuse_others([*run.live, *(each.trial for each in ended)], trials)
+        return run, ended
+
+    def _refuse_others(self, before: Sequence[Trial], now: Sequence[Trial]) -> None:
+        if sorted(before, key=_number) != sorted(now, key=_number):
+            raise CheckpointError(
+                f"{self.folder}: array {self._array} had trials with other knobs than the sampler proposes now; go on "
+                "with the same seed, and the same version of its library"
+            )
+
+    def _keep(self, run: Together, ended: Sequence[Outcome]) -> None:
+        waited = time.monotonic() - self._written >= self._every_seconds
+        if self.folder is None or not waited or run.step % self._every_steps:
+            return
+        self._write({"run": run.state(), "ended": [fields_of(each) for each in ended]})
+        if self._told is not None:
+            self._told(run, ended)
+
+    def _write(self, under_way: Fields | None = None) -> None:
+        if self.folder is None:
+            return
+        content = {"facts": self.facts, "rooms": self._rooms, "arrays": self._arrays, "under_way": under_way}
+        try:
+            write(self.folder, {**content, "seconds": self.seconds})
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be written to ({error}); make room, and go on with it"
+            ) from error
+        self._written = time.monotonic()
+
+    def _read(self) -> None:
+        if self.folder is None:
+            raise CheckpointError("a sweep without a folder has nothing to go on from")
+        content = read(self.folder)
+        refuse_other_facts(self.folder, content["facts"], self.facts)
+        self._rooms, self._arrays = content["rooms"], content["arrays"]
+        self._under_way, self._before = content["under_way"], content["seconds"]
+
+
+def facts_in(folder: Path) -> Fields:
+    """What a journal's sweep was begun with.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found: Fields = read(folder)["facts"]
+    return found
+
+
+def refuse_other_facts(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with another sweep.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise CheckpointError(
+                f"{folder}: {name} was {before.get(name)} and is {now.get(name)} now; a sweep goes on as it was begun"
+            )
+
+
+def _number(trial: Trial) -> int:
+    return trial.number
+
+
+def fields_of(outcome: Outcome) -> Fields:
+    """An outcome as JSON."""
+    return {
+        "trial": outcome.trial.number,
+        "knobs": dict(outcome.trial.knobs),
+        "loss": outcome.loss,
+        "metric": outcome.metric,
+        "steps": outcome.steps,
+        "stopped": outcome.stopped,
+    }
+
+
+def _outcome(fields: Fields) -> Outcome:
+    trial = Trial(fields["trial"], fields["knobs"])
+    return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"])
