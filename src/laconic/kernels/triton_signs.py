@@ -3,7 +3,7 @@
 A scale is summed in the order that suits the device, so that its last bits may differ from the CPU's; the signs are the
 same, what is left unsaid fits the scale that is sent, and what payloads stand for is the same everywhere.
 """
-# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

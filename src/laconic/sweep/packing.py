@@ -1,4 +1,5 @@
 """A searcher of Ray Tune that proposes packs of members; imported only where Ray is installed."""
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 
