@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One thread per process: four workers share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format bench reproduce docs clean help
+.PHONY: demo test coverage check format bench reproduce docs clean help
 help:            ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -20,6 +20,9 @@ demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several st
 	$(BIN)/laconic demo
 
 test: $(VENV)/ok check  ## set-up, checks and tests
+	$(BIN)/python -m pytest
+
+coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 check: $(VENV)/ok ## format, lint, types, architecture
