@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,9 +72,22 @@ def test_who_is_stopped_goes_on_at_the_end_at_the_latest(child: subprocess.Popen
     until(lambda: state(child.pid) != "T")
 
 
-def test_a_process_that_has_ended_is_left_alone(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_has_ended_is_left_alone(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, sent = list[object](), list[int]()
+    deliver = os.killpg
+
+    def send(group: int, number: int) -> None:
+        sent.append(number)
+        deliver(group, number)
+
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(os, "killpg", send)
     child.kill()
     child.wait()
     with Stopping([Stop(0, 0.01, 0.01)], [child.pid]) as stopping:
         stopping.begin()
-        time.sleep(0.05)
+        until(lambda: signal.SIGCONT in sent)
+    assert sent[0] == signal.SIGSTOP
+    assert not raised

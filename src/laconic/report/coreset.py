@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laconic.report import units
+from laconic.report.document import card, document, figure
 from laconic.report.files import write_text
-from laconic.report.palette import MUTED, OTHER, PAPER, TONES, looks
+from laconic.report.palette import MUTED, OTHER, PAPER, looks
 from laconic.report.picture import FONT_SIZE, Picture, canvas, plain
 
-_PAGE_LIGHT = {"--page": "#f6f7f9", "--line": "#e2e6ec", "--link": "#0a5fa8", "--best": "#1a8f63"}
-_PAGE_DARK = {"--page": "#0f1319", "--line": "#2a313c", "--link": "#7dbdf5", "--best": "#3ecf98"}
 _MOST_DRAWN = 3000
 _LARGEST_AREA = 260.0
 _INK_AREA = 20_000.0
@@ -82,34 +80,11 @@ def coreset_picture(others: Points, chosen: Points, weights: Points, share: floa
 
 
 def _page(title: str, rows: Sequence[tuple[str, str, str]], picture: Picture) -> str:
-    style = resources.files("laconic.report").joinpath("style.css").read_text(encoding="utf-8")
-    light = _declared({tone.variable: tone.light for tone in TONES} | _PAGE_LIGHT)
-    dark = _declared({tone.variable: tone.dark for tone in TONES} | _PAGE_DARK)
     lines = "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in rows)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-:root {{{light}}}
-@media screen and (prefers-color-scheme: dark) {{ :root {{{dark}}} }}
-{style}</style>
-</head>
-<body>
-<header><p class="brand">laconic select</p><h1>{escape(title)}</h1></header>
-<main>
-<section class="card"><h2>Beside random points</h2><div class="scroll">
-<table><thead><tr><th></th><th>coreset</th><th>random</th></tr></thead><tbody>{lines}</tbody></table></div></section>
-<section class="card"><h2>{escape(picture.title)}</h2><figure>{picture.svg()}
-<figcaption>{escape(picture.caption)}</figcaption></figure></section>
-</main>
-</body>
-</html>
-"""
-
-
-def _declared(values: dict[str, str]) -> str:
-    return " ".join(f"{name}: {value};" for name, value in values.items())
+    head = "<tr><th></th><th>coreset</th><th>random</th></tr>"
+    table = f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+    return document(
+        title,
+        "laconic select",
+        card("Beside random points", f'<div class="scroll">{table}</div>') + card(picture.title, figure(picture)),
+    )

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 
 from laconic.report.bars import time_picture
 from laconic.report.curves import loss_pictures
 from laconic.report.details import details
+from laconic.report.document import card, document, figure
 from laconic.report.files import write_text
 from laconic.report.folder import read
 from laconic.report.headline import lead, setting, summary_table, tiles
 from laconic.report.links import link_picture
 from laconic.report.observed import observed_pictures
-from laconic.report.palette import TONES, Look, looks
+from laconic.report.palette import Look, looks
 from laconic.report.picture import Picture
 from laconic.report.runs import Collection
 from laconic.report.timeline import timeline_pictures
@@ -27,8 +27,6 @@ _PARTS = (
     ("links", "Links"),
     ("details", "How it was run"),
 )
-_PAGE_LIGHT = {"--page": "#f6f7f9", "--line": "#e2e6ec", "--link": "#0a5fa8", "--best": "#1a8f63"}
-_PAGE_DARK = {"--page": "#0f1319", "--line": "#2a313c", "--link": "#7dbdf5", "--best": "#3ecf98"}
 
 
 @dataclass(frozen=True)
@@ -81,36 +79,18 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
 
 def page(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> str:
     """The whole HTML document."""
-    title = escape(collection.title)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-{_variables()}
-{resources.files("laconic.report").joinpath("style.css").read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<header>
-<p class="brand">laconic report</p>
-<h1>{title}</h1>
-{setting(collection)}
-{lead(collection)}
-{_navigation()}
-</header>
-<main>
-{_notes(collection)}
+    return document(
+        collection.title,
+        "laconic report",
+        f"""{_notes(collection)}
 {tiles(collection, styles)}
-{"".join(_sections(collection, styles, drawings))}
-</main>
-<footer><p>Made by <code>laconic report</code>. The drawings are also in the folder <code>plots</code>; \
-the numbers are in each run's <code>summary.json</code> and <code>metrics.jsonl</code>.</p></footer>
-</body>
-</html>
-"""
+{"".join(_sections(collection, styles, drawings))}""",
+        below=f"""{setting(collection)}
+{lead(collection)}
+{_navigation()}""",
+        foot="<footer><p>Made by <code>laconic report</code>. The drawings are also in the folder <code>plots</code>; "
+        "the numbers are in each run's <code>summary.json</code> and <code>metrics.jsonl</code>.</p></footer>",
+    )
 
 
 def _navigation() -> str:
@@ -127,24 +107,20 @@ def _sections(collection: Collection, styles: Sequence[Look], drawings: Drawings
         _links(collection, drawings.links),
         details(collection, styles),
     )
-    return [
-        f'<section class="card" id="{anchor}" aria-labelledby="{anchor}-title">'
-        f'<h2 id="{anchor}-title">{words}</h2>{body}</section>\n'
-        for (anchor, words), body in zip(_PARTS, bodies, strict=True)
-    ]
+    return [card(words, body, anchor) for (anchor, words), body in zip(_PARTS, bodies, strict=True)]
 
 
 def _losses(pictures: Sequence[Picture]) -> str:
     if not pictures:
         return _empty("No loss was recorded: metrics.jsonl is missing or holds no training step.")
     first, *others = pictures
-    return f'{_figure(first, titled=True)}<div class="pair">{"".join(_figure(p, titled=True) for p in others)}</div>'
+    return f'{figure(first, titled=True)}<div class="pair">{"".join(figure(p, titled=True) for p in others)}</div>'
 
 
 def _times(picture: Picture | None) -> str:
     if picture is None:
         return _empty("No step was timed, so there is nothing to split.")
-    return _figure(picture)
+    return figure(picture)
 
 
 def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
@@ -156,7 +132,7 @@ def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
     )
     silent = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
     missing = _empty(f"No timeline was recorded for {', '.join(silent)}.") if silent else ""
-    return intro + "".join(_figure(picture, captioned=False) for picture in pictures.values()) + missing
+    return intro + "".join(figure(picture, captioned=False) for picture in pictures.values()) + missing
 
 
 def _links(collection: Collection, picture: Picture | None) -> str:
@@ -164,15 +140,7 @@ def _links(collection: Collection, picture: Picture | None) -> str:
         return _empty("No bytes were counted on the links (links.json is missing, empty or all zero).")
     silent = [run.label for run in collection.runs if not run.links]
     missing = _empty(f"The links were not counted for {', '.join(silent)}.") if silent else ""
-    return _figure(picture) + missing
-
-
-def _figure(picture: Picture, *, titled: bool = False, captioned: bool = True) -> str:
-    wide = ' class="wide"' if picture.figure.get_figwidth() > 8 else ""
-    title = f"<h3>{escape(picture.title)}</h3>" if titled else ""
-    words = escape(picture.caption)
-    caption = f"<figcaption>{words}</figcaption>" if captioned else f'<figcaption class="unseen">{words}</figcaption>'
-    return f"<figure{wide}>{title}{picture.svg()}{caption}</figure>\n"
+    return figure(picture) + missing
 
 
 def _notes(collection: Collection) -> str:
@@ -190,13 +158,3 @@ def _notes(collection: Collection) -> str:
 
 def _empty(sentence: str) -> str:
     return f'<p class="empty">{escape(sentence)}</p>'
-
-
-def _variables() -> str:
-    light = _declared({tone.variable: tone.light for tone in TONES} | _PAGE_LIGHT)
-    dark = _declared({tone.variable: tone.dark for tone in TONES} | _PAGE_DARK)
-    return f":root {{{light}}}\n@media screen and (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
-
-
-def _declared(values: dict[str, str]) -> str:
-    return " ".join(f"{name}: {value};" for name, value in values.items())

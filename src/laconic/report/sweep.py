@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from math import isfinite
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from laconic.report.document import card, document, figure
 from laconic.report.files import write_text
-from laconic.report.palette import OTHER, TONES, looks
+from laconic.report.palette import OTHER, looks
 from laconic.report.picture import Picture, canvas, plain
 
-_PAGE_LIGHT = {"--page": "#f6f7f9", "--line": "#e2e6ec", "--link": "#0a5fa8", "--best": "#1a8f63"}
-_PAGE_DARK = {"--page": "#0f1319", "--line": "#2a313c", "--link": "#7dbdf5", "--best": "#3ecf98"}
 _ACROSS = 3
 Values = Sequence[float | int | str]
 
@@ -95,35 +93,11 @@ def _dots(axes: Axes, values: Values, losses: Sequence[float], stopped: Sequence
 
 
 def _page(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], picture: Picture) -> str:
-    style = resources.files("laconic.report").joinpath("style.css").read_text(encoding="utf-8")
-    light = _declared({tone.variable: tone.light for tone in TONES} | _PAGE_LIGHT)
-    dark = _declared({tone.variable: tone.dark for tone in TONES} | _PAGE_DARK)
     head = "".join(f"<th>{escape(each)}</th>" for each in headings)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>" for row in rows)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-:root {{{light}}}
-@media screen and (prefers-color-scheme: dark) {{ :root {{{dark}}} }}
-{style}</style>
-</head>
-<body>
-<header><p class="brand">laconic sweep</p><h1>{escape(title)}</h1></header>
-<main>
-<section class="card"><h2>{escape(picture.title)}</h2><figure>{picture.svg()}
-<figcaption>{escape(picture.caption)}</figcaption></figure></section>
-<section class="card"><h2>Trials, the best first</h2><div class="scroll">
-<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>
-</main>
-</body>
-</html>
-"""
-
-
-def _declared(values: dict[str, str]) -> str:
-    return " ".join(f"{name}: {value};" for name, value in values.items())
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return document(
+        title,
+        "laconic sweep",
+        card(picture.title, figure(picture)) + card("Trials, the best first", f'<div class="scroll">{table}</div>'),
+    )
