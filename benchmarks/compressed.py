@@ -26,28 +26,34 @@ WORKERS = 4
 LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)
 Row = tuple[str, str, str, str]
 
-# What, over what, and what it is: the bar of 100 Mbit is beside the step alone, that of 1 Gbit beside DDP.
+# What, over what, and what it is: the bar of 100 Mbit is beside the step alone, that of 1 Gbit beside DDP. LAMB's own
+# arithmetic takes longer than AdamW's, so that 1-bit LAMB stands beside both.
 RATIOS = (
     ("lamb", "lamb alone", "OneBitLamb, compressed: step / step alone"),
     ("codes", "adamw alone", "AllReduce(OneBit): step / step alone"),
-    ("ddp", "lamb", "DDP's step / OneBitLamb's, compressed"),
-    ("ddp", "codes", "DDP's step / AllReduce(OneBit)'s"),
+    ("ddp lamb", "lamb", "DDP's step with LAMB / OneBitLamb's, compressed"),
+    ("ddp", "lamb", "DDP's step with AdamW / OneBitLamb's, compressed"),
+    ("ddp", "codes", "DDP's step with AdamW / AllReduce(OneBit)'s"),
 )
-BARS = {("100mbit", "lamb alone"): "1.3", ("100mbit", "adamw alone"): "1.3", ("1gbit", "lamb"): "1.4"}
-BARS |= {("1gbit", "codes"): "1.4"}
+BARS = {
+    ("100mbit", "lamb alone"): "1.3",
+    ("100mbit", "adamw alone"): "1.3",
+    ("1gbit", "lamb"): "1.4",
+    ("1gbit", "codes"): "1.4",
+}
 
 
 def contender(task: Any, name: str) -> Step:
-    """One training step after another, on one batch of 4 windows; 1-bit LAMB is in its second stage."""
+    """One training step after another, on one batch of 4 windows; 1-bit LAMB is in its second stage, with overlap."""
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shard = task.shards(workers, split="iid", seed=0)[rank]
     batch = task.batch(shard, 0, batch_size=4, seed=0, rank=rank)
     model = task.model("6m", seed=0)
-    lamb = name.startswith("lamb")
+    lamb = "lamb" in name
     optimizer = (laconic.OneBitLamb if lamb else torch.optim.AdamW)(model.parameters(), lr=1e-3)
-    wrapped = DistributedDataParallel(model) if name == "ddp" else model
+    wrapped = DistributedDataParallel(model) if name.startswith("ddp") else model
     if name == "lamb":
-        laconic.attach(model, optimizer, laconic.CompressedMomentum(warmup_steps=1))
+        laconic.attach(model, optimizer, laconic.CompressedMomentum(warmup_steps=1, overlap=True))
     elif name == "codes":
         laconic.attach(model, optimizer, laconic.AllReduce(codec=laconic.ErrorFeedback(laconic.OneBit())))
 
@@ -55,7 +61,7 @@ def contender(task: Any, name: str) -> Step:
         optimizer.zero_grad()
         task.loss(wrapped, batch).backward()
         optimizer.step()
-        if isinstance(optimizer, laconic.OneBitLamb):
+        if isinstance(optimizer, laconic.OneBitLamb) and wrapped is model:
             optimizer.freeze()
 
     return once
@@ -64,7 +70,7 @@ def contender(task: Any, name: str) -> Step:
 def work(rounds: int, *, steps: int = 2) -> None:
     """As one of several workers: let all take turns; rank 0 writes seconds a step, round by round, as JSON."""
     start()
-    task, names = tasks.load("text"), ("lamb alone", "adamw alone", "ddp", "lamb", "codes")
+    task, names = tasks.load("text"), ("lamb alone", "adamw alone", "ddp lamb", "ddp", "lamb", "codes")
     turns = take_turns({name: contender(task, name) for name in names}, rounds=rounds, steps=steps, warm_up=2)
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps({name: each.wall for name, each in turns.items()}) + "\n")

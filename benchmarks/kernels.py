@@ -1,15 +1,18 @@
 """What the kernels cost on one core, beside copying the vector, and beside torch doing the same.
 
-python -m benchmarks.kernels [--quick]
+python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only WORDS]
 """
 
 from __future__ import annotations
 
+import argparse
+import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +70,7 @@ def bit_cases(x: Tensor) -> list[Case]:
         torch.empty(kernels.quantized_nbytes(x.numel(), BITS, BLOCK), dtype=torch.uint8),
     )
     how = {"bits": BITS, "block": BLOCK, "key": KEY}
-    more = {**how, "shift": 0.0, "scale_bytes": 4}
+    more: dict[str, Any] = {**how, "shift": 0.0, "scale_bytes": 4}
     return [
         Case(
             "4-bit quantise + pack",
@@ -117,17 +120,18 @@ def silently(work: Work) -> Step:
     return once
 
 
-def turns_of(contenders: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+def turns_of(contenders: Mapping[str, Work], rounds: int, *, warm_up: int) -> dict[str, list[float]]:
     """Seconds of contenders that take turns."""
-    turns = take_turns({name: silently(work) for name, work in contenders.items()}, rounds=rounds, steps=1, warm_up=1)
+    steps = {name: silently(work) for name, work in contenders.items()}
+    turns = take_turns(steps, rounds=rounds, steps=1, warm_up=warm_up)
     return {name: turn.wall for name, turn in turns.items()}
 
 
-def measured(case: Case, x: Tensor) -> Row:
-    """One line of the table: beside copying, then beside torch, which is too slow for many rounds."""
+def measured(case: Case, x: Tensor, torch_rounds: int) -> Row:
+    """One line of the table: beside copying, then beside torch, which takes up to a hundred times as long."""
     copy = torch.empty_like(x)
-    beside_copy = turns_of({"copy": lambda: copy.copy_(x), "ours": case.ours}, rounds=9)
-    beside_torch = turns_of({"theirs": case.theirs, "ours": case.ours}, rounds=3)
+    beside_copy = turns_of({"copy": lambda: copy.copy_(x), "ours": case.ours}, 9, warm_up=1)
+    beside_torch = turns_of({"theirs": case.theirs, "ours": case.ours}, torch_rounds, warm_up=int(torch_rounds > 1))
     each = beside_copy["ours"]
     nanoseconds = statistics.median(each) / x.numel() * 1e9
     share = statistics.median(base / mine for base, mine in zip(beside_copy["copy"], each, strict=True))
@@ -137,23 +141,37 @@ def measured(case: Case, x: Tensor) -> Row:
     return (case.name, spread, f"{share:.2f}", f"{ratio:.1f}", bar)
 
 
-def rows(*, quick: bool) -> Iterator[Row]:
+def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
     """The whole table, line by line."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    cases = [*sign_cases(x), *bit_cases(x), *large_cases(x)]
-    yield from (measured(case, x) for case in cases)
+    for make in (sign_cases, bit_cases, large_cases):
+        yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a vector of 4 Mi entries instead of 32 Mi")
+    parser.add_argument("--torch-rounds", type=int, default=1, help="how often torch is timed; 3 for a median")
+    parser.add_argument("--only", default="", help="rows whose name has these words in it")
+    asked = parser.parse_args(arguments)
+    if asked.torch_rounds < 1:
+        parser.error(f"--torch-rounds {asked.torch_rounds}: must be at least 1")
+    return asked
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a Markdown table; ranges are from least to most."""
+    """Print a Markdown table, in which ranges are from least to most, and the most memory that was held."""
+    asked = options(arguments)
     start()
     if compiled(torch.empty(0)) is None:
         print("no compiled kernels: there is no C compiler, or LACONIC_NATIVE=0")
         return
     head = ("what, on one core", "ns an element", "speed vs copying", "speed vs torch", "bar")
-    for row in chain((head, ("---",) * 5), rows(quick="--quick" in arguments)):
+    for row in chain((head, ("---",) * 5), rows(quick=asked.quick, torch_rounds=asked.torch_rounds, only=asked.only)):
         print(f"| {' | '.join(row)} |", flush=True)
+    print(f"\nat most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MILLION:.1f} GiB of memory")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Backup workers among stragglers: a worker that is always slow, random stalls, and a process that is stopped.
 
-python -m benchmarks.stragglers [--quick]
+python -m benchmarks.stragglers [--rounds N] [--only WORD]
 
 A step computes next to nothing and sleeps for 50 ms instead, so that four workers fit on any machine. The last worker
-is the one that is slow or stopped: while it computes, or in the exchange of a step that it is a member of.
+is the one that is slow or stopped: while it computes, or in the exchange of a step that it is a member of. What stalls
+would cost if only they and the computation took time is simulated, with the same stalls.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -26,7 +28,10 @@ import torch.distributed as dist
 
 import laconic
 from benchmarks.paired import start
+from benchmarks.stragglers_ideal import ideal_seconds
+from laconic.arrivals.notes import Note
 from laconic.arrivals.party import Party
+from laconic.arrivals.planes import Plane
 from laconic.arrivals.round import Round
 from laconic.emulate import run_workers
 from laconic.emulate.straggler import Straggler
@@ -36,6 +41,8 @@ STOPPED_SECONDS = 5.0
 STOPS_AT_SECONDS = 1.0
 AHEAD = 0.9  # so that who is to stop as a member is one
 STEPS = 40
+STALL = 0.15
+PLANES: tuple[Plane, ...] = ("ring", "zeros")
 Row = tuple[str, str, str, str]
 
 
@@ -50,6 +57,8 @@ class Turn:
         steps: how many are timed.
         stops: where the last worker's process is stopped for STOPPED_SECONDS; nowhere if it is empty.
         step_seconds: that a step computes.
+        plane: by which way members add up.
+        numel: about as many parameters.
     """
 
     backups: int
@@ -58,21 +67,36 @@ class Turn:
     steps: int = STEPS
     stops: Literal["", "computing", "exchange"] = ""
     step_seconds: float = 0.05
+    plane: Plane = "ring"
+    numel: int = 1 << 16
 
 
-STOPPED = {
-    f"stopped in its {stops}, {round(1e3 * seconds)} ms steps": Turn(
-        1, steps=round(8.0 / seconds), stops=stops, step_seconds=seconds
-    )
-    for stops, seconds in (("computing", 0.05), ("exchange", 0.034), ("exchange", 0.05), ("exchange", 0.1))
-}
+def stalling(step_seconds: float, most: int, steps: int) -> Iterator[tuple[str, Turn]]:
+    """Each step of each worker stalls with the same probability."""
+    for backups in range(most + 1):
+        for plane in PLANES if backups else PLANES[:1]:
+            name = f"stalls, {1e3 * step_seconds:.0f} ms steps, b={backups}" + (f", {plane}" if backups else "")
+            yield name, Turn(backups, probability=STALL, steps=steps, step_seconds=step_seconds, plane=plane)
+
+
+def stopping(plane: Plane) -> Iterator[tuple[str, Turn]]:
+    """The last worker stops, in its computation or as a member."""
+    for where, seconds in (("computing", 0.05), ("exchange", 0.034), ("exchange", 0.05), ("exchange", 0.1)):
+        stops: Literal["computing", "exchange"] = "computing" if where == "computing" else "exchange"
+        turn = Turn(1, steps=round(8.0 / seconds), stops=stops, step_seconds=seconds, plane=plane)
+        yield f"stopped in its {where}, {1e3 * seconds:.0f} ms steps, {plane}", turn
+
+
 TURNS = {
     "even, b=0": Turn(0),
-    "even, b=1": Turn(1),
+    **{f"even, b=1, {plane}": Turn(1, plane=plane) for plane in (*PLANES, "auto")},
+    "large, b=0": Turn(0, numel=1 << 22, steps=20),
+    **{f"large, b=1, {plane}": Turn(1, numel=1 << 22, steps=20, plane=plane) for plane in PLANES},
     "slow, b=0": Turn(0, factor=10.0, steps=10),
-    "slow, b=1": Turn(1, factor=10.0),
-    **{f"stalls, b={b}": Turn(b, probability=0.15) for b in range(WORKERS)},
-    **STOPPED,
+    **{f"slow, b=1, {plane}": Turn(1, factor=10.0, plane=plane) for plane in PLANES},
+    **dict(stalling(0.05, WORKERS - 1, STEPS)),
+    **dict(stalling(0.01, 2, 2 * STEPS)),
+    **{name: turn for plane in PLANES for name, turn in stopping(plane)},
 }
 
 
@@ -94,18 +118,20 @@ def take(turn: Turn, number: int) -> Taken:
     """Train for one scenario."""
     rank, taken = dist.get_rank(), Taken()
     torch.manual_seed(0)
-    model = torch.nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    attached = laconic.attach(model, optimizer, laconic.BackupWorkers(backups=turn.backups))
-    straggler, batch, turns = straggler_of(turn, rank, number), torch.randn(8, 256) + rank, 0
-    pids = gathered(torch.tensor([os.getpid()]))
-    dist.barrier()
-    begin, usual = time.perf_counter(), Party._work
-    if turn.stops and rank == 1:
-        stop_for_a_while(int(pids[-1]), stops=turn.stops == "computing")
+    begins, usual = [float("inf")], (Party._work, Party._bring)
     ahead = turn.stops == "exchange" and rank == WORKERS - 1
     if ahead:
-        stop_in_exchange(begin)
+        stop_in_exchange(begins)
+    width = round(turn.numel**0.5)
+    model = torch.nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    attached = laconic.attach(model, optimizer, laconic.BackupWorkers(turn.backups, plane=turn.plane))
+    straggler, batch, turns = straggler_of(turn, rank, number), torch.randn(8, width) + rank, 0
+    pids = gathered(torch.tensor([os.getpid()]))
+    dist.barrier()
+    begin = begins[0] = time.perf_counter()
+    if turn.stops and rank == 1:
+        stop_for_a_while(int(pids[-1]), stops=turn.stops == "computing")
     while attached.step < turn.steps:
         optimizer.zero_grad()
         loss = model(batch).square().mean()
@@ -115,7 +141,7 @@ def take(turn: Turn, number: int) -> Taken:
         optimizer.step()
         turns += 1
         taken.ends.append(time.perf_counter() - begin)
-    Party._work = usual
+    Party._work, Party._bring = usual
     attached.detach()
     x = gathered(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     taken.alike = all(torch.equal(x[0], each) for each in x)
@@ -144,32 +170,46 @@ def stop_for_a_while(pid: int, *, stops: bool) -> None:
     threading.Timer(STOPS_AT_SECONDS, stop).start()
 
 
-def stop_in_exchange(begin: float) -> None:
-    """Stop this process when it is next a member, before it has sent anything."""
-    work, stopped = Party._work, False
+def stop_in_exchange(begins: list[float]) -> None:
+    """Stop this process when it is next a member after a while, before it has sent anything."""
+    work, bring, stopped = Party._work, Party._bring, False
 
-    def stopping(self: Party, here: Round, gradient: torch.Tensor) -> None:
+    def stop() -> None:
         nonlocal stopped
-        late = time.perf_counter() - begin - STOPS_AT_SECONDS
-        if not stopped and here.adding is not None and 0 < late < STOPPED_SECONDS / 2:
+        late = time.perf_counter() - begins[0] - STOPS_AT_SECONDS
+        if not stopped and 0 < late < STOPPED_SECONDS / 2:
             stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
-        work(self, here, gradient)
 
-    Party._work = stopping
+    def before_letters(self: Party, here: Round) -> None:
+        if here.adding is not None:
+            stop()
+        work(self, here)
+
+    def before_sum(self: Party, note: Note) -> torch.Tensor:
+        if self.rank in note.members:
+            stop()
+        return bring(self, note)
+
+    Party._work, Party._bring = before_letters, before_sum
 
 
-def work(rounds: int) -> None:
+def work(rounds: int, only: str) -> None:
     """As one of several workers: take all turns in every round, and write what was found as a line of JSON."""
     start()
-    found: dict[str, list[tuple[list[float], bool]]] = {name: [] for name in TURNS}
+    found: dict[str, list[tuple[list[float], bool]]] = {name: [] for name in chosen(only)}
     for number in range(rounds):
-        for name, turn in TURNS.items():
-            taken = take(turn, number)
-            found[name].append((taken.ends, taken.alike))
+        for name, turns in found.items():
+            taken = take(TURNS[name], number)
+            turns.append((taken.ends, taken.alike))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
+
+
+def chosen(only: str) -> list[str]:
+    """The names of the scenarios that begin with one of these words."""
+    return [name for name in TURNS if any(name.startswith(word) for word in only.split(","))]
 
 
 @dataclass(frozen=True)
@@ -177,6 +217,16 @@ class Measured:
     """What all ranks wrote: by name, round and rank the ends of steps, and whether ranks were alike."""
 
     found: list[dict[str, list[tuple[list[float], bool]]]]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the scenarios that were run."""
+        return list(self.found[0])
+
+    def ideal(self, name: str) -> list[float]:
+        """Of a step if nothing took time but computing and stalls, by round."""
+        turn, rounds = TURNS[name], range(len(self.found[0][name]))
+        return [ideal_of(turn, number) for number in rounds]
 
     def seconds(self, name: str) -> list[float]:
         """Of a step, by round: a step has ended where the first rank has ended it."""
@@ -210,10 +260,20 @@ class Measured:
         return all(max(b - a for a, b in pairwise(ends)) > STOPPED_SECONDS / 2 for ends, _ in self.found[-1][name])
 
 
-def measured(rounds: int) -> Measured:
+def ideal_of(turn: Turn, number: int) -> float:
+    """Seconds of a step of a round where exchanges cost nothing."""
+    stragglers = [straggler_of(turn, rank, number) for rank in range(WORKERS)]
+
+    def lasts(rank: int, k: int) -> float:
+        return turn.step_seconds * stragglers[rank].factor + stragglers[rank].stall(k)
+
+    return ideal_seconds(WORKERS, turn.backups, turn.steps, lasts) / turn.steps
+
+
+def measured(rounds: int, only: str) -> Measured:
     """All scenarios, turn by turn, on processes of this machine."""
     lines: dict[int, str] = {}
-    command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds)]
+    command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds), only]
 
     def keep(rank: int, stream: str, line: str) -> None:
         if stream == "stdout":
@@ -230,33 +290,41 @@ def row(what: str, each: Sequence[float], bar: str = "", more: str = "") -> Row:
 
 
 def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
-    """One scenario's step beside another's, round by round."""
+    """One scenario's step beside another's, round by round, and what it would be ideally."""
     pairs = list(zip(found.seconds(over), found.seconds(under), strict=True))
     seconds = " against ".join(f"{1e3 * statistics.median(found.seconds(name)):.1f} ms" for name in (over, under))
-    return row(f"step, {over} / {under}", [a / b for a, b in pairs], bar, seconds)
+    best = statistics.median(a / b for a, b in zip(found.ideal(over), found.ideal(under), strict=True))
+    return row(f"step, {over} / {under}", [a / b for a, b in pairs], bar, f"{seconds}; ideally {best:.3f}")
 
 
-def rows(*, quick: bool) -> Iterator[Row]:
+def rows(found: Measured) -> Iterator[Row]:
     """The whole table, line by line."""
-    found = measured(1 if quick else 5)
-    yield ratio(found, "even, b=1", "even, b=0")
-    yield ratio(found, "slow, b=1", "even, b=0", "1.10")
-    yield ratio(found, "slow, b=0", "even, b=0")
-    for backups in range(1, WORKERS):
-        yield ratio(found, "stalls, b=0", f"stalls, b={backups}", "1.8")
-    for name in STOPPED:
-        stopped = "" if found.was_stopped(name) else "it was NOT stopped"
-        yield row(f"{name}: the others' longest step, beyond the median step", found.longest(name), "1", stopped)
-        yield row(f"{name}: steps of the stopped worker after that", found.caught_up(name))
+    for name in found.names:
+        kind, _, rest = name.partition(",")
+        if kind in ("even", "large") and "b=1" in rest:
+            yield ratio(found, name, f"{kind}, b=0")
+        elif kind == "slow" and "even, b=0" in found.names:
+            yield ratio(found, name, "even, b=0", "1.10" if "b=1" in rest else "")
+        elif kind == "stalls" and "b=0" not in rest:
+            yield ratio(found, f"{name.partition(', b=')[0]}, b=0", name, "1.8")
+        elif TURNS[name].stops:
+            stopped = "" if found.was_stopped(name) else "it was NOT stopped"
+            yield row(f"{name}: the others' longest step, beyond the median step", found.longest(name), "1", stopped)
+            yield row(f"{name}: steps of the stopped worker after that", found.caught_up(name))
     yield ("replicas bit-identical", "yes" if found.alike() else "NO", "", "yes")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, or be one worker."""
     if arguments[:1] == ["work"]:
-        work(int(arguments[1]))
+        work(int(arguments[1]), arguments[2])
         return
-    for line in chain((("what", "median", "extremes", "bar"), ("---",) * 4), rows(quick="--quick" in arguments)):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stragglers", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="how often every scenario is run")
+    parser.add_argument("--only", default="", help="scenarios that begin so, such as even,slow; all unless given")
+    asked = parser.parse_args(arguments)
+    found = measured(asked.rounds, asked.only)
+    for line in (("what", "median", "extremes", "bar"), ("---",) * 4, *rows(found)):
         print(f"| {' | '.join(line)} |", flush=True)
 
 

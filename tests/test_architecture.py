@@ -44,7 +44,7 @@ FLOORS: list[set[str]] = [
 ]
 # They know nothing of the rest, and only what lies above `attach` knows them.
 APART = {"tasks", "emulate", "report", "fusion"}
-GROUND = {"errors", "files", "part", "tree", "_version"}
+GROUND = {"errors", "files", "kernels", "part", "tree", "_version"}
 # Rooms whose files are alternatives to each other, with what is common to all of them in `base`.
 PEERS = {"comm", "topology", "codecs", "strategies"}
 # A world of one process needs no sockets; slow momentum's default base is silence.

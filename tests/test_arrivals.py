@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from statistics import fmean
 
 import pytest
@@ -16,6 +17,7 @@ from laconic.arrivals.keeper import Keeper
 from laconic.arrivals.log import begin_log, memberships, write_log
 from laconic.arrivals.notes import Kind, Note, length, note_of
 from laconic.arrivals.packing import digest, pack, unpack_
+from laconic.arrivals.planes import Plane, Planes
 from laconic.arrivals.rules import Rule, best_number, deadline, order_statistics
 from laconic.comm.counting import CountingComm
 from laconic.moments import Moments
@@ -87,11 +89,14 @@ def test_a_member_that_holds_the_mean_is_not_silent() -> None:
         assert keeper.hear(0, here(0, attempt=1), now) == []
 
 
+@pytest.mark.parametrize("plane", ["ring", "zeros", "auto"])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("size", "least"), [(2, 1), (4, 3), (5, 3), (9, 7)])
-def test_each_step_is_closed_once_and_alike_for_all_whoever_stops_when(size: int, least: int, seed: int) -> None:
+def test_each_step_is_closed_once_and_alike_for_all_whoever_stops_when(
+    size: int, least: int, seed: int, plane: Plane
+) -> None:
     draw = random.Random(seed)
-    crowd = Crowd(Keeper(Rule(size, least)), draw)
+    crowd = Crowd(Keeper(Rule(size, least), Planes(plane)), draw)
     for now in range(3000):
         if draw.random() < 0.02:
             crowd.stopped = set(draw.sample(range(size), draw.randint(0, size - least)))
@@ -107,6 +112,7 @@ def test_each_step_is_closed_once_and_alike_for_all_whoever_stops_when(size: int
     assert all(len(set(members)) >= least for members in decided.values())
     added = {(step, members) for step, _, members in crowd.sums}
     assert all((step, members) in added for step, members in decided.items())
+    assert (crowd.keeper.sums > 2) == (plane != "ring")
 
 
 def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
@@ -117,7 +123,7 @@ def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
 
 
 def test_a_note_survives_its_numbers() -> None:
-    note = Note(Kind.GO, 2**40, 3, 2**32 - 1, 5, (0, 69))
+    note = Note(Kind.GO, 2**40, 3, 2**32 - 1, 5, 2**20, (0, 69))
     assert note_of(note.vector(70).tolist()) == note
     assert note.vector(70).numel() == length(70)
 
@@ -229,7 +235,9 @@ def test_members_get_the_sum_in_the_order_of_ranks_divided_by_their_number(
 # -- what a late worker is given -------------------------------------------------------------------------------------
 
 
-def replica(kind: type[torch.optim.Optimizer], seed: int, **settings: object) -> tuple[Replica, torch.optim.Optimizer]:
+def replica(
+    kind: Callable[..., torch.optim.Optimizer], seed: int, **settings: object
+) -> tuple[Replica, torch.optim.Optimizer]:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(6, generator=draw)
     parameter = nn.Parameter(x)

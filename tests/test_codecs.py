@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from laconic import AllReduce, Bf16, Codec, Fp16
+from laconic import AllReduce, Bf16, Codec, Comm, Fp16, Fp32, run_threads
 from laconic.codecs.base import State
+from laconic.reduce import coded_mean_
 from tests.problems import Regression, distance, together
 
 CASTS = [Bf16(), Fp16()]
@@ -70,3 +71,12 @@ def test_gradients_that_travel_as_casts_train_nearly_the_same(codec: Codec, n: i
     assert distance(cast, plain) < 10 * UNIT[codec]
     assert torch.equal(cast, cast[:1].expand_as(cast))
     assert n == 1 or not torch.equal(cast, plain)
+
+
+def test_sums_of_sixteen_bits_in_fp32_are_rounded_once() -> None:
+    xs = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def run(comm: Comm) -> torch.Tensor:
+        return coded_mean_(comm, xs[comm.rank].clone(), Fp32(), {}).wait()
+
+    assert all(torch.equal(each, xs.float().mean(0).bfloat16()) for each in run_threads(4, run))

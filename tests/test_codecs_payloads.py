@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic import Bf16, Codec, ConfigError, Fp16
+from laconic import Bf16, Codec, ConfigError, Fp16, Fp32
 from laconic.codecs.base import DrawKey, draw_key, worker_key
 from laconic.codecs.cast import Fp8
 from laconic.codecs.feedback import ErrorFeedback
@@ -25,7 +25,7 @@ from tests import oracles_codecs as oracles
 
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 1000]
 CODECS: list[Codec] = [
-    *(Bf16(), Fp16(), Fp8(block=64), Fp8("e5m2", 64), OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)),
+    *(Fp32(), Bf16(), Fp16(), Fp8(block=64), Fp8("e5m2", 64), OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)),
     *(Quantize(1, 64), Quantize(2, 64), Quantize(3, 64, dither=True), Quantize(4, 64, correlated=True)),
     *(Quantize(5, 64), Quantize(6, 64), Quantize(7, 64), Quantize(8, 64), QSGD(4, 64), TernGrad(64), Natural()),
     *(MajorityVote(), TopK(0.1), RandomK(0.1), RandomK(0.1, unbiased=False), Sketch(3, 64, 2)),
@@ -64,6 +64,8 @@ def bytes_by_formula(codec: Codec, n: int) -> int:
         return 4 * -(-n // 10)
     if isinstance(codec, Sketch):
         return 4 * min(n, 192)
+    if isinstance(codec, Fp32):
+        return 4 * n
     return 2 * n
 
 

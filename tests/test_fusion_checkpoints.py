@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from laconic import fusion
 from laconic.errors import CheckpointError, ConfigError
 from laconic.fusion import checkpoints, choice, fuse, members
-from tests.oracles_fusion import make, seeded, trained
+from tests.oracles_fusion import make, seeded, state_of, trained
 from tests.test_fusion_life import Wide, same, whole, wide
 from tests.test_fusion_training import CASES, Net, X, Y, close, loss, train
 
@@ -309,14 +309,39 @@ def test_a_model_that_was_saved_goes_into_a_slot_of_another_array(tmp_path: Path
         assert not same(before[index], whole(other.array, other.optimizer, index))
 
 
+class Widened(Net):
+    """One class more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+
+
 def test_what_was_not_saved_or_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = make(Net, 1)[0]
     members.save_member(tmp_path, fuse(make(Net)), 1)
     found = members.load_member(tmp_path)
     with pytest.raises(CheckpointError, match="no optimizer was saved"):
         found.into(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(CheckpointError, match="of another model"):
-        found.into(nn.Linear(2, 2))
+    for other, words in (
+        (nn.Linear(2, 2), r"of another model: first.weight is \[8, 6\] in it and not there here"),
+        (Widened().double(), r"of another model: last.weight is \[3, 8\] in it and \[4, 8\] here"),
+    ):
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(CheckpointError, match=words):
+            found.into(other)
+        assert same(before, other.state_dict())
+    run = Run("Adam", FACTORIES)
+    members.save_member(tmp_path / "groups", run.array, 1, **run.parts)
+    grouped, before = members.load_member(tmp_path / "groups"), state_of(model)
+    with pytest.raises(CheckpointError, match=r"groups of \[1, 4\] parameters in the checkpoint and of \[5\] here"):
+        grouped.into(model, torch.optim.Adam(model.parameters()))
+    assert same(before, state_of(model))
+    array = fuse(make(Net), seeds=range(3))
+    kept = array.state_dict()["first.weight"].clone()
+    with pytest.raises(CheckpointError, match=r"and of \[5\] here"):
+        grouped.into_slot(array, 0, optimizer=fusion.Adam(array.parameters(), lr=0.1))
+    assert torch.equal(kept, array.state_dict()["first.weight"])
     alone = make(Net, 1, seed=6)[0]
     trained(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 2, loss)
     found.into(alone)

@@ -11,6 +11,7 @@ from laconic import Comm, ConfigError, DecentLaM, Gossip, LocalSGD, OnePeerExpon
 from laconic.fusion import SGD, Each, fuse
 from laconic.fusion.laboratory import Laboratory, Mixing, Order
 from tests.engine import batch, net
+from tests.test_fusion_life import wide
 
 WORKERS, STEPS = 16, 7
 
@@ -99,3 +100,13 @@ def test_an_order_that_there_is_not_is_refused() -> None:
     array = fuse([net(), net()])
     with pytest.raises(ConfigError, match="order='before'"):
         Laboratory(array, SGD(array.parameters(), lr=0.1), lambda step: None, order="before")  # pyright: ignore
+
+
+def test_workers_whose_layers_differ_and_a_rate_that_would_be_divided_by_are_refused() -> None:
+    apart = fuse(wide(), loop=["body"])
+    with pytest.raises(ConfigError, match=r"body.*only one worker has it"):
+        Laboratory(apart, SGD(apart.parameters(), lr=0.1), lambda step: None)
+    array = fuse([net(), net()])
+    laboratory = Laboratory(array, SGD(array.parameters(), lr=[0.1, 0.0]), lambda step: torch.eye(2), order="inside")
+    with pytest.raises(ConfigError, match="lr=0 with order='inside'"):
+        laboratory.step()

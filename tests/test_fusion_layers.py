@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic.fusion import Each, choice, forget_choices, fuse
+from laconic.fusion import Each, choice, forget_choices, fuse, measuring
 from tests.oracles_fusion import copies, make, passed, state_of, values, weighed
 
 COUNT = 3
@@ -21,7 +21,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
     forget_choices()
-    yield
+    with measuring():
+        yield
     forget_choices()
 
 
@@ -222,7 +223,7 @@ def test_every_layer_equals_separate_modules_in_single_precision(case: Any, forc
     check(case[1], case[2], shared=False, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("way", ["loop", "unfolded", "batched", "grouped"])
+@pytest.mark.parametrize("way", ["loop", "unfolded", "batched", "grouped", "channels", "apart"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_every_way_computes_the_same(way: str, shared: bool, forced: Any) -> None:
     forced(way)

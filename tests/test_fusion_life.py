@@ -398,10 +398,11 @@ def test_ways_are_measured_once_per_shape_and_remembered(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(choice, "_measure", counting)
     array = fuse(make(lambda: nn.Linear(6, 3)))
-    for _ in range(3):
-        array(X[0])
-    assert counted == ["side by side batched loop"]
-    array(X[0][:5])
+    with fusion.measuring():
+        for _ in range(3):
+            array(X[0])
+        assert counted == ["side by side batched loop"]
+        array(X[0][:5])
     assert len(counted) == 2 and len(fusion.choices()) == 2
     forget_choices()
     assert not fusion.choices()
@@ -413,7 +414,8 @@ def test_measuring_leaves_statistics_and_gradients_alone(monkeypatch: pytest.Mon
         monkeypatch.setenv(choice.PIN, "1" if pinned else "0")
         forget_choices()
         array = fuse(make(lambda: nn.BatchNorm1d(6)))
-        array.losses(weighed, array(X[0])).sum().backward()
+        with fusion.measuring():
+            array.losses(weighed, array(X[0])).sum().backward()
         runs.append(array.state_dict())
         assert array.state_dict()["num_batches_tracked"].tolist() == [1, 1, 1]
     assert all(close(runs[0][name], runs[1][name], 1e-12) for name in runs[0])

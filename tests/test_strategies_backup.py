@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -13,92 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import laconic
-from laconic import AllReduce, Attached, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
+from laconic import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from laconic.arrivals.dispenser import Dispenser
 from laconic.arrivals.log import memberships
+from laconic.arrivals.notes import Note
 from laconic.arrivals.party import Party
+from laconic.arrivals.planes import Plane
 from laconic.arrivals.round import Round
 from laconic.plan.traffic import DryRun
 from laconic.strategies.backup_workers import BackupWorkers
 from tests.engine import Mixed, attach, batch, batches, flat, momentum, net, steps, threads
-from tests.oracles_backup import backup_workers
+from tests.oracles_backup import Optimizing, Run, adam, loss_of, slow_last, stalls, together, train
 from tests.pool import run_processes, start_processes
-
-Optimizing = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    x, y = batch(rank, step)
-    return (model(x) - y).square().mean()
-
-
-def on_time(rank: int, step: int) -> float:
-    return 0.0
-
-
-class Run:
-    """What one rank has seen: its own steps, and a digest of the parameters after each."""
-
-    def __init__(self, attached: Attached) -> None:
-        self.digests: dict[int, str] = {}
-        self.observed: list[dict[str, float]] = []
-        self.log: list[tuple[int, ...]] = []
-        self.values = list[float]()
-        self.sent = 0.0
-
-    @property
-    def x(self) -> Tensor:
-        return torch.tensor(self.values)
-
-
-def train(attached: Attached, count: int, pause: Callable[[int, int], float] = on_time, *, ends: bool = True) -> Run:
-    """A loop as it is written for backup workers."""
-    seen, rank, optimizer = Run(attached), attached.comm.rank, attached.optimizer
-    while attached.step < count:
-        optimizer.zero_grad()
-        loss = loss_of(attached.model, rank, attached.step)
-        time.sleep(pause(rank, attached.step))
-        loss.backward()
-        optimizer.step()
-        seen.digests[attached.step] = hashlib.sha256(flat(attached.model).numpy().tobytes()).hexdigest()
-        seen.observed.append(attached.observations())
-    if ends:
-        attached.detach()
-    seen.values, seen.log = flat(attached.model).tolist(), list(memberships(attached.replicas[0]))
-    seen.sent = attached.comm.meter.payload_bytes
-    return seen
-
-
-def stalls(rank: int, step: int) -> float:
-    """One step in five takes longer."""
-    return 0.02 if random.Random(100 * rank + step).random() < 0.2 else 0.0
-
-
-def slow_last(rank: int, step: int) -> float:
-    return 0.03 if rank == 3 else 0.001
-
-
-def together(runs: list[Run], strategy: BackupWorkers, optimizing: Optimizing) -> None:
-    """All ranks held the same bits at every step, and those are what one process makes of the log."""
-    first, size = runs[0], len(runs)
-    digests: dict[int, str] = {}
-    for run in runs:
-        assert run.log == first.log
-        assert torch.equal(run.x, first.x)
-        for step, digest in run.digests.items():
-            assert digests.setdefault(step, digest) == digest
-    if strategy.choice == "fixed":
-        assert {len(members) for members in first.log} == {size - strategy.backups}
-    model = net()
-    assert torch.equal(backup_workers(model, optimizing(model), loss_of, first.log), first.x)
-
 
 # -- without backups ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +66,7 @@ def stalled(strategy: BackupWorkers) -> Run:
     return train(attach(None, strategy, optimizer=adam), 20, stalls)
 
 
-@pytest.mark.parametrize("strategy", [BackupWorkers(), BackupWorkers(2, keeper=3)])
+@pytest.mark.parametrize("strategy", [BackupWorkers(plane="ring"), BackupWorkers(2, keeper=3, plane="ring")])
 def test_all_ranks_hold_what_one_process_makes_of_the_log_on_processes(strategy: BackupWorkers) -> None:
     together(run_processes(4, stalled, strategy), strategy, adam)
 
@@ -204,19 +131,23 @@ def test_the_data_of_a_rank_that_is_always_late_are_seen() -> None:
 # -- stopped and silent ranks ------------------------------------------------------------------------------------------
 
 
-def stops(folder: str, rank: int, within: bool) -> Run:
+def stops(folder: str, rank: int, within: bool, plane: Plane) -> Run:
     """Rank `rank` stops at step 5, in its computation or as a member; it is continued when others are at step 30."""
-    attached = attach(None, BackupWorkers())
-    mine, work = attached.comm.rank, Party._work
+    mine, work, bring = int(os.environ["RANK"]), Party._work, Party._bring
 
     def stop() -> None:
         Path(folder, "stopped").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stopping(self: Party, here: Round, gradient: Tensor) -> None:
+    def before_letters(self: Party, here: Round) -> None:
         if here.step >= 5 and here.adding is not None and not Path(folder, "stopped").exists():
             stop()
-        work(self, here, gradient)
+        work(self, here)
+
+    def before_sum(self: Party, note: Note) -> Tensor:
+        if note.step >= 5 and self.rank in note.members and not Path(folder, "stopped").exists():
+            stop()
+        return bring(self, note)
 
     def pause(rank_now: int, step: int) -> float:
         if mine == rank and not within and step == 5:
@@ -226,16 +157,17 @@ def stops(folder: str, rank: int, within: bool) -> Run:
         return 0.002
 
     if mine == rank and within:
-        Party._work = stopping  # type: ignore[method-assign]
+        Party._work, Party._bring = before_letters, before_sum  # type: ignore[method-assign]
     try:
-        return train(attached, 40, pause)
+        return train(attach(None, BackupWorkers(plane=plane)), 40, pause)
     finally:
-        Party._work = work  # type: ignore[method-assign]
+        Party._work, Party._bring = work, bring  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("plane", ["ring", "zeros"])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, tmp_path: Path) -> None:
-    workers = start_processes(4, stops, str(tmp_path), 2, within)
+def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: Plane, tmp_path: Path) -> None:
+    workers = start_processes(4, stops, str(tmp_path), 2, within, plane)
     deadline = time.monotonic() + 40
     try:
         while not (tmp_path / "far").exists() and time.monotonic() < deadline:
@@ -247,8 +179,12 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, tmp_path
         for worker in workers:
             worker.finish(deadline)
     assert not [worker.error for worker in workers if worker.error]
-    together([worker.result for worker in workers], BackupWorkers(), momentum)
+    together([worker.result for worker in workers], BackupWorkers(), momentum, exact=plane == "ring")
     assert len(workers[2].result.digests) < 40
+    # Where a stopped process holds up an all-reduce, the others go on by letters.
+    reduced = [bool(each["all_reduced"]) for each in workers[0].result.observed]
+    assert any(reduced) == (plane == "zeros")
+    assert not all(reduced)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -284,7 +220,7 @@ def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backup
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     def body(comm: Comm) -> float:
-        attached = attach(comm, BackupWorkers(patience_seconds=2.0))
+        attached = attach(comm, BackupWorkers(patience_seconds=2.0, plane="ring"))
         before = comm.meter.payload_bytes
         train(attached, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
         sent = comm.meter.payload_bytes - before
@@ -307,6 +243,7 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
         (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
         (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must not be negative"),
         (lambda: BackupWorkers(patience_seconds=0.0), "patience_seconds=0.0: must be positive"),
+        (lambda: BackupWorkers(plane="air"), "plane must be"),  # type: ignore[arg-type]
         (lambda: BackupWorkers(keeper=-1), "keeper=-1: must be a rank"),
         (lambda: BackupWorkers().check(1), "backups=1: 1 workers leave 0 to wait for; must be at most 0"),
         (lambda: BackupWorkers(5).check(4), "backups=5: 4 workers leave -1 to wait for; must be at most 3"),

@@ -16,6 +16,7 @@ from laconic.bits import square_of
 from laconic.codecs.base import draw_key, worker_key
 from laconic.codecs.quantize import Quantize
 from laconic.kernels import uniform
+from laconic.plan.explain import explain
 from laconic.plan.traffic import DryRun
 from laconic.strategies.dynamic_quantization import DQSGD
 from tests import engine
@@ -25,6 +26,11 @@ from tests.problems import Problem, Quadratic, Regression, distance, flat, quadr
 
 RATES = [0.1, 0.08, 0.12, 0.05, 0.1, 0.02, 0.06, 0.1]
 RULES: list[Rule] = [FixedBits(4), BitBudget(4.5, 8), ErrorBound(3e-3, 8, smoothness=2.0, strong_convexity=0.1)]
+SIX: list[Rule] = [
+    FixedBits(4),
+    BitBudget(4.5, 8, most=6),
+    ErrorBound(3e-3, 8, smoothness=2.0, strong_convexity=0.1, most=6),
+]
 
 
 def parts_of(r: Replica) -> Tensor:
@@ -37,33 +43,49 @@ def cuts_of(n: int, size: int, block: int) -> list[slice]:
     return [slice(min(i * length, n), min((i + 1) * length, n)) for i in range(size)]
 
 
-def two_stages(rows: Tensor, bits: int, block: int, key: int, *, dither: bool) -> Tensor:
-    """Every worker codes the piece of every server, which codes the mean."""
+def two_stages(rows: Tensor, bits: int, block: int, key: int, *, dither: bool, answer: int | None = 0) -> Tensor:
+    """Every worker codes the piece of every server, which codes the mean in more bits, or says it as it is."""
     size, pieces = len(rows), list[Tensor]()
     for server, cut in enumerate(cuts_of(rows.shape[1], len(rows), block)):
         if cut.start == cut.stop:
             continue
         draws = [uniform(cut.stop - cut.start, int(worker_key(key, rank, size, server))) for rank in range(size)]
         heard = sum(coded(x[cut], bits, block, u, dither=dither) for x, u in zip(rows, draws, strict=True))
-        own = uniform(cut.stop - cut.start, int(worker_key(key, 0, 1, size + server)))
-        pieces.append(coded(torch.as_tensor(heard) / size, bits, block, own, dither=dither))
+        mean, own = (
+            torch.as_tensor(heard) / size,
+            uniform(cut.stop - cut.start, int(worker_key(key, 0, 1, size + server))),
+        )
+        pieces.append(mean if answer is None else coded(mean, bits + answer, block, own, dither=dither))
     return torch.cat(pieces)
 
 
+def share_of(size: int, *, dither: bool, answer: int | None) -> float:
+    """What both stages err by, over what one worker's code does where it is not dithered."""
+    return (1 / size + (0 if answer is None else 0.25**answer)) / (3 if dither else 1)
+
+
 def oracle(
-    rule: Rule, problem: Problem, size: int, parts: list[slice], *, block: int, dither: bool = True
+    rule: Rule,
+    problem: Problem,
+    size: int,
+    parts: list[slice],
+    *,
+    block: int,
+    dither: bool = True,
+    answer: int | None = 0,
 ) -> tuple[Tensor, list[list[int]]]:
     """All parameters, and the bits of every part, after every step."""
     x, ledger, path, chosen = problem.start.expand(size, -1), Ledger(), list[Tensor](), list[list[int]]()
     sizes = [part.stop - part.start for part in parts]
-    known, share = [inf] * len(parts), (1 / size + 1) / (3 if dither else 1)
+    known, share = [inf] * len(parts), share_of(size, dither=dither, answer=answer)
     for t, rate in enumerate(RATES):
         g = problem.gradient(x, t)
         bits = [rule.choose(ledger, Step([known[i]], [n], rate, share))[0] for i, n in enumerate(sizes)]
         bits = bits if t == 0 else rule.choose(ledger, Step(known, sizes, rate, share))
         mean = torch.zeros_like(x[0])
         for part, b in zip(parts, bits, strict=True):
-            mean[part] = two_stages(g[:, part], b, block, draw_key(0, t, offset=part.start), dither=dither)
+            key = draw_key(0, t, offset=part.start)
+            mean[part] = two_stages(g[:, part], b, block, key, dither=dither, answer=answer)
         known = [squares(g[:, part], block) for part in parts]
         ledger = rule.settle(ledger, Step(known, sizes, rate, share), bits)
         x = x - rate * mean
@@ -72,13 +94,15 @@ def oracle(
     return torch.stack(path), chosen
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "answer"), [*((rule, 0) for rule in RULES), *((rule, answer) for rule in SIX for answer in (1, 2, None))]
+)
 @pytest.mark.parametrize("dither", [True, False])
-def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, dither: bool) -> None:
-    problem, strategy = Regression(3, 8, torch.float32), DQSGD(rule, block=8, dither=dither)
+def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | None, dither: bool) -> None:
+    problem, strategy = Regression(3, 8, torch.float32), DQSGD(rule, block=8, dither=dither, answer=answer)
     rows = watched(3, strategy, problem, RATES, parts_of)
     parts = [slice(int(start), int(stop)) for start, stop, _ in rows[-1, 0].view(-1, 3)]
-    wanted, bits = oracle(rule, problem, 3, parts, block=8, dither=dither)
+    wanted, bits = oracle(rule, problem, 3, parts, block=8, dither=dither, answer=answer)
     assert rows[:, 0].view(8, -1, 3)[:, :, 2].tolist() == bits
     assert torch.equal(rows, rows[:, :1].expand_as(rows))
     seen = watched(3, strategy, problem, RATES)
@@ -86,20 +110,22 @@ def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, dither: bool) 
     assert distance(seen[:, 0], wanted) < 1e-5
 
 
-def on_a_process(strategy: DQSGD) -> tuple[list[float], list[int]]:
-    attached = train(None, strategy, Regression(4, 8, torch.float32), RATES)
-    return flat(attached.model).tolist(), parts_of(attached.replicas[0]).tolist()
+def on_a_process(strategies: list[DQSGD]) -> list[tuple[list[float], list[int]]]:
+    ended = [train(None, strategy, Regression(4, 8, torch.float32), RATES) for strategy in strategies]
+    return [(flat(each.model).tolist(), parts_of(each.replicas[0]).tolist()) for each in ended]
 
 
 def test_on_four_processes_it_equals_its_oracle_bits_and_all() -> None:
-    problem, strategy = Regression(4, 8, torch.float32), DQSGD(RULES[1], block=8)
-    ended = run_processes(4, on_a_process, strategy)
+    problem = Regression(4, 8, torch.float32)
+    strategies = [DQSGD(RULES[1], block=8), DQSGD(SIX[1], block=8, answer=2), DQSGD(SIX[2], block=8, answer=None)]
+    ended = run_processes(4, on_a_process, strategies)
     assert all(each == ended[0] for each in ended)
-    rows = torch.tensor(ended[0][1]).view(-1, 3)
-    parts = [slice(int(start), int(stop)) for start, stop, _ in rows]
-    wanted, bits = oracle(strategy.rule, problem, 4, parts, block=8)
-    assert rows[:, 2].tolist() == bits[-1]
-    assert distance(torch.tensor(ended[0][0]), wanted[-1]) < 1e-5
+    for strategy, (x, told) in zip(strategies, ended[0], strict=True):
+        rows = torch.tensor(told).view(-1, 3)
+        parts = [slice(int(start), int(stop)) for start, stop, _ in rows]
+        wanted, bits = oracle(strategy.rule, problem, 4, parts, block=8, answer=strategy.answer)
+        assert rows[:, 2].tolist() == bits[-1]
+        assert distance(torch.tensor(x), wanted[-1]) < 1e-5
 
 
 def test_eight_bits_are_nearly_all_reduce_and_fewer_are_less_so() -> None:
@@ -140,14 +166,13 @@ def test_squares_are_sums_of_entries_times_their_blocks_squared_scale() -> None:
 def test_codes_err_no_more_than_the_bound_says() -> None:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(4, 200, generator=draw)
-    bound = squares(rows, 8) * (1 / 4 + 1) / 4
-    for bits in (2, 4, 6):
+    for bits, answer in ((2, 0), (4, 0), (6, 0), (2, 1), (5, 3), (3, None)):
         for dither in (False, True):
-            errors = [
-                float((two_stages(rows, bits, 8, key, dither=dither) - rows.mean(0)).square().sum())
-                for key in range(40)
-            ]
-            assert sum(errors) / 40 < bound / (2 ** (bits - 1) - 1) ** 2 / (3 if dither else 1)
+            said = [two_stages(rows, bits, 8, key, dither=dither, answer=answer) for key in range(40)]
+            error = sum(float((each - rows.mean(0)).square().sum()) for each in said) / 40
+            share = share_of(4, dither=dither, answer=answer)
+            # With dither the error is what is said, but for three standard errors of what was drawn here.
+            assert error < 1.03 * squares(rows, 8) / 4 * share / (2 ** (bits - 1) - 1) ** 2
 
 
 def test_draws_of_workers_are_independent_so_that_their_errors_average_out() -> None:
@@ -176,6 +201,15 @@ def test_a_bound_on_the_error_is_kept_and_so_is_the_loss(convexity: float) -> No
     assert gap < (1 - 2 * 0.2 * rate + 0.2 * 0.2 * rate**2) ** steps * start + 1e-3
 
 
+def test_finer_answers_let_workers_keep_the_same_bound_with_fewer_bits() -> None:
+    problem, rule = Regression(3, 8, torch.float32), ErrorBound(2e-4, 8, smoothness=2.0, most=6)
+    spent = [
+        float(watched(3, DQSGD(rule, block=8, answer=a), problem, RATES, lambda r: r.state["ledger"])[-1, 0, 1])
+        for a in (0, 1, None)
+    ]
+    assert spent[0] > spent[1] > spent[2]
+
+
 def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
     def body(comm: Comm) -> float:
         before = list[float]()
@@ -190,14 +224,17 @@ def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
     assert max(laconic.run_threads(2, body)) < codes + headers_and_scales + start
 
 
-def test_observations_tell_what_was_spent() -> None:
+@pytest.mark.parametrize(("answer", "answered"), [(0, 9.0), (2, 15.0), (None, 96.0)])
+def test_observations_tell_what_was_spent_both_ways(answer: int | None, answered: float) -> None:
     def body(comm: Comm) -> dict[str, float]:
-        attached = engine.steps(engine.attach(comm, DQSGD(FixedBits(3), block=8)), engine.batches(comm.rank, 4))
+        strategy = DQSGD(FixedBits(3), block=8, answer=answer)
+        attached = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 4))
         attached.detach()
         return attached.observations()
 
     for found in laconic.run_threads(2, body):
         assert found["spent_bits_per_entry"] == 9.0  # of three steps; the last is settled with the next
+        assert found["answered_bits_per_entry"] == answered
         assert found["bits"] == 3.0
         assert found["quantisation_error"] == 0.0
 
@@ -206,20 +243,26 @@ def test_observations_tell_what_was_spent() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("bits", [2, 5, 8])
-def test_bytes_are_those_of_the_formula(size: int, bits: int) -> None:
-    sizes, block = [840, 1680], 64
-    run = DryRun(DQSGD(FixedBits(bits), block), sizes, workers=size, rank=0, dtype=torch.float32, bucket_bytes=1)
+@pytest.mark.parametrize(("bits", "answer"), [(2, 0), (5, 0), (8, 0), (2, 3), (5, 1), (8, None)])
+def test_bytes_are_those_of_the_formula(size: int, bits: int, answer: int | None) -> None:
+    sizes, block, strategy = [840, 1680], 64, DQSGD(FixedBits(bits), 64, answer=answer)
+    run = DryRun(strategy, sizes, workers=size, rank=0, dtype=torch.float32, bucket_bytes=1)
 
-    def nbytes(n: int) -> int:
+    def nbytes(n: int, bits: int) -> int:
         return 16 + 4 * -(-n // block) + bits * -(-n // 8)
+
+    def answered(n: int) -> int:
+        return 16 + 4 * n if answer is None else nbytes(n, bits + answer)
 
     expected = 2 * (size - 1) / size * 8 * 2
     for n in sizes:
         lengths = [cut.stop - cut.start for cut in cuts_of(n, size, block)]
-        expected += sum(nbytes(length) for length in lengths[1:]) + (size - 1) * nbytes(lengths[0])
+        expected += sum(nbytes(length, bits) for length in lengths[1:]) + (size - 1) * answered(lengths[0])
     assert run.step().sent == pytest.approx(expected, rel=0, abs=0.01)
-    assert Quantize(bits, block).nbytes(100) == nbytes(100) - 16
+    assert explain(strategy, parameters=sizes, workers=size, bucket_bytes=1).sent_bytes_per_step == (
+        pytest.approx(expected, rel=0, abs=0.01)
+    )
+    assert Quantize(bits, block).nbytes(100) == nbytes(100, bits) - 16
 
 
 def test_a_run_without_data_spends_its_budget() -> None:
@@ -254,9 +297,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_pas
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(rule: Rule) -> None:
-    strategy = DQSGD(rule, block=8)
+@pytest.mark.parametrize("strategy", [*(DQSGD(rule, block=8) for rule in RULES), DQSGD(SIX[1], answer=2)], ids=str)
+def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: DQSGD) -> None:
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         whole = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 8))
@@ -326,6 +368,10 @@ def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
         (lambda: DQSGD(rule=4), "rule must be a FixedBits or a ErrorBound or a BitBudget"),
         (lambda: DQSGD(rule=BitBudget), r"write BitBudget\(\)"),
         (lambda: DQSGD(dither=1), "dither must be True or False"),
+        (lambda: DQSGD(answer=-1), "answer=-1: at least 0"),
+        (lambda: DQSGD(answer=1), r"answer=1: .* the rule's 8 bits at most 8; .* BitBudget\(most=7\)"),
+        (lambda: DQSGD(FixedBits(6), answer=3), "the rule's 6 bits"),
+        (lambda: DQSGD(answer=1.5), "answer must be a whole number or None"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[[], object], words: str) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from laconic.recipe import brief
 from laconic.runs.claims import dqsgd, sketched_sgd
+from laconic.runs.driver import unheard
+from laconic.runs.studies.quantized_processes import Office, learned_by_processes
 from laconic.runs.studies.quantized_regression import Kept, kept, parity
 from laconic.runs.studies.quantized_threads import Learned, learned
 from laconic.runs.studies.threads import Schedule
 from laconic.strategies.all_reduce import AllReduce
+from laconic.strategies.sketched import SketchedSGD
 from laconic.tasks import load
 
 GOOD = Kept(gap=1e-6, bound=1e-5, added=0.9, bits=(3,) * 100, fewest=299, squares=(1.0,) * 100)
@@ -83,6 +88,32 @@ def test_on_mnist_twenty_times_less_is_asked(nbytes: float, holds: bool) -> None
     assert sketched_sgd.judge([plan], {"mnist": runs}, crowds, []).holds == holds
 
 
+@pytest.mark.parametrize(
+    ("wire", "words"), [((9000.0, 900.0), "10.00 times less on the wire between 4 processes"), (None, "not counted")]
+)
+def test_bytes_on_the_wire_are_told_where_interfaces_count_them(wire: tuple[float, float] | None, words: str) -> None:
+    plans, runs = sketched_sgd.scales(quick=True, real=False), dict(sketches())
+    for name, nbytes in zip((sketched_sgd.DENSE, sketched_sgd.SKETCHED), wire or (None, None), strict=True):
+        runs[4, name] = [replace(run, wire_bytes=nbytes) for run in runs[4, name]]
+    found = sketched_sgd.judge(plans, {"digits": runs}, {"digits": {sketched_sgd.SKETCHED: RUN}}, [])
+    assert words in found.measured
+    assert ("900 on the wire" in found.details["digits, 4 workers, dense SGD"]) == (wire is not None)
+
+
+def test_where_time_is_short_what_no_verdict_needs_is_left_out() -> None:
+    for real in (False, True):
+        (quick,), whole = (sketched_sgd.scales(quick=each, real=real) for each in (True, False))
+        assert list(sketched_sgd.on_many(quick)) == [sketched_sgd.DENSE, sketched_sgd.SKETCHED]
+        assert not sketched_sgd.variants(quick)
+        assert all(sketched_sgd.TOP_K in sketched_sgd.on_many(plan) for plan in whole)
+        assert all(len(sketched_sgd.variants(plan)) == 3 for plan in whole)
+        (quick_bits,), whole_bits = (dqsgd.scales(quick=each, real=real) for each in (True, False))
+        assert {"SGD", "SignSGD", "TernGrad", "QSGD, 4 bits", "DQ-SGD, 3 bits"} <= set(
+            dqsgd.methods(10, quick_bits.left_out)
+        )
+        assert len(dqsgd.methods(10, whole_bits[0].left_out)) == 9
+
+
 def test_bits_are_tried_on_the_paper_s_tasks_where_their_files_are() -> None:
     assert [plan.task for plan in dqsgd.scales(quick=True, real=True)] == ["agnews"]
     assert [plan.task for plan in dqsgd.scales(quick=False, real=True)] == ["agnews", "cifar10"]
@@ -94,6 +125,18 @@ def test_accounts_of_threads_count_every_byte() -> None:
     assert found.payload_bytes == 3 * 4 * found.parameters
     assert found.bits_per_entry == 32
     assert 0 <= found.accuracy <= 1
+
+
+def test_processes_learn_what_threads_do_and_count_the_same_bytes(tmp_path: Path) -> None:
+    task, schedule, heard = load("digits"), Schedule(20, 8, 0.2), list[str]()
+    strategy = SketchedSGD(0.02, columns=4, rows=1, momentum=0.0, dense_below=128, recovery="sketch")
+    office = Office(tmp_path / "runs", unheard, heard.append)
+    (found,) = learned_by_processes(task, strategy, schedule, office, workers=2, seeds=1)
+    same = learned(task, strategy, schedule, workers=2, seed=0)
+    assert heard == [brief(strategy)]
+    assert (found.payload_bytes, found.steps, found.parameters) == (same.payload_bytes, 20, same.parameters)
+    assert found.loss == pytest.approx(same.loss, rel=1e-4)
+    assert found.wire_bytes is None or found.wire_bytes > found.payload_bytes
 
 
 def test_a_short_convex_run_stays_within_its_bound() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -18,10 +19,12 @@ import pytest
 from laconic.errors import ConfigError
 from laconic.fusion import choice
 from laconic.sweep import ray_tune
+from laconic.sweep.plan import Plan
 from laconic.sweep.ray_tune import members_of, summary
 from laconic.sweep.space import Range, Space, parse_domain
-from laconic.sweep.training import Plan, train_alone, train_together
+from laconic.sweep.training import train_alone, train_together
 from laconic.sweep.trials import Halving, Outcome, Trial
+from tests.ray_runs import DEADLINE_SECONDS
 
 pytest.importorskip("sklearn")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -67,17 +70,8 @@ def test_packs_train_under_tune_as_their_members_do_alone_and_go_on_after_a_fail
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("optuna")
-    root = Path(__file__).parent.parent
     before = set(Path("/tmp").glob("ray*"))
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.ray_runs"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    found = guarded([])
     assert found.returncode == 0, found.stderr[-3000:]
     told = json.loads(found.stdout.splitlines()[-1])
     monkeypatch.setenv(choice.PIN, "1")
@@ -89,7 +83,95 @@ def test_packs_train_under_tune_as_their_members_do_alone_and_go_on_after_a_fail
     assert sum(metrics["training_iteration"] for _, metrics, _ in told["searched"]) > 2
     judged = [row["loss"] for config, metrics, _ in told["searched"] for row in metrics["members"]]
     assert told["study"] == [["COMPLETE", loss] for loss in judged] and len(judged) == 6
-    assert set(Path("/tmp").glob("ray*")) == before
+    assert set(Path("/tmp").glob("ray*")) <= before
+
+
+def guarded(command: list[str], then: Callable[[subprocess.Popen[str]], None] = lambda guard: None) -> Any:
+    """Run a command under guard; whatever ends this leaves the guard the time to end all that was started."""
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.ray_runs", *command],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as guard:
+        try:
+            then(guard)
+            out, err = guard.communicate(timeout=DEADLINE_SECONDS + 10)
+        except BaseException:
+            guard.terminate()
+            guard.communicate(timeout=20)
+            raise
+    return subprocess.CompletedProcess(guard.args, guard.returncode, out, err)
+
+
+# A child in a session of its own that cannot be asked to end, by a parent that is gone, in the folder that was made.
+STUBBORN = """
+import os, signal, sys, time
+home = os.environ["LACONIC_RAY_HOME"]
+if os.fork():
+    while {waits} or not os.listdir(home): time.sleep(0.01)
+    os._exit(0)
+os.setsid()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), home, flush=True)
+open(os.path.join(home, "begun"), "w").close()
+time.sleep(60)
+"""
+
+
+def told_by(guard: subprocess.Popen[str]) -> tuple[int, Path]:
+    """Who the stubborn child is, and where."""
+    assert guard.stdout is not None
+    process, home = guard.stdout.readline().split()
+    return int(process), Path(home)
+
+
+def gone(process: int, home: Path, seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while Path("/proc", str(process)).exists() or home.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("how", ["its command ends", "it is told to end"])
+def test_nothing_outlives_the_guard(how: str) -> None:
+    seen: list[tuple[int, Path]] = []
+
+    def then(guard: subprocess.Popen[str]) -> None:
+        seen.append(told_by(guard))
+        if how == "it is told to end":
+            guard.terminate()
+
+    alone = how == "its command ends"
+    found = guarded([sys.executable, "-c", STUBBORN.format(waits=not alone)], then)
+    assert found.returncode == (0 if alone else 1)
+    assert gone(*seen[0], seconds=0)
+
+
+def test_nothing_outlives_a_test_that_was_killed() -> None:
+    command = [sys.executable, "-c", STUBBORN.format(waits=True)]
+    test = f"import subprocess; subprocess.run({[sys.executable, '-m', 'tests.ray_runs', *command]!r})"
+    root = Path(__file__).parent.parent
+    with subprocess.Popen([sys.executable, "-c", test], cwd=root, stdout=subprocess.PIPE, text=True) as killed:
+        process, home = told_by(killed)
+        killed.kill()
+    assert gone(process, home)
+
+
+def test_what_a_killed_guard_has_left_is_ended_by_the_next_one() -> None:
+    command = [sys.executable, "-m", "tests.ray_runs", sys.executable, "-c", STUBBORN.format(waits=True)]
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as killed:
+        process, home = told_by(killed)
+        killed.kill()
+    assert Path("/proc", str(process)).exists() and home.exists()
+    assert guarded([sys.executable, "-c", "pass"]).returncode == 0
+    assert gone(process, home)
 
 
 def _compare(config: Any, metrics: Any) -> None:

@@ -11,12 +11,14 @@ import pytest
 from laconic.cli import main
 from laconic.errors import CheckpointError
 from laconic.fusion import choice
+from laconic.fusion.checkpoints import write
 from laconic.sweep import sweeping
 from laconic.sweep.journal import Journal, facts_in
+from laconic.sweep.plan import Plan
 from laconic.sweep.sampling import OptunaSampler, RandomSampler, Sampler
 from laconic.sweep.space import Range, Space, parse_domain
 from laconic.sweep.sweeping import News, sweep
-from laconic.sweep.training import Plan, Together
+from laconic.sweep.training import Together
 from laconic.sweep.trials import Halving, Outcome
 
 pytest.importorskip("sklearn")
@@ -130,8 +132,11 @@ def test_another_sweep_is_not_gone_on_with(plan: Plan, tmp_path: Path) -> None:
         sweep(plan, RandomSampler(SPACE, seed=2), 4, journal=Journal(tmp_path, {"seed": 1}, resume=True))
     with pytest.raises(CheckpointError, match="without a folder"):
         Journal(resume=True)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is not there"):
         Journal(tmp_path / "nothing", resume=True)
+    write(tmp_path / "other", {"array": {}})
+    with pytest.raises(CheckpointError, match="holds no journal of a sweep"):
+        facts_in(tmp_path / "other")
 
 
 def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_the_command_goes_on_with_what_it_was_begun_with(
     assert main([*_resume(tmp_path / "part"), "--out", "elsewhere"]) == 2
     assert "goes on in its own folder" in " ".join(capsys.readouterr().err.split())
     assert main(_resume(tmp_path / "nothing")) == 1
-    assert "cannot be read" in " ".join(capsys.readouterr().err.split())
+    assert "nothing/journal: is not there" in " ".join(capsys.readouterr().err.split())
 
 
 def _resume(folder: Path) -> list[str]:

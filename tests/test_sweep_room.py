@@ -13,11 +13,12 @@ from laconic.cli import main
 from laconic.errors import ConfigError
 from laconic.fusion import choice
 from laconic.sweep import sweeping
+from laconic.sweep.plan import Plan, Setting
 from laconic.sweep.sampling import RandomSampler
 from laconic.sweep.space import Range, Space, parse_domain
 from laconic.sweep.sweeping import News, room_for, sweep
-from laconic.sweep.training import FUSIBLE, Plan, Setting, Together
-from laconic.sweep.trials import Trial, partition
+from laconic.sweep.training import Together
+from laconic.sweep.trials import FUSIBLE, Trial, partition
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -92,6 +93,14 @@ def test_where_not_even_one_fits_that_is_said(plan: Plan, monkeypatch: pytest.Mo
         room_for(plan, TRIALS)
 
 
+def test_where_the_system_does_not_tell_its_memory_one_has_to_say(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sweeping, "_MEMORY", tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="by `together`"):
+        room_for(plan, TRIALS)
+
+
 def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
     text = {"lr": "log:1e-3:1e-1", "momentum": "0:0.9", "batch_size": "8,16", "optimizer": "sgd,adamw", "eps": "0:1e-3"}
     space = Space({name: parse_domain(domain) for name, domain in text.items()})
@@ -114,6 +123,8 @@ def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
         ({"eps": float("inf")}, "eps=inf"),
         ({"beta1": 1.0}, r"beta1=1.0: must lie in \[0, 1\)"),
         ({"batch_size": 0}, "batch_size=0: a step needs at least 1"),
+        ({"batch_size": 16.5}, "batch_size=16.5: must be a whole number"),
+        ({"batch_size": float("nan")}, "batch_size=nan: must be a whole number"),
         ({"model_size": "huge"}, "model_size='huge': digits has"),
     ],
 )
@@ -139,8 +150,8 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
     ("words", "told"),
     [
         ("--lr fast", "lr='fast': must be a number"),
-        ("--beta1 0.5:1.5", "beta1=1.5: must lie in [0, 1)"),
-        ("--momentum 0:-1", "its ends must be finite and rise"),
+        ("--optimizer adamw --beta1 0.5:1.5", "beta1=1.5: must lie in [0, 1)"),
+        ("--momentum 0:-1", "--momentum range linear:0:-1: its ends must be finite and rise"),
         ("--model-size small,huge", "model_size="),
         ("--optimizer sgd,lion", "optimizer='lion': a sweep has sgd and adamw"),
         ("--batch-size 0,8", "batch_size=0"),
@@ -148,6 +159,13 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--together 0", "together=0: an array has at least 1 model"),
         ("--halving 0", "first=0: trials need at least 1 step"),
         ("--steps 0", "steps=0: a trial needs at least 1"),
+        ("--steps 40 --halving 40", "--halving 40: no rung within 40 steps"),
+        ("--seed -1", "seed=-1: must not be negative"),
+        ("--eval-limit 0", "eval_limit=0: at least 1 held-out example"),
+        ("--threads 0", "--threads 0: at least 1"),
+        ("--batch-size 8:64", "batch_size=linear:8:64: examples are whole"),
+        ("--beta1 0.5:0.9", "sgd has no such knob; leave it out, or use adamw"),
+        ("--optimizer adamw --momentum 0.9", "momentum=0.9: adamw has no such knob; leave it out, or use sgd"),
         ("--task nothing", "nothing"),
     ],
 )

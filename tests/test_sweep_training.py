@@ -11,11 +11,11 @@ import torch
 
 from laconic import ConfigError
 from laconic.cli import main
-from laconic.sweep.population import Population, train_population
+from laconic.sweep.plan import Plan
 from laconic.sweep.sampling import OptunaSampler, RandomSampler, sampler_of
 from laconic.sweep.space import Range, Space, parse_domain
 from laconic.sweep.sweeping import News, room_for, sweep
-from laconic.sweep.training import Plan, Together, train_alone, train_together
+from laconic.sweep.training import Together, train_alone, train_together
 from laconic.sweep.trials import Halving, Outcome, Trial
 
 pytest.importorskip("sklearn")
@@ -101,52 +101,9 @@ def test_a_study_learns_of_trials_that_diverged_or_were_given_up() -> None:
     assert [each.state.name for each in sampler.study.trials] == ["FAIL", "PRUNED", "COMPLETE"]
 
 
-def test_the_worst_of_a_population_go_on_from_the_best() -> None:
-    population = Population(every=3, share=0.25)
-    outcomes = [Outcome(Trial(n, {}), loss, 0, 3) for n, loss in enumerate([0.4, 0.1, math.nan, 0.3])]
-    sources = population.sources(outcomes, torch.Generator().manual_seed(0))
-    assert sources == [0, 1, 1, 3]
-
-
-def test_a_copy_has_parameters_state_and_a_changed_rate_and_the_others_are_untouched(plan: Plan) -> None:
-    run = Together(plan, trials(4))
-    for _ in range(3):
-        run.advance()
-    before = {name: tensor.detach().clone() for name, tensor in run.array.named_parameters()}
-    rates = run.rates.clone()
-    sources = Population(every=3, share=0.25, change=0.5).exchange(run, torch.Generator().manual_seed(0))
-    (copy,) = (place for place, source in enumerate(sources) if source != place)
-    for name, tensor in run.array.named_parameters():
-        assert torch.equal(tensor, before[name][sources])
-    assert float(run.rates[copy] / rates[sources[copy]]) in (pytest.approx(0.5), pytest.approx(1.5))
-    assert [float(run.rates[place]) for place in range(4) if place != copy] == [
-        float(rates[place]) for place in range(4) if place != copy
-    ]
-    assert run.optimizer.extract(copy)["state"][0]["momentum_buffer"].equal(
-        run.optimizer.extract(sources[copy])["state"][0]["momentum_buffer"]
-    )
-
-
-def test_a_population_ends_with_the_rates_it_came_to(plan: Plan) -> None:
-    found = train_population(plan, trials(4), Population(every=4))
-    begun = [float(trial.knobs["lr"]) for trial in trials(4)]
-    assert len(found) == 4
-    assert [float(each.trial.knobs["lr"]) for each in found] != begun
-    assert all(each.steps == plan.steps for each in found)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Population(every=0), "at least 1 step"),
-        (lambda: Population(every=1, share=0.6), r"\(0, 0.5\]"),
-        (lambda: Population(every=1, change=1.0), "between 0 and 1"),
-        (lambda: sampler_of("grid", Space({}), seed=0), "there are random, optuna"),
-    ],
-)
-def test_what_cannot_be_is_refused(make: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()  # type: ignore[operator]
+def test_a_sampler_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are random, optuna"):
+        sampler_of("grid", Space({}), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same over Gloo, four processes in two rows and two columns, with DTensor beside it as an oracle."""
+"""The same over Gloo, on every shape of mesh: serial models, threads and DTensor are the oracles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +29,12 @@ from laconic.tensor2d import (
     whole_state,
     write_blocks,
 )
-from tests.oracles_tensor2d import Encoder, block_of, drawn, gpt, laid_out, mesh_loss, run
+from laconic.tensor2d.costs import product_elements
+from tests.oracles_tensor2d import Encoder, block_of, drawn, gpt, joined, laid_out, mesh_loss, run, serial_loss
 from tests.pool import run_processes
+from tests.test_tensor2d_products import PRODUCTS, K, M, N, operands, product_and_gradients
+
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def steps(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], float, float]:
@@ -100,6 +106,60 @@ def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> No
         assert our_nbytes == nbytes
         for name in state:
             torch.testing.assert_close(torch.from_numpy(our_state[name].copy()), state[name], rtol=1e-10, atol=1e-12)
+
+
+def on_meshes(shapes: list[tuple[int, int]]) -> list[tuple[Arrays, dict[str, float], float, Arrays]]:
+    """On each mesh in turn: the products with their gradients, what they sent, and one step of a model."""
+    return [on_mesh(mesh_2d(shape, panels=Panels(2), deadline_seconds=20)) for shape in shapes]
+
+
+def on_mesh(mesh: Mesh2D) -> tuple[Arrays, dict[str, float], float, Arrays]:
+    assert (mesh.row, mesh.column) == divmod(dist.get_rank(), mesh.columns)
+    products: Arrays = {}
+    sent: dict[str, float] = {}
+    for kind in PRODUCTS:
+        before = mesh.payload_bytes
+        found = product_and_gradients(kind, mesh, Panels(2), torch.float64)
+        sent[kind] = mesh.payload_bytes - before
+        products.update({f"{kind}{place}": block.numpy() for place, block in enumerate(found)})
+    model = laid_out(mesh)
+    loss = mesh_loss(model, mesh)
+    loss.backward()
+    clip_gradient_norm_(model, 0.5, mesh)
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+    return products, sent, float(loss.detach()), {name: x.numpy() for name, x in whole_state(model, mesh).items()}
+
+
+def serial_step() -> tuple[float, dict[str, Tensor]]:
+    model = gpt()
+    loss = serial_loss(model)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+    return float(loss.detach()), {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("shapes", [[(1, 1)], [(1, 4), (4, 1), (2, 2)], [(2, 3), (3, 2)]], ids=repr)
+def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[int, int]]) -> None:
+    everyone = run_processes(shapes[0][0] * shapes[0][1], on_meshes, shapes)
+    loss, state = serial_step()
+    for place, (rows, columns) in enumerate(shapes):
+        found = [each[place] for each in everyone]
+        for kind, (_, _, _, multiply) in PRODUCTS.items():
+            a, b, weight = operands(kind)
+            a.requires_grad_(), b.requires_grad_()
+            c = multiply(a, b)
+            for number, whole in enumerate((c, *torch.autograd.grad((c * weight).sum(), (a, b)))):
+                blocks = [torch.from_numpy(products[f"{kind}{number}"]) for products, *_ in found]
+                torch.testing.assert_close(joined(blocks, rows, columns), whole.detach(), rtol=1e-12, atol=1e-12)
+        # Forward and both gradients send alike, but that the two of ABT need one gather of the result's along the row.
+        for layout, once in (("AB", 0.0), ("ABT", M * N / rows * (columns - 1) / columns)):
+            nbytes = 8 * (3 * product_elements(M, K, N, rows, columns, layout=layout) - once)
+            assert [sent[layout] for _, sent, _, _ in found] == pytest.approx([nbytes] * len(found), rel=1e-12)
+        for _, _, ours, parameters in found:
+            assert ours == pytest.approx(loss, rel=1e-12)
+            for name, whole in state.items():
+                torch.testing.assert_close(torch.tensor(parameters[name]), whole, rtol=1e-10, atol=1e-12)
 
 
 def odd_meshes() -> None:

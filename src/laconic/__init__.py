@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laconic.attached import Attached, attach
     from laconic.bit_rules import BitBudget, ErrorBound, FixedBits
     from laconic.codecs.base import Codec
-    from laconic.codecs.cast import Bf16, Fp8, Fp16
+    from laconic.codecs.cast import Bf16, Fp8, Fp16, Fp32
     from laconic.codecs.feedback import ErrorFeedback, resize_errors
     from laconic.codecs.majority import MajorityVote
     from laconic.codecs.natural import Natural
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "attached": "Attached attach",
     "codecs.base": "Codec",
-    "codecs.cast": "Bf16 Fp16 Fp8",
+    "codecs.cast": "Bf16 Fp16 Fp32 Fp8",
     "comm.base": "Comm Meter Work",
     "comm.counting": "CountingComm",
     "comm.group": "GroupComm",
@@ -186,6 +186,7 @@ __all__ = [
     "FixedBits",
     "Fp8",
     "Fp16",
+    "Fp32",
     "FromGraph",
     "FusedArray",
     "Gossip",

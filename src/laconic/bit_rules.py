@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from math import inf, isinf, isnan, log2, nan
 
 import torch
@@ -24,10 +24,11 @@ class Ledger:
 
     Args:
         step: steps that are settled.
-        bits: spent so far, for one entry of the gradient; scales are not counted.
+        bits: that a worker has spent so far, for one entry of its gradients; scales are not counted.
         error: what quantisation has added by now to the bound on the loss.
         level: half the binary logarithm of recent squares, smoothed; NaN before the first.
         slope: by how much that rises at a step, smoothed too.
+        answered: bits that means were sent back in so far, for one entry; what rules spend is not theirs.
     """
 
     step: int = 0
@@ -35,16 +36,17 @@ class Ledger:
     error: float = 0.0
     level: float = nan
     slope: float = 0.0
+    answered: float = 0.0
 
     @staticmethod
     def read(numbers: Tensor) -> Ledger:
-        """From five numbers, as `written` gives them."""
+        """From six numbers, as `written` gives them."""
         step, *rest = (float(number) for number in numbers.tolist())
         return Ledger(int(step), *rest)
 
     def written(self) -> Tensor:
-        """As five numbers in double precision."""
-        return torch.tensor([self.step, self.bits, self.error, self.level, self.slope], dtype=torch.float64)
+        """As six numbers in double precision."""
+        return torch.tensor(astuple(self), dtype=torch.float64)
 
     def after(self, bits: float, error: float, square: float) -> Ledger:
         """One step later."""
@@ -54,7 +56,11 @@ class Ledger:
             known = now if isnan(level) else level
             level = _LEVEL * known + (1 - _LEVEL) * now
             slope = _SLOPE * slope + (1 - _SLOPE) * (level - known)
-        return Ledger(self.step + 1, self.bits + bits, error, level, slope)
+        return Ledger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
+
+    def with_answer(self, bits: float) -> Ledger:
+        """With what the mean of the last step was sent back in."""
+        return replace(self, answered=self.answered + bits)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,11 @@ class FixedBits:
         """Check the kind and the range."""
         check_kinds(self)
         _check_range(self.bits, self.bits)
+
+    @property
+    def most(self) -> int:
+        """The same."""
+        return self.bits
 
     def choose(self, ledger: Ledger, step: Step) -> list[int]:
         """The bits of each part of the gradient."""

@@ -120,12 +120,17 @@ def save(attached: Attached, folder: Path, extra: dict[str, Any], *, keep: int =
     content = {"state": state_of(attached), "extra": extra, "random": _random_state()}
     _refuse_non_finite(attached)
     part = Part(folder / f"step-{attached.step:08d}", attached.comm.rank)
+    write_together(attached, part, content, keep=keep)
+    return part.home
+
+
+def write_together(attached: Attached, part: Part, content: dict[str, Any], *, keep: int) -> None:
+    """Write every rank's part, then let it count; keep the newest `keep` steps."""
     try:
-        aside = _together(attached, part, lambda: part.write_aside(content))
-        _together(attached, part, lambda: part.commit(aside))
+        aside = together(attached, part.home, lambda: part.write_aside(content))
+        together(attached, part.home, lambda: part.commit(aside))
     finally:
         _tidy(part, keep)
-    return part.home
 
 
 def _tidy(part: Part, keep: int) -> None:
@@ -150,7 +155,7 @@ def load(attached: Attached, folder: Path) -> dict[str, Any]:
         lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
         raise CheckpointError(f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders")
     part = Part(folder / f"step-{max(common):08d}", comm.rank)
-    content = _together(attached, part, lambda: _read_own(attached, part))
+    content = together(attached, part.home, lambda: _read_own(attached, part))
     restore(attached, content["state"])
     _restore_random_state(content["random"])
     return content["extra"]
@@ -174,14 +179,14 @@ def whole_steps(folder: Path, rank: int) -> list[int]:
     return [step for step, home in _steps(folder) if Part(home, rank).path.exists()]
 
 
-def _together(attached: Attached, part: Part, work: Callable[[], T]) -> T:
-    """The result of this rank's work; raises on every rank what went wrong on any."""
-    results, problem = list[T](), ""
+def together(attached: Attached, home: Path, work: Callable[[], T]) -> T:
+    """The result of this rank's work at a checkpoint; raises on every rank what went wrong on any."""
+    rank, results, problem = attached.comm.rank, list[T](), ""
     try:
         results.append(work())
     except (OSError, CheckpointError) as error:
-        place = "" if str(part.home) in str(error) else f"{part.home}: "
-        problem = f"rank {part.rank}: {place}{error}"
+        place = "" if str(home) in str(error) else f"{home}: "
+        problem = f"rank {rank}: {place}{error}"
     texts = gather_texts(attached.comm, problem.encode(), attached.replicas[0].x.device)
     first = next((text.decode() for text in texts if text), None)
     if first:

@@ -39,8 +39,8 @@ class Bucket(Protocol):
 class DdpHook:
     """Coded means of DistributedDataParallel's gradients; made by `ddp_hook`.
 
-    First stages travel while the backward pass goes on; second stages when it has come to its end. What is owed is kept
-    by parameter, as DistributedDataParallel cuts its buckets anew after the first pass.
+    Codes travel while the backward pass goes on, but for the last bucket's second stage. What is owed is kept by
+    parameter, as DistributedDataParallel cuts its buckets anew after the first pass.
 
     Args:
         codec: for the gradients.

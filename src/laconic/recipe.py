@@ -10,7 +10,7 @@ from typing import Any
 
 from laconic import strategies, topology
 from laconic.bit_rules import BitBudget, ErrorBound, FixedBits
-from laconic.codecs.cast import Bf16, Fp8, Fp16
+from laconic.codecs.cast import Bf16, Fp8, Fp16, Fp32
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.majority import MajorityVote
 from laconic.codecs.natural import Natural
@@ -27,7 +27,22 @@ from laconic.strategies.base import Strategy
 from laconic.topology.base import Topology
 
 CODECS: tuple[type, ...] = (
-    *(Bf16, ErrorFeedback, Fp16, Fp8, MajorityVote, Natural, OneBit, QSGD, Quantize, RandomK, Sketch, TernGrad, TopK),
+    *(
+        Bf16,
+        ErrorFeedback,
+        Fp8,
+        Fp16,
+        Fp32,
+        MajorityVote,
+        Natural,
+        OneBit,
+        QSGD,
+        Quantize,
+        RandomK,
+        Sketch,
+        TernGrad,
+        TopK,
+    ),
 )
 
 WORDS: Mapping[str, type] = {

@@ -1,8 +1,8 @@
 """Means that need more than one look: coded sums whose errors are kept only if every rank's vector was finite.
 
-All that are under way on one comm are settled together, when the first of them is waited for: a step is skipped as a
-whole or not at all, and second stages travel side by side. Ranks launch and wait in one order, so this is the same
-moment on all of them.
+A mean of two stages goes into its second when the next one has been launched, so that of many parts only the last has
+a stage to itself. All that are under way on one comm are settled together, when the first of them is waited for: a step
+is skipped as a whole or not at all. Ranks launch and wait in one order, so these are the same moments on all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,13 +47,16 @@ class StagedMean(ABC):
 
     square: float = 0.0
 
+    def pass_on(self) -> None:
+        """Another one has been launched: wait for the first stage and start the second, where there is one."""
+
     @abstractmethod
     def hear(self) -> bool:
         """Wait for the first stage; whether all ranks' vectors are finite, which all of them answer alike."""
 
     @abstractmethod
-    def answer(self, fine: bool) -> None:
-        """Keep the errors if all is fine, and start the second stage."""
+    def keep(self, fine: bool) -> None:
+        """Keep the errors if all is fine."""
 
     @abstractmethod
     def result(self) -> Tensor:
@@ -64,14 +68,18 @@ _UNDER_WAY: WeakKeyDictionary[Comm, list[StagedMean]] = WeakKeyDictionary()
 
 def launched(comm: Comm, mean: StagedMean) -> Work[Tensor]:
     """The message that a staged mean is, among all that are under way on the comm."""
-    _UNDER_WAY.setdefault(comm, []).append(mean)
+    under_way = _UNDER_WAY.setdefault(comm, [])
+    if under_way:
+        under_way[-1].pass_on()
+    under_way.append(mean)
 
     def finish() -> Tensor:
         if mean in _UNDER_WAY.get(comm, ()):
             together = _UNDER_WAY.pop(comm)
+            together[-1].pass_on()
             finite = [each.hear() for each in together]
             for each in together:
-                each.answer(all(finite))
+                each.keep(all(finite))
         return mean.result()
 
     return Work(finish)
@@ -108,7 +116,7 @@ class LinearMean(StagedMean):
         payload = self._work.wait()
         return payload.is_meta or bool(payload.isfinite().all())
 
-    def answer(self, fine: bool) -> None:
+    def keep(self, fine: bool) -> None:
         """Keep the error; of a codec that tells late, what the mean has not said."""
         if not fine:
             self._x.fill_(torch.nan)
@@ -134,13 +142,26 @@ class TwoStageMean(StagedMean):
         errors: where what is left unsaid is kept; None forgets it.
         key: of the random draws, equal on all ranks.
         count: what sums are divided by.
+        server: the codec of the second stage; the first one's unless given.
     """
 
-    def __init__(self, comm: Comm, x: Tensor, codec: Codec, errors: Errors | None, key: int, count: int) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        x: Tensor,
+        codec: Codec,
+        errors: Errors | None,
+        key: int,
+        count: int,
+        *,
+        server: Codec | None = None,
+    ) -> None:
         self._comm, self._x, self._codec, self._key, self._count = comm, x, codec, key, count
-        self._cuts = pieces(x.numel(), comm.size, codec.grain)
+        self._server = server or codec
+        self._cuts = pieces(x.numel(), comm.size, lcm(codec.grain, self._server.grain))
         self._own = self._cuts[comm.rank]
-        self._number, self._step = codec_number(repr(codec), x.numel()), comm.step
+        recipe = repr(codec) if server is None else f"{codec} and {server}"
+        self._number, self._step = codec_number(recipe, x.numel()), comm.step
         self._rest = as_single(x)
         self._owed = self._server_owed = None
         if errors is not None:
@@ -148,6 +169,7 @@ class TwoStageMean(StagedMean):
             self._server_owed = server_error_of(errors.state, x, self._own, errors.at, count)
         self._problem = ""
         self._gathered: Work[list[Tensor]]
+        self._server_rest: Tensor
         self._scattered = self._scatter()
 
     # -- the first stage -----------------------------------------------------------------------------------------
@@ -168,40 +190,47 @@ class TwoStageMean(StagedMean):
         return [self._codec.encode(self._rest[cut], {}, key) for cut, key in zip(self._cuts, keys, strict=True)]
 
     def hear(self) -> bool:
-        """Open everyone's codes of the own piece; a payload that cannot be read is reported in the second stage."""
-        headers, self._heard = self._opened(self._scattered.wait(), answer=False)
-        self.square = sum(header.square for header in headers)
-        return not any(header.spoilt for header in headers)
+        """What the first stage has told."""
+        return self._finite
 
     # -- the second stage ----------------------------------------------------------------------------------------
 
-    def answer(self, fine: bool) -> None:
-        """Keep the errors, add up the own piece and send what it comes to."""
-        self._fine = fine
-        longest = self._codec.nbytes(_length(self._cuts[0]))
-        payload = payload_like(self._x, longest).zero_()
-        if fine and not self._problem and not self._x.is_meta:
-            if self._owed is not None:
-                self._owed.copy_(self._rest)
+    def pass_on(self) -> None:
+        """Open everyone's codes of the own piece, add them up and send what they come to.
+
+        A payload that cannot be read is reported to all.
+        """
+        headers, self._heard = self._opened(self._scattered.wait(), self._codec, answer=False)
+        self.square = sum(header.square for header in headers)
+        self._finite = not any(header.spoilt for header in headers)
+        payload = payload_like(self._x, self._server.nbytes(_length(self._cuts[0]))).zero_()
+        if self._finite and not self._problem and not self._x.is_meta:
             coded = self._mean_of_piece().view(torch.uint8)
             payload[: coded.numel()].copy_(coded)
-        refused = bool(self._problem)
-        header = Header(self._number, self._step, answer=True, spoilt=not fine, refused=refused, square=self.square)
-        self._gathered = self._comm.gather(seal(payload, header))
+        flags = {"answer": True, "spoilt": not self._finite, "refused": bool(self._problem)}
+        self._gathered = self._comm.gather(seal(payload, Header(self._number, self._step, square=self.square, **flags)))
 
     def _mean_of_piece(self) -> Tensor:
         keys = [self._worker_key(rank, self._comm.rank) for rank in range(self._comm.size)]
         mean = self._codec.total(self._heard, self._rest[self._own], keys).div_(self._count)
         key = self._server_key(self._comm.rank)
         if self._server_owed is None:
-            return self._codec.encode(mean, {}, key)
-        coded = self._codec.take_(mean, self._server_owed, key)
-        self._server_owed.copy_(mean)
+            return self._server.encode(mean, {}, key)
+        coded = self._server.take_(mean, self._server_owed, key)
+        self._server_rest = mean
         return coded
+
+    def keep(self, fine: bool) -> None:
+        """Keep what this rank leaves unsaid as a worker and as a server."""
+        self._fine = fine
+        if not fine or self._problem or self._x.is_meta or self._owed is None or self._server_owed is None:
+            return
+        self._owed.copy_(self._rest)
+        self._server_owed.copy_(self._server_rest)
 
     def result(self) -> Tensor:
         """Decode everyone's piece."""
-        headers, payloads = self._opened(self._gathered.wait(), answer=True)
+        headers, payloads = self._opened(self._gathered.wait(), self._server, answer=True)
         refusing = [rank for rank, header in enumerate(headers) if header.refused]
         if self._problem or refusing:
             told = f"rank {refusing[0]} could not read a payload" if refusing else ""
@@ -213,19 +242,19 @@ class TwoStageMean(StagedMean):
             return self._x.fill_(torch.nan)
         if not self._x.is_meta:
             for rank, (cut, payload) in enumerate(zip(self._cuts, payloads, strict=True)):
-                coded = payload[: self._codec.nbytes(_length(cut)) // payload.element_size()]
-                self._codec.decode_(coded, self._rest[cut], self._server_key(rank))
+                coded = payload[: self._server.nbytes(_length(cut)) // payload.element_size()]
+                self._server.decode_(coded, self._rest[cut], self._server_key(rank))
             if self._rest.data_ptr() != self._x.data_ptr():
                 self._x.copy_(self._rest)
         return self._x
 
-    def _opened(self, messages: Sequence[Tensor], *, answer: bool) -> tuple[list[Header], list[Tensor]]:
+    def _opened(self, messages: Sequence[Tensor], codec: Codec, *, answer: bool) -> tuple[list[Header], list[Tensor]]:
         expected = Header(self._number, self._step, answer=answer)
         opened = [unseal(message, expected) for message in messages]
         for rank, (_, _, problem) in enumerate(opened):
             if problem and not self._problem:
                 self._problem = f"what rank {rank} sent {problem}"
-        return [header for header, _, _ in opened], [payload.view(self._codec.dtype) for _, payload, _ in opened]
+        return [header for header, _, _ in opened], [payload.view(codec.dtype) for _, payload, _ in opened]
 
     def _worker_key(self, rank: int, piece: int) -> int:
         return worker_key(self._key, rank, self._comm.size, piece)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from laconic.arrivals.adding import HEADER_BYTES, Cut
 from laconic.arrivals.notes import Kind, Note, length
+from laconic.arrivals.planes import Plane
 from laconic.arrivals.rules import Rule
 from laconic.replica import Replica
 
@@ -17,10 +20,12 @@ class CountedParty:
     Args:
         r: the replica, on a `CountingComm`.
         rule: how long to wait for whom.
+        plane: by which way members add up; of "auto", which measures, letters are counted.
         keeper: the rank that decides.
     """
 
-    def __init__(self, r: Replica, rule: Rule, *, keeper: int) -> None:
+    def __init__(self, r: Replica, rule: Rule, plane: Plane, *, keeper: int) -> None:
+        self._sums = plane == "zeros"
         self._comm, self._cut, self._keeper = r.comm, Cut(r.x.numel(), rule.least, r.x.dtype), keeper
         first = [(r.comm.rank + turn) % r.comm.size for turn in range(rule.least)]
         self._members = tuple(sorted(first))
@@ -29,18 +34,32 @@ class CountedParty:
     def come(self, gradient: Tensor) -> Note:
         """Count the letters of a step; the gradient stays as it is."""
         others = [rank for rank in self._members if rank != self._comm.rank]
-        piece = torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8, device="meta")
         note = torch.empty(length(self._comm.size), dtype=torch.int64, device="meta")
+        everyone = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         if self._keeper == self._comm.rank:
-            for _ in range(2):  # it hears of each member twice, and answers twice
-                self._comm.exchange(note, others, others).wait()
+            # It hears of each member twice, and answers twice; an all-reduce is announced to all, and ends for all.
+            self._comm.exchange(note, everyone if self._sums else others, others).wait()
+            self._comm.exchange(note, others, everyone if self._sums else others).wait()
         else:
             for _ in range(2):
                 self._comm.exchange(note, [self._keeper], [self._keeper]).wait()
-        for _ in range(2):  # everyone's parts, and the means of them
-            self._comm.exchange(piece, others, others).wait()
-        self.outcome = Note(Kind.CLOSED, self._comm.step, 1, members=self._members)
+        if self._sums:
+            self._comm.sum_(torch.empty(self._cut.numel, dtype=self._cut.dtype, device="meta")).wait()
+        else:
+            self._exchange(others)
+        self.outcome = Note(Kind.CLOSED, self._comm.step, 1, sum=int(self._sums), members=self._members)
         return self.outcome
+
+    def _exchange(self, others: Sequence[int]) -> None:
+        """Everyone's parts, and the means of them."""
+        piece = torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8, device="meta")
+        for _ in range(2):
+            self._comm.exchange(piece, others, others).wait()
+
+    @property
+    def holds(self) -> bool:
+        """Always."""
+        return True
 
     def is_member(self, outcome: Note) -> bool:
         """Always."""

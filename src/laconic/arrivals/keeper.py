@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from laconic.arrivals.notes import Kind, Note
+from laconic.arrivals.planes import Planes
 from laconic.arrivals.rules import Rule
 
 _COMPLAINTS = 2  # of one rank, where most members have not complained
@@ -26,18 +27,34 @@ class Keeper:
     the step is closed, and a member of an attempt that was given up has used none, so that all ranks use the same mean
     or none, and a member that was merely slow costs an attempt.
 
+    In an all-reduce everyone takes part, so that anyone may hold it up: where most members wait in vain for it, the
+    next attempt is by letters among those that are heard. The next all-reduce is announced when all have ended the
+    last one.
+
     Args:
         rule: how long to wait for whom.
+        planes: by which way members add up.
         step: to be decided first.
+        sums: all-reduces so far.
+        sum: the number of the one that is under way, or 0.
+        last_sum: of the one that added up the step before this one, or 0.
+        busy: ranks that have not ended the latest all-reduce.
+        went: when the attempt began, in seconds.
         opened: when the first of those who are here began to compute, in seconds.
     """
 
     rule: Rule
+    planes: Planes = field(default_factory=Planes)
     step: int = 0
     attempt: int = 0
     members: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     opened: float = 0.0
+    sums: int = 0
+    sum: int = 0
+    last_sum: int = 0
+    went: float = 0.0
+    busy: set[int] = field(default_factory=set[int])
     here: dict[int, Note] = field(default_factory=dict[int, Note])
     holding: set[int] = field(default_factory=set[int])
     complaints: Counter[int] = field(default_factory=Counter[int])
@@ -58,11 +75,12 @@ class Keeper:
             now: in seconds.
         """
         if note.kind is Kind.HELD:
-            return self._held(frm, note)
+            return self._held(frm, note, now)
         self._time(frm, note)
         if note.step < self.step:
             coming = note.step == self.step - 1 and frm in self.last
-            return [] if coming else [(frm, Note(Kind.LATE, self.step, note.step, members=self.last))]
+            late = Note(Kind.LATE, self.step, note.step, sum=self.last_sum, members=self.last)
+            return [] if coming else [(frm, late)]
         if note.step > self.step:
             self.begin(note.step)
         if frm in self.here:
@@ -82,8 +100,13 @@ class Keeper:
         arrived = list(self.here)
         if self.rule.choice == "fixed":
             arrived = arrived[: self.rule.least]
-        self.attempt, self.members = self.attempt + 1, tuple(sorted(arrived))
-        return [(rank, Note(Kind.GO, self.step, self.attempt, members=self.members)) for rank in self.members]
+        self.attempt, self.members, self.went = self.attempt + 1, tuple(sorted(arrived)), now
+        told = self.members
+        if self.attempt == 1 and self.planes.sums and not self.busy:
+            told = range(self.rule.size)
+            self.sum = self.sums = self.sums + 1
+            self.busy = set(told)
+        return [(rank, Note(Kind.GO, self.step, self.attempt, sum=self.sum, members=self.members)) for rank in told]
 
     def rest(self, now: float) -> float | None:
         """Seconds after which to `look` again; None where only another arrival matters."""
@@ -108,10 +131,14 @@ class Keeper:
         heard = self.holding | (self.complaints.keys() & set(self.members))
         silent = set(self.members) - heard
         by_most = frm in self.members and len(heard) > len(silent)
-        if not silent or not (by_most or self.complaints[frm] >= self._enough(frm, heard)):
+        if not silent:
+            # Letters are under way then; a sum waits for somebody who is no member.
+            by_most = bool(self.sum) and frm in self.members and self.complaints[frm] >= _COMPLAINTS
+        if not by_most and (not silent or self.complaints[frm] < self._enough(frm, heard)):
             return []
         for rank in silent:
             del self.here[rank]
+        self.planes.given_up += bool(self.sum)
         self._give_up()
         return self.look(now)
 
@@ -126,19 +153,23 @@ class Keeper:
             return _COMPLAINTS
         return _COMPLAINTS * (1 + self.attempt) if not heard else inf
 
-    def _held(self, frm: int, note: Note) -> Mail:
-        if (note.step, note.attempt) != (self.step, self.attempt) or frm not in self.members:
+    def _held(self, frm: int, note: Note, now: float) -> Mail:
+        if note.sum and note.sum == self.sums:
+            self.busy.discard(frm)
+        if (note.step, note.attempt, note.sum) != (self.step, self.attempt, self.sum) or frm not in self.members:
             return []
         self.holding.add(frm)
         if len(self.holding) < len(self.members):
             return []
-        closed = Note(Kind.CLOSED, self.step, self.attempt, members=self.members)
+        closed = Note(Kind.CLOSED, self.step, self.attempt, sum=self.sum, members=self.members)
         told = [(rank, closed) for rank in self.here]
-        self.last = self.members
+        self.last, self.last_sum = self.members, self.sum
+        if self.attempt == 1:
+            self.planes.note(now - self.went, summed=bool(self.sum))
         self.begin(self.step + 1)
         return told
 
     def _give_up(self) -> None:
-        self.members = ()
+        self.members, self.sum = (), 0
         self.holding.clear()
         self.complaints.clear()

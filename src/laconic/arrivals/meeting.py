@@ -8,7 +8,9 @@ from weakref import WeakKeyDictionary
 
 from laconic.arrivals.counted import CountedParty
 from laconic.arrivals.party import Party
+from laconic.arrivals.planes import Plane, Planes
 from laconic.arrivals.rules import Choice, Rule
+from laconic.comm.base import Comm
 from laconic.comm.counting import CountingComm
 from laconic.errors import ConfigError
 from laconic.replica import Replica
@@ -35,6 +37,11 @@ class Recipe(Protocol):
         ...
 
     @property
+    def plane(self) -> Plane:
+        """By which way members add up."""
+        ...
+
+    @property
     def keeper(self) -> int:
         """The rank that decides."""
         ...
@@ -58,9 +65,25 @@ def open_party(r: Replica, recipe: Recipe, *, names: Sequence[str]) -> None:
     """
     rule = Rule(r.comm.size, r.comm.size - recipe.backups, recipe.choice, recipe.deviations)
     if isinstance(r.comm, CountingComm):
-        _parties[r] = CountedParty(r, rule, keeper=recipe.keeper)
+        _parties[r] = CountedParty(r, rule, recipe.plane, keeper=recipe.keeper)
         return
-    _parties[r] = Party(r, rule, keeper=recipe.keeper, patience_seconds=recipe.patience_seconds, names=names)
+    aside = _aside(r, recipe.plane)
+    planes = Planes(recipe.plane if aside is not None else "ring")
+    _parties[r] = Party(
+        r, rule, planes, aside, keeper=recipe.keeper, patience_seconds=recipe.patience_seconds, names=names
+    )
+
+
+def _aside(r: Replica, plane: Plane) -> Comm | None:
+    """Connections for all-reduces, where the wire has some; it must only where nothing else is asked for."""
+    if plane == "ring":
+        return None
+    try:
+        return r.comm.aside()
+    except ConfigError:
+        if plane == "zeros":
+            raise
+        return None
 
 
 def party_of(r: Replica) -> Party | CountedParty:

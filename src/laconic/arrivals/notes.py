@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FIELDS = 5
+_FIELDS = 6
 
 
 class Kind(IntEnum):
     """What a note says."""
 
     HERE = 0  # to the keeper: my gradient of this step is ready
-    HELD = 1  # to the keeper: I hold the mean of this attempt
-    GO = 2  # to members: add up your gradients
+    HELD = 1  # to the keeper: I hold the mean of this attempt, or the all-reduce has ended here
+    GO = 2  # to members, or to everyone: add up the gradients of members
     CLOSED = 3  # to all who are here: the step is decided, by these members
     LATE = 4  # to one: its step was decided long ago, last by these members
     REFUSED = 5  # to all who are here: two ranks have different optimizers
@@ -34,6 +34,8 @@ class Note(NamedTuple):
         attempt: which attempt at that step; of LATE, the step it answers.
         digest: of the optimizer's settings.
         microseconds: that the gradient took.
+        sum: the number of the all-reduce that adds up, from 1; of LATE, that has added up the latest step. 0 is none:
+            members add up by letters.
         members: ranks.
     """
 
@@ -42,6 +44,7 @@ class Note(NamedTuple):
     attempt: int = 0
     digest: int = 0
     microseconds: int = 0
+    sum: int = 0
     members: tuple[int, ...] = ()
 
     def vector(self, size: int) -> Tensor:
@@ -54,9 +57,9 @@ class Note(NamedTuple):
 
 def note_of(numbers: Sequence[int]) -> Note:
     """The note that was made into these numbers."""
-    kind, step, attempt, digest, microseconds = numbers[:_FIELDS]
+    kind, step, attempt, digest, microseconds, number = numbers[:_FIELDS]
     members = tuple(rank for rank, flag in enumerate(numbers[_FIELDS:]) if flag)
-    return Note(Kind(kind), step, attempt, digest, microseconds, members)
+    return Note(Kind(kind), step, attempt, digest, microseconds, number, members)
 
 
 def length(size: int) -> int:

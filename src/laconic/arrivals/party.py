@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from statistics import median
-from weakref import WeakMethod, proxy
+from weakref import proxy
 
 import torch
 from torch import Tensor
 
 from laconic.arrivals.adding import HEADER_BYTES, Adding, Cut, Piece, piece_of
-from laconic.arrivals.keeper import Keeper, Mail
+from laconic.arrivals.given import Given, cut_up
+from laconic.arrivals.keeper import Keeper
 from laconic.arrivals.notes import Kind, Note, length, note_of
+from laconic.arrivals.office import Office
 from laconic.arrivals.packing import digest, pack, unpack_
+from laconic.arrivals.planes import Planes
 from laconic.arrivals.round import Round
 from laconic.arrivals.rules import Rule
-from laconic.comm.base import Work
-from laconic.comm.mailbox.base import Handler, Letter, Mailbox
-from laconic.errors import CommError, ConfigError, DeadlineError, MismatchError
+from laconic.arrivals.sums import Ended, Sums, looking
+from laconic.arrivals.weakly import weak
+from laconic.comm.base import Comm, Work
+from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.errors import DeadlineError, MismatchError
 from laconic.letters import open_letters
 from laconic.replica import Replica
 
 _NOTE, _PIECE, _STATE = 1, 2, 3
 _CAPACITY = 64
-_MOST_PIECES = 24
 _LOOK_SECONDS = 0.05
 _LEAST_LOOK_SECONDS = 0.001
 _USUAL_EXCHANGES = 3
@@ -46,35 +48,53 @@ class Party:
     Args:
         r: the replica.
         rule: how long to wait for whom.
+        planes: by which way members add up.
+        aside: for all-reduces, connections that nobody else uses; None where there are only letters.
         keeper: the rank that decides.
         patience_seconds: the least time that a member waits for others before it says so.
         names: of the replica's state, those that a late rank must be given.
     """
 
-    def __init__(self, r: Replica, rule: Rule, *, keeper: int, patience_seconds: float, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        r: Replica,
+        rule: Rule,
+        planes: Planes,
+        aside: Comm | None,
+        *,
+        keeper: int,
+        patience_seconds: float,
+        names: Sequence[str],
+    ) -> None:
         self.rank, self.size, self.keeper_rank = r.comm.rank, r.comm.size, keeper
         self._cut = Cut(r.x.numel(), rule.least, r.x.dtype)
         self._state_bytes = max(r.x.numel() * r.x.element_size(), _LEAST_STATE_BYTES)
         self._r, self._comm, self._names = proxy(r), r.comm, names
-        self._keeper = Keeper(rule) if self.rank == keeper else None
         self._patience_seconds = patience_seconds
         self._lasted: list[float] = []
         self._round: Round | None = None
-        self._fetching = -1
-        self._states: dict[tuple[int, int], dict[int, Piece]] = {}
+        self._given = Given()
         self._packed: tuple[int, Tensor] | None = None
         self._still: Counter[int] = Counter()
         self._rests_at, self._since = r.step, time.perf_counter()
         largest = HEADER_BYTES + max(self._cut.nbytes, self._state_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_letters(r, like, capacity=_CAPACITY))
+        self._mean: tuple[int, Tensor] | None = None
+        self._sums = Sums(self._box.changed)
+        self._office: Office | None = None
+        if self.rank == keeper:
+            self._office = Office(Keeper(rule, planes), self._box.changed, weak(self._post_pair, None))
         others = [rank for rank in range(self.size) if rank != self.rank]
         for topic, handler, like in (
             (_NOTE, self._read_note, torch.empty(length(self.size), dtype=torch.int64)),
             (_PIECE, self._read_piece, torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8)),
             (_STATE, self._read_state, torch.empty(HEADER_BYTES + self._state_bytes, dtype=torch.uint8)),
         ):
-            self._box.answer(topic, _weak(handler), like=like, frm=others)
+            self._box.answer(topic, weak(handler, True), like=like, frm=others)
+        if aside is not None:
+            bring = weak(self._bring, torch.zeros(self._cut.numel, dtype=self._cut.dtype))
+            self._sums.begin(aside, bring=bring, told=weak(self._ended, None), look=looking(r))
 
     # -- what a strategy calls, in the rank's own thread -------------------------------------------------------------
 
@@ -84,7 +104,9 @@ class Party:
         return None if self._round is None else self._round.outcome
 
     def come(self, gradient: Tensor) -> Note:
-        """Bring a gradient to the replica's step; it becomes the mean over members if this rank is one of them.
+        """Bring a gradient to the replica's step; it becomes the mean over members where that is known here.
+
+        A member knows it, and so does a late rank that took part in the all-reduce beside its computation.
 
         Returns:
             How the step was closed: CLOSED with its members, or LATE, with those of the latest step.
@@ -96,21 +118,28 @@ class Party:
         """
         self._notice_loading()
         start = time.perf_counter()
+        brought = gradient.detach().cpu()  # who waits for a GPU has not come yet
         with self._box.changed:
-            here = self._round = Round(self._r.step, start, start)
+            here = self._round = Round(self._r.step, brought, start, start)
             self._say_here(here)
-        while here.outcome is None:
+        while not here.is_over:
             self._wait(lambda: self._wakes(here), "enough ranks to arrive", lambda: self._remind(here))
-            self._work(here, gradient)
+            self._work(here)
+        assert here.outcome is not None, "it was waited for"
         end, step = time.perf_counter(), here.step
         self._comm.meter.waited("arrivals", start, start, here.went or end, step)
         with self._box.changed:
             self._rests_at = -1
-        if self.is_member(here.outcome) and here.adding is not None:
+        if self.is_member(here.outcome):
             self._comm.meter.waited("mean", here.went, here.went, end, step)
             self._lasted = [*self._lasted[1 - _REMEMBERED :], end - here.went]
-            here.adding.put(gradient)
+        self._put(here, gradient)
         return here.outcome
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gradient that was brought has become the mean, so that the step can be taken here."""
+        return self._round is not None and self._round.holds
 
     def is_member(self, outcome: Note) -> bool:
         """Whether this rank's gradient has counted."""
@@ -125,7 +154,9 @@ class Party:
         start, step = time.perf_counter(), self._r.step
         wanted = outcome.step + (outcome.kind is Kind.CLOSED)
         buddies = [rank for rank in outcome.members if rank != self.rank]
-        self._fetching, asked = wanted, 0
+        asked = 0
+        with self._box.changed:
+            self._given.want(wanted)
         until = time.perf_counter()
 
         def ask() -> float:
@@ -136,11 +167,10 @@ class Party:
                 until = time.perf_counter() + asked * _ALONE * self._patience()
             return until - time.perf_counter()
 
-        self._wait(lambda: self._found() is not None, f"the state of step {wanted}", ask)
+        self._wait(lambda: self._given.whole is not None, f"the state of step {wanted}", ask)
         with self._box.changed:
-            found = self._found()
-            self._fetching = -1
-            self._states.clear()
+            found = self._given.whole
+            self._given.want(-1)
         assert found is not None, "it was waited for"
         unpack_(self._r, found[1])
         self._r.step = found[0]
@@ -150,6 +180,7 @@ class Party:
         """A step has ended: until the next one this rank's state may be given to others."""
         with self._box.changed:
             self._rests_at, self._packed, self._round = self._r.step, None, None
+            self._sums.count(self._comm.meter)
         self._since = time.perf_counter()
         self._box.retry()
 
@@ -171,6 +202,7 @@ class Party:
                 lambda: [rank for rank in range(self.size) if self._still[rank] < times],
                 f"all ranks to end step {self._r.step}",
             )
+            self._sums.count(self._comm.meter)
         self._comm.meter.waited("everyone", start, start, time.perf_counter(), self._r.step)
 
     # -- within those --------------------------------------------------------------------------------------------
@@ -181,8 +213,8 @@ class Party:
             return
         with self._box.changed:
             self._rests_at, self._packed = self._r.step, None
-            if self._keeper is not None:
-                self._keeper.begin(self._r.step)
+            if self._office is not None:
+                self._office.keeper.begin(self._r.step)
         self.stand_still()
 
     def _say_here(self, here: Round) -> None:
@@ -211,15 +243,15 @@ class Party:
                 f"step {here.step}: the optimizers of ranks {first} and {second} are set differently, as schedules are "
                 "that count a late worker's own steps; make them functions of attached.step"
             )
-        return here.outcome is not None or (here.adding is not None and here.adding.wakes)
+        return here.is_over or (here.outcome is None and here.adding is not None and here.adding.wakes)
 
-    def _work(self, here: Round, gradient: Tensor) -> None:
+    def _work(self, here: Round) -> None:
         """Send one's parts, add up one's own, and say so when all of the mean is here."""
         with self._box.changed:
             adding, attempt = here.adding, here.attempt
             if adding is None or here.outcome is not None:
                 return
-            letters = adding.letters(gradient)
+            letters = adding.letters(here.gradient)
         for to, place, whole, part in letters:
             self._post_piece(to, _PIECE, Piece(here.step, attempt, place, whole, part), self._cut.nbytes)
         with self._box.changed:
@@ -228,13 +260,21 @@ class Party:
                 adding.told = True
                 self._post(self.keeper_rank, Note(Kind.HELD, here.step, attempt))
 
-    def _found(self) -> tuple[int, Tensor] | None:
-        """A state that is here as a whole, and its step."""
-        for (_, step), pieces in self._states.items():
-            if len(pieces) == pieces[min(pieces)].attempt:
-                data = torch.cat([pieces[place].content for place in sorted(pieces)])
-                return step, data[: pieces[0].whole]
-        return None
+    def _put(self, here: Round, gradient: Tensor) -> None:
+        """Write the mean over the gradient, if this rank has it or will have it at once."""
+        outcome = here.outcome
+        if outcome is None or outcome.kind is not Kind.CLOSED:
+            return
+        number, sums = outcome.sum, self._sums
+        if number:
+            self._wait(lambda: not sums.is_coming(number), f"all-reduce {number}", lambda: _LOOK_SECONDS)
+            means = dict(each for each in (here.summed, self._mean) if each is not None)
+            if number in means:
+                gradient.copy_(means[number])
+                here.holds = True
+        elif here.adding is not None and self.is_member(outcome):
+            here.adding.put(gradient)
+            here.holds = True
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], float]) -> None:
         """Wait under the comm's deadline; the keeper's loss ends it at once, another's does not.
@@ -243,7 +283,7 @@ class Party:
         """
         end = time.monotonic() + self._comm.deadline_seconds
         # No letter of topic 0 ever comes: to ask for one is to ask whether its writer is still there.
-        lifeline = None if self._keeper else self._box.expect(self.keeper_rank, torch.empty(0))
+        lifeline = None if self._office else self._box.expect(self.keeper_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
                 self._box.retry()
@@ -265,6 +305,9 @@ class Party:
             else:
                 self._box.post(to, note.vector(self.size), topic=_NOTE)
 
+    def _post_pair(self, mail: tuple[int, Note]) -> None:
+        self._post(*mail)
+
     def _post_piece(self, to: int, topic: int, piece: Piece, nbytes: int) -> None:
         self._box.post(to, piece.letter(nbytes), topic=topic)
 
@@ -281,20 +324,21 @@ class Party:
 
     def _read_state(self, letter: Letter) -> bool:
         piece = piece_of(letter.content)
-        if 0 <= self._fetching <= piece.step:
-            self._states.setdefault((letter.frm, piece.step), {})[piece.place] = piece
+        self._given.take(letter.frm, piece)
         return True
 
     def _hear(self, frm: int, note: Note) -> bool:
         """Take in a note; False puts it aside until this rank rests."""
         here = self._round
+        if note.kind is Kind.GO and note.sum:
+            self._sums.announce(note)
         if note.kind is Kind.WANTED:
             return self._give(frm, note.step)
         if note.kind is Kind.STILL:
             self._still[frm] += 1
         elif note.kind in (Kind.HERE, Kind.HELD):
-            if self._keeper is not None:
-                self._send(self._keeper.hear(frm, note, time.monotonic()))
+            if self._office is not None:
+                self._office.hear(frm, note)
         elif here is not None and here.outcome is None:
             self._obey(here, note)
         return True
@@ -302,31 +346,17 @@ class Party:
     def _obey(self, here: Round, note: Note) -> None:
         """Do as the keeper says, about the step that this rank is at."""
         if note.kind is Kind.LATE and note.attempt == here.step:
-            here.outcome = note
+            missed = note.step - here.step
+            here.outcome = note if missed > 1 else note._replace(kind=Kind.CLOSED, step=here.step)
         elif note.step != here.step:
             return
-        elif note.kind is Kind.GO and note.attempt > here.attempt:
-            here.go(note.attempt, Adding(self._cut, self.rank, note.members))
+        elif note.kind is Kind.GO and note.attempt > here.attempt and self.rank in note.members:
+            here.go(note.attempt, None if note.sum else Adding(self._cut, self.rank, note.members))
         elif note.kind is Kind.CLOSED:
             here.outcome = note
         elif note.kind is Kind.REFUSED:
             here.refused = note.members
         self._box.changed.notify_all()
-
-    def _send(self, mail: Mail) -> None:
-        """Post what the keeper says, and see to it that it looks again in time."""
-        for to, note in mail:
-            self._post(to, note)
-        rest = self._keeper.rest(time.monotonic()) if self._keeper is not None else None
-        if rest:
-            timer = threading.Timer(rest, _ticking(WeakMethod(self._look)))
-            timer.daemon = True
-            timer.start()
-
-    def _look(self) -> None:
-        with suppress(CommError), self._box.changed:
-            if self._keeper is not None:
-                self._send(self._keeper.look(time.monotonic()))
 
     def _give(self, to: int, wanted: int) -> bool:
         """Send one's state, if it is that of the wanted step or a later one."""
@@ -334,39 +364,34 @@ class Party:
             return False
         if self._packed is None:
             self._packed = self._rests_at, pack(self._r, self._names)
-        step, data = self._packed
-        pieces = data.split(self._state_bytes)
-        if len(pieces) > _MOST_PIECES:
-            raise ConfigError(
-                f"a late worker needs a state {len(pieces)} times the size of the parameters; must be at most "
-                f"{_MOST_PIECES} times; use an optimizer that remembers less"
-            )
-        for place, content in enumerate(pieces):
-            piece = Piece(step, len(pieces), place, data.numel(), content)
+        for piece in cut_up(*self._packed, self._state_bytes):
             self._post_piece(to, _STATE, piece, self._state_bytes)
         return True
+
+    # -- in the thread of all-reduces --------------------------------------------------------------------------------
+
+    def _bring(self, note: Note) -> Tensor:
+        """What this rank adds: a copy of its gradient as a member; zeros if it is late, or waits no more."""
+        with self._box.changed:
+            here = self._round
+            if here is None or self.rank not in note.members or not here.lend(note.step):
+                return torch.zeros(self._cut.numel, dtype=self._cut.dtype)
+        try:
+            return here.gradient.clone()
+        finally:
+            with self._box.changed:
+                here.lent = False
+                self._box.changed.notify_all()
+
+    def _ended(self, ended: Ended) -> None:
+        """An all-reduce has ended here, and the keeper may announce another."""
+        with self._box.changed:
+            note, self._mean = ended.note, (ended.note.sum, ended.mean)
+            if self._round is not None and self._round.step == note.step:
+                self._round.summed = self._mean
+            self._post(self.keeper_rank, Note(Kind.HELD, note.step, note.attempt, sum=note.sum))
 
 
 def _look_after(lifeline: Work[Letter] | None) -> bool:
     """Raises PeerLostError where the writer of a letter is gone."""
     return lifeline is not None and lifeline.ready
-
-
-def _weak(handler: Handler) -> Handler:
-    """The handler, without keeping its party alive: a mailbox must not hold who holds it."""
-    method = WeakMethod(handler)
-
-    def handle(letter: Letter) -> bool:
-        found = method()
-        return True if found is None else found(letter)
-
-    return handle
-
-
-def _ticking(method: WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    def tick() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return tick

@@ -8,29 +8,26 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.cli.console import err, out
 from laconic.cli.train import default_folder
+from laconic.cli.trials import headings_of, lines_of, rows_of, show, watched, words_of
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
     from laconic.sweep.journal import Journal
-    from laconic.sweep.space import Space
-    from laconic.sweep.sweeping import News
-    from laconic.sweep.training import Plan
+    from laconic.sweep.plan import Plan
+    from laconic.sweep.population import Population
+    from laconic.sweep.space import Domain, Space
     from laconic.sweep.trials import Outcome
 
 _KNOBS = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "optimizer", "batch_size", "model_size")
 # What may change when a sweep goes on: where things are, how much is told, and how it is checked.
 _FREE = ("data", "out", "resume", "json", "check", "threads")
 _JOURNAL = "journal"
-_PLAIN_SECONDS = 10.0
 Fields = dict[str, Any]
 
 
@@ -58,10 +55,13 @@ class Sweep:
         batch_size: examples a step.
         model_size: named sizes of the task's model.
         schedule: constant, or cosine down to a tenth at the last step.
-        sampler: random, or optuna, which learns from the arrays that have ended.
+        sampler: random, or optuna, which learns from trials that have ended: it is asked for a quarter at a time.
         halving: give trials up, for the first time after so many steps; at each rung the best go on.
         keep: with halving, of so many trials one goes on.
-        together: the most trials in one array; as many as fit unless given.
+        population: every so many steps the worst of an array go on as copies of the best, with other knobs.
+        share: with a population, of its members that are replaced.
+        change: with a population, how far a copy's searched knobs are moved.
+        together: the most trials in one array, and the most that are proposed at a time; as many as fit unless given.
         check: train the trials one after another too, and compare losses and time.
         seed: of the draws, the first parameters and the order of data.
         eval_limit: held-out examples looked at; all unless given.
@@ -88,6 +88,9 @@ class Sweep:
     sampler: Literal["random", "optuna"] = "random"
     halving: int | None = None
     keep: int = 3
+    population: int | None = None
+    share: float = 0.25
+    change: float = 0.2
     together: int | None = None
     check: bool = False
     seed: int = 0
@@ -110,22 +113,29 @@ class Sweep:
         from laconic.sweep.trials import ranked
 
         check_counts(self.trials, self.together)
-        plan, space = self._plan(), self._space()
-        for knobs in space.corners():
-            plan.setting(knobs)
+        space = self._space()
+        plan = self._plan(space)
+        plan.check(space)
         sampler = sampler_of(self.sampler, space, seed=self.seed)
         journal = self._journal(folder, resume)
-        with _watched(self.trials, self.steps) as told:
-            outcomes = sweep(plan, sampler, self.trials, together=self.together, told=told, journal=journal)
+        # A sampler that learns must be told of some trials before it is asked for others.
+        at_once = -(-self.trials // 4) if self.sampler == "optuna" and self.together is None else None
+        counts = {"together": self.together, "at_once": at_once}
+        try:
+            with watched(self.trials, self.steps) as told:
+                outcomes = sweep(plan, sampler, self.trials, **counts, told=told, journal=journal)
+        except KeyboardInterrupt:
+            err.print(f"to go on: laconic sweep --resume {shlex.quote(str(folder))}", markup=False)
+            raise
         seconds = journal.seconds
         best = ranked(outcomes)
         summary = self._summary(best, seconds) | (self._checked(plan, outcomes, seconds) if self.check else {})
         report = self._write(folder, space, best, summary)
         if self.json:
-            out.print(json_text.dumps(summary | {"trials": _lines(best), "folder": str(folder)}), markup=False)
+            out.print(json_text.dumps(summary | {"trials": lines_of(best), "folder": str(folder)}), markup=False)
             return 0
-        _show(self._title(), _headings(space), _rows(space, best[:10], plan.task.metric))
-        out.print(_words(summary), markup=False)
+        show(self._title(), headings_of(space), rows_of(space, best[:10]))
+        out.print(words_of(summary), markup=False)
         out.print(str(report or folder), markup=False)
         return 0
 
@@ -143,7 +153,8 @@ class Sweep:
         for name, value in now.items():
             if value not in (usual[name], before[name]):
                 option = name.replace("_", "-")
-                raise ConfigError(f"--{option} {value}: the sweep was begun with {before[name]}; leave it out")
+                begun = "without it" if before[name] is None else f"with {before[name]}"
+                raise ConfigError(f"--{option} {value}: the sweep was begun {begun}; leave it out")
         return replace(self, **before)
 
     def _journal(self, folder: Path, resume: bool) -> Journal:
@@ -155,23 +166,67 @@ class Sweep:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
         return Journal(folder / _JOURNAL, self._facts(), resume=resume)
 
-    def _plan(self) -> Plan:
+    def _plan(self, space: Space) -> Plan:
         import torch
 
-        from laconic.sweep.training import Plan
+        from laconic.sweep.plan import Plan
         from laconic.sweep.trials import Halving
         from laconic.tasks import load
 
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads {self.threads}: at least 1; leave it out to use all cores")
+        if self.halving is not None and self.halving >= self.steps:
+            raise ConfigError(f"--halving {self.halving}: no rung within {self.steps} steps; take a tenth of them")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        halving = None if self.halving is None else Halving(self.halving, self.keep)
-        return Plan(load(self.task, data=self.data), self.steps, self.seed, self.schedule, halving, self.eval_limit)
+        return Plan(
+            load(self.task, data=self.data),
+            self.steps,
+            self.seed,
+            self.schedule,
+            None if self.halving is None else Halving(self.halving, self.keep),
+            self.eval_limit,
+            self._population(space),
+        )
+
+    def _population(self, space: Space) -> Population | None:
+        """What was asked for; every range that is searched is perturbed."""
+        from laconic.sweep.population import Population
+        from laconic.sweep.space import Range
+        from laconic.sweep.trials import FUSIBLE
+
+        for name in ("share", "change") if self.population is None else ():
+            if getattr(self, name) != getattr(Sweep, name):
+                raise ConfigError(f"--{name} {getattr(self, name)}: belongs to --population STEPS; add it")
+        if self.population is None:
+            return None
+        if self.sampler == "optuna":
+            raise ConfigError(
+                "--sampler optuna with --population: a member ends with other knobs than were proposed, so that there "
+                "is nothing to learn from; use --sampler random"
+            )
+        if self.check:
+            raise ConfigError("--check with --population: members learn from each other; leave out --check")
+        if 1 in (self.trials, self.together):
+            raise ConfigError("--population with one trial in an array: there is nobody to go on from; take at least 2")
+        if self.population >= self.steps:
+            raise ConfigError(
+                f"--population {self.population}: no exchange within {self.steps} steps; take a tenth of them"
+            )
+        ranges = [name for name, domain in space.domains.items() if isinstance(domain, Range) and name in FUSIBLE]
+        return Population(self.population, self.share, self.change, tuple(ranges) or ("lr",))
 
     def _space(self) -> Space:
         from laconic.sweep.space import Space, parse_domain
 
         told = {name: text for name in _KNOBS if (text := getattr(self, name)) is not None}
-        return Space({name: parse_domain(text) for name, text in ({"lr": "log:1e-4:1e-1"} | told).items()})
+        domains: dict[str, Domain] = {}
+        for name, text in ({"lr": "log:1e-4:1e-1"} | told).items():
+            try:
+                domains[name] = parse_domain(text)
+            except ConfigError as error:
+                raise ConfigError(f"--{name.replace('_', '-')} {error}") from None
+        return Space(domains)
 
     def _title(self) -> str:
         return f"{self.trials} trials of {self.task}, {self.steps} steps each"
@@ -214,7 +269,7 @@ class Sweep:
 
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "trials.json", json_text.dumps(_lines(best), indent=2).encode())
+            write_atomically(folder / "trials.json", json_text.dumps(lines_of(best), indent=2).encode())
             write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
@@ -229,97 +284,6 @@ class Sweep:
             [each.stopped for each in best],
             logarithmic=[name for name, domain in space.domains.items() if getattr(domain, "scale", "") == "log"],
             title=self._title(),
-            headings=_headings(space),
-            rows=_rows(space, best, "metric"),
+            headings=headings_of(space),
+            rows=rows_of(space, best),
         )
-
-
-def _lines(best: Sequence[Outcome]) -> list[Fields]:
-    return [
-        {
-            "trial": each.trial.number,
-            "loss": each.loss if math.isfinite(each.loss) else None,
-            "metric": each.metric if math.isfinite(each.metric) else None,
-            "steps": each.steps,
-            "given_up": each.stopped,
-            "knobs": dict(each.trial.knobs),
-        }
-        for each in best
-    ]
-
-
-def _headings(space: Space) -> list[str]:
-    return ["trial", *space.domains, "held-out loss", "metric", "steps"]
-
-
-def _rows(space: Space, best: Sequence[Outcome], metric: str) -> list[list[str]]:
-    return [
-        [
-            str(each.trial.number),
-            *(_short(each.trial.knobs[name]) for name in space.domains),
-            f"{each.loss:.4f}",
-            f"{each.metric:.4f}",
-            f"{each.steps}{', given up' if each.stopped else ''}",
-        ]
-        for each in best
-    ]
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(*headings, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
-def _words(summary: Fields) -> str:
-    words = [f"{summary['seconds']:.1f} s, {summary['given_up']} given up, {summary['diverged']} diverged"]
-    if "alone_seconds" in summary:
-        same = "the same best trial" if summary["same_best"] else "another best trial"
-        words.append(
-            f"one after another {summary['alone_seconds']:.1f} s, {summary['times_as_fast']:.1f} times as long; "
-            f"{same}, losses at most {summary['largest_difference']:.1e} apart"
-        )
-    return "\n".join(words)
-
-
-@contextmanager
-def _watched(trials: int, steps: int) -> Generator[Callable[[News], None]]:
-    """A live bar and the best trials on a terminal, a line every ten seconds elsewhere."""
-    from rich.live import Live
-    from rich.progress import Progress
-    from rich.table import Table
-
-    from laconic.sweep.trials import ranked
-
-    bar = Progress(console=err)
-    place, told = bar.add_task("sweep", total=trials * steps), [time.monotonic()]
-
-    def seen(news: News) -> None:
-        done = sum(each.steps for each in news.ended) + news.members * news.step
-        words = f"array {news.array}, {news.members} trials, step {news.step}/{steps}"
-        if err.is_terminal:
-            bar.update(place, completed=min(done, trials * steps), description=words)
-        elif time.monotonic() - told[0] > _PLAIN_SECONDS:
-            told[0] = time.monotonic()
-            best = ranked(news.ended)[:1]
-            err.print(f"{words}{f', best loss {best[0].loss:.4f}' if best else ''}", markup=False)
-        if err.is_terminal and news.ended and time.monotonic() - told[0] > 0.5:
-            told[0] = time.monotonic()
-            table = Table("trial", "held-out loss", "steps", "knobs")
-            for each in ranked(news.ended)[:5]:
-                knobs = ", ".join(f"{name} {_short(value)}" for name, value in each.trial.knobs.items())
-                table.add_row(str(each.trial.number), f"{each.loss:.4f}", str(each.steps), knobs)
-            grid = Table.grid()
-            grid.add_row(bar)
-            grid.add_row(table)
-            live.update(grid)
-
-    with Live(bar, console=err, transient=True, refresh_per_second=4) as live:
-        yield seen

@@ -193,6 +193,19 @@ class Comm(ABC):
             return arrived([])
         return self._track("exchange", len(to) * nbytes_of(x), lambda: self._exchange(x, to, frm))
 
+    def aside(self) -> Comm:
+        """Connections of their own among the same ranks, which open them together; they carry tensors of the CPU.
+
+        Calls on them belong to one thread, in one order on all ranks, whatever others call on this comm meanwhile.
+
+        Raises:
+            ConfigError: this wire has none to spare.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no connections to spare for a thread beside the one that trains; Gloo has: "
+            "start the group with init_process_group('gloo') or 'cpu:gloo,cuda:nccl'"
+        )
+
     def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
         """Open the mailbox of `owner`, all ranks together; letters count as exchanges.
 

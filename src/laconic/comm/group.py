@@ -53,7 +53,8 @@ class GroupComm(Comm):
         self._roll_call = RollCall(store, members, self.rank)
         self._inflight: dict[int, Handles] = {}
         self._fault: CommError | None = None
-        self._shared = _Wire(group or _world(), timed=False)
+        self._group = group or _world()
+        self._shared = _Wire(self._group, timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
         self._chains = 0
@@ -110,6 +111,12 @@ class GroupComm(Comm):
         return self._start(
             f"exchange with ranks {peers}", x, lambda wire: wire.exchange(x, to, received, frm), lambda: received
         )
+
+    def aside(self) -> Comm:
+        """Another view of the group, with Gloo's connections of its own."""
+        if torch.device("cpu").type not in self._gloo_devices:
+            return super().aside()
+        return GroupComm(self._group, deadline_seconds=self.deadline_seconds)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         from laconic.comm.mailbox.zeromq import ZeroMqMailbox

@@ -129,6 +129,11 @@ class ThreadComm(Comm):
             raise MismatchError(f"rank {peer} sent {describe(letter)}, rank {self.rank} expects {describe(like)}")
         return letter
 
+    def aside(self) -> Comm:
+        """Another hub for the same threads."""
+        hub = self._meet("opening of an aside", None, lambda _: Hub(self.size)).wait()
+        return ThreadComm(hub, self.rank, deadline_seconds=self.deadline_seconds)
+
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         box = ThreadMailbox(self, self._hub, epoch, like, capacity)
         if self.size > 1:

@@ -109,6 +109,21 @@ def state_of(
     scaler: GradScaler | None = None,
 ) -> State:
     """Everything that an array would need to go on as if it had never stopped: tensors and JSON values."""
+    return {
+        **outline_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler),
+        "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
+        "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
+    }
+
+
+def outline_of(
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> State:
+    """What `state_of` says of an array besides its tensors and what the optimizer remembers."""
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state()
@@ -116,10 +131,9 @@ def state_of(
         "identity": _identity(array, optimizer, schedules, scaler),
         "models": array.size,
         "training": array.training,
-        "tensors": {name: tensor.clone() for name, tensor in array.state_dict().items()},
         "rates": {name: list(values) for name, values in array.dropout_rates().items()},
+        "generators": [each.get_state() for each in array.generators or ()],
         "random": random,
-        "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
         "schedules": None if schedules is None else [_of_scheduler(each) for each in schedules.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
@@ -138,29 +152,80 @@ def restore(
     Raises:
         CheckpointError: naming the first difference.
     """
-    models = state["models"]
+    check(state, array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+    _make_as_large(state, array, optimizer, schedules, scaler)
+    with torch.no_grad():
+        for name, tensor in _named(array):
+            tensor.copy_(state["tensors"][name])
+    if optimizer is not None:
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        part_ages(optimizer)
+    restore_outline(state, array, schedules=schedules, scaler=scaler)
+
+
+def restore_outline(
+    outline: Mapping[str, Any],
+    array: FusedArray,
+    *,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+    random: bool = True,
+) -> None:
+    """Put `outline_of` back into an array of as many models, after its optimizer's state.
+
+    Args:
+        outline: of an array that `check` found to be alike.
+        array: its modes, dropout rates and generators.
+        schedules: of the optimizer.
+        scaler: of the losses.
+        random: False lets generators be, the models' and torch's own.
+    """
+    for name, values in outline["rates"].items():
+        array.set_dropout_rates(name, values)
+    array.train(outline["training"])
+    if schedules is not None:
+        for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
+            _into_scheduler(scheduler, saved)
+    if scaler is not None:
+        scaler.load_state_dict(outline["scaler"])
+    if not random:
+        return
+    for generator, saved in zip(array.generators or (), outline["generators"], strict=True):
+        generator.set_state(saved.cpu())
+    torch.set_rng_state(outline["random"]["cpu"])
+    if "cuda" in outline["random"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(outline["random"]["cuda"])
+
+
+def check(
+    outline: Mapping[str, Any],
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> None:
+    """Refuse what was saved of other models, or with other things that train them.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    models = outline["models"]
     if models != array.size and any(owner_of(parameter) is not None for parameter in array.parameters()):
         raise CheckpointError(
             f"{models} models in the checkpoint and {array.size} here, and layers differ between them; fuse the models "
             "that are left"
         )
-    _refuse_stranger(state, _identity(array, optimizer, schedules, scaler))
-    _make_as_large(state, array, optimizer, schedules, scaler)
-    array.load_state_dict(state["tensors"])
-    for name, values in state["rates"].items():
-        array.set_dropout_rates(name, values)
-    array.train(state["training"])
-    if optimizer is not None:
-        optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        part_ages(optimizer)
-    if schedules is not None:
-        for scheduler, saved in zip(schedules.schedulers, state["schedules"], strict=True):
-            _into_scheduler(scheduler, saved)
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    torch.set_rng_state(state["random"]["cpu"])
-    if "cuda" in state["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["random"]["cuda"])
+    _refuse_stranger(outline, _identity(array, optimizer, schedules, scaler))
+    kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
+    places = [min(slot, array.size - 1) for slot in range(models)]
+    for slot, place in enumerate(places if schedules is not None else ()):
+        saved = outline["schedules"][slot]["kind"]
+        if saved != kinds[place]:
+            raise CheckpointError(
+                f"slot {slot} has a {saved} in the checkpoint and a {kinds[place]} here; make Schedules with a factory "
+                "for each slot as it is now"
+            )
 
 
 def _identity(
@@ -206,18 +271,9 @@ def _make_as_large(
     schedules: Schedules | None,
     scaler: GradScaler | None,
 ) -> None:
-    models, saved = state["models"], state["schedules"]
-    kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
-    places = [min(slot, array.size - 1) for slot in range(models)]
-    for slot, place in enumerate(places if schedules is not None else ()):
-        if saved[slot]["kind"] != kinds[place]:
-            raise CheckpointError(
-                f"slot {slot} has a {saved[slot]['kind']} in the checkpoint and a {kinds[place]} here; make Schedules "
-                "with a factory for each slot as it is now"
-            )
-    if models == array.size:
+    if state["models"] == array.size:
         return
-    kept = array.select(places)
+    kept = array.select([min(slot, array.size - 1) for slot in range(state["models"])])
     for follower in (optimizer, schedules, scaler):
         if follower is not None:
             follower.select(kept)

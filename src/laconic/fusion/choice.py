@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -12,39 +14,61 @@ from typing import Any
 import torch
 
 from laconic.fusion.batch import Batch, Value
+from laconic.fusion.remembered import Memory
 
 Way = Callable[..., Batch]
 PIN = "LACONIC_DETERMINISTIC"
+# Uses of the best guess before ways are measured, which takes as long as a few uses of each.
+PATIENCE = 40
 _ROUNDS = 4
-_LEAST_SECONDS = 3e-3
+_LEAST_SECONDS = 1e-3
+# The first time loads what is loaded once; after that few ways are still in the running.
+_NEAR_AT_FIRST, _NEAR = 4.0, 1.2
 _CHOSEN: dict[tuple[Any, ...], str] = {}
-_GUESSED = ContextVar("guessed", default=False)
+_USES: Counter[tuple[Any, ...]] = Counter()
+_MEMORY = Memory()
+_PATIENCE = ContextVar[float]("patience", default=PATIENCE)
 
 
 def choices() -> dict[str, str]:
     """What was chosen so far: an operation with its shapes, and the way that was fastest."""
-    return {" ".join(map(str, key)): way for key, way in _CHOSEN.items()}
+    return {_case(key): way for key, way in _CHOSEN.items()}
 
 
 def forget_choices() -> None:
-    """Measure anew on the next use."""
+    """Measure anew, whatever this process or one before it has measured."""
     _CHOSEN.clear()
+    _USES.clear()
+    _MEMORY.forget()
 
 
 @contextmanager
 def guessing() -> Generator[None]:
     """Take the best guess and measure nothing within, for what is done once."""
-    token = _GUESSED.set(True)
+    yield from _patient(math.inf)
+
+
+@contextmanager
+def measuring() -> Generator[None]:
+    """Measure whatever is met for the first time within, for what will be done very often."""
+    yield from _patient(0)
+
+
+def _patient(uses: float) -> Generator[None]:
+    token = _PATIENCE.set(uses)
     try:
         yield
     finally:
-        _GUESSED.reset(token)
+        _PATIENCE.reset(token)
 
 
 def fastest(
     name: str, ways: Mapping[str, Way], values: Sequence[Value | None], settings: tuple[Any, ...] = ()
 ) -> Batch:
-    """Compute by the way that took least time, forward and backward, when these shapes were first seen.
+    """Compute by the way that takes least time, forward and backward.
+
+    Ways are measured when a case has been met as often as pays for it, or within `measuring` at once; until then the
+    best guess is taken. What was measured is remembered on this machine.
 
     With the environment variable LACONIC_DETERMINISTIC=1 nothing is measured and the first way is taken, so that a
     rerun rounds alike.
@@ -55,12 +79,31 @@ def fastest(
         values: what is computed on; the shapes, layouts, dtypes and devices tell one case from another.
         settings: what else tells cases apart.
     """
-    if len(ways) == 1 or _GUESSED.get() or os.environ.get(PIN, "0") not in ("", "0"):
+    patience = _PATIENCE.get()
+    if len(ways) == 1 or patience == math.inf or os.environ.get(PIN, "0") not in ("", "0"):
         return next(iter(ways.values()))(*values)
     key = (name, *settings, *map(_looks, values), torch.get_num_threads(), _casts(values))
-    if key not in _CHOSEN:
-        _CHOSEN[key] = min(_measure(ways, values).items(), key=lambda way: way[1])[0]
-    return ways[_CHOSEN[key]](*values)
+    way = _CHOSEN.get(key) or _choose(key, ways, values, patience)
+    return ways[way](*values)
+
+
+def _choose(key: tuple[Any, ...], ways: Mapping[str, Way], values: Sequence[Value | None], patience: float) -> str:
+    case = _case(key) if _device(values) != "cuda" else f"{_case(key)} {torch.cuda.get_device_name()}"
+    known = None if _USES[key] else _MEMORY.recall(case)
+    if known is not None and known in ways:
+        _CHOSEN[key] = known
+        return known
+    _USES[key] += 1
+    if _USES[key] <= patience:
+        return next(iter(ways))
+    seconds = _measure(ways, values)
+    _CHOSEN[key] = min(seconds, key=lambda way: seconds[way])
+    _MEMORY.note(case, _CHOSEN[key])
+    return _CHOSEN[key]
+
+
+def _case(key: tuple[Any, ...]) -> str:
+    return " ".join(map(str, key))
 
 
 def _looks(value: Value | None) -> Any:
@@ -68,7 +111,7 @@ def _looks(value: Value | None) -> Any:
         return None
     tensor, axis = (value.tensor, value.axis) if isinstance(value, Batch) else (value, None)
     trained = tensor.requires_grad and torch.is_grad_enabled()
-    return (axis, tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous(), trained)
+    return (axis, tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), trained)
 
 
 def _casts(values: Sequence[Value | None]) -> str | None:
@@ -78,22 +121,27 @@ def _casts(values: Sequence[Value | None]) -> str | None:
 
 
 def _device(values: Sequence[Value | None]) -> str:
-    tensors = (value.tensor if isinstance(value, Batch) else value for value in values)
-    return next(tensor.device.type for tensor in tensors if tensor is not None)
+    for value in values:
+        if value is not None:
+            return (value.tensor if isinstance(value, Batch) else value).device.type
+    return "cpu"
 
 
 def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[str, float]:
-    """Seconds of each way: the least of several rounds in which they take turns."""
+    """Seconds of each way: the least of several rounds, in which those that may yet win take turns."""
     copies = [_copy(value) for value in values]
     cuda = _device(values) == "cuda"
     best = {name: _seconds(way, copies, 1, cuda) for name, way in ways.items()}
-    best = {name: _seconds(way, copies, 1, cuda) for name, way in ways.items()}
-    again = {name: max(1, min(20, int(_LEAST_SECONDS / seconds))) for name, seconds in best.items()}
-    limit = 4 * min(best.values())
+    near = _NEAR_AT_FIRST
     for _ in range(_ROUNDS):
-        for name, way in ways.items():
-            if best[name] <= limit:
-                best[name] = min(best[name], _seconds(way, copies, again[name], cuda))
+        limit = near * min(best.values())
+        rivals = [name for name, seconds in best.items() if seconds <= limit]
+        if near < _NEAR_AT_FIRST and len(rivals) == 1:
+            break
+        for name in rivals:
+            again = max(1, min(20, int(_LEAST_SECONDS / best[name])))
+            best[name] = min(best[name], _seconds(ways[name], copies, again, cuda))
+        near = _NEAR
     return best
 
 

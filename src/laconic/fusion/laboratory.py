@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.fusion.array import FusedArray
 from laconic.fusion.optimizers.base import FusedOptimizer
+from laconic.fusion.store import owner_of
 
 Order = Literal["while", "after", "inside"]
 Mixing = Callable[[int], Tensor | None]
@@ -39,12 +40,15 @@ class Laboratory:
         order: when rows are mixed.
 
     Raises:
-        ConfigError: an unknown order.
+        ConfigError: an unknown order, or workers whose layers differ in structure.
     """
 
     def __init__(self, array: FusedArray, optimizer: FusedOptimizer, mixing: Mixing, *, order: Order = "after") -> None:
         if order not in get_args(Order):
             raise ConfigError(f"order={order!r}: must be one of {', '.join(get_args(Order))}")
+        alone = next((name for name, tensor in array.named_parameters() if owner_of(tensor) is not None), None)
+        if alone is not None:
+            raise ConfigError(f"{alone}: only one worker has it, so there is no mean of it; fuse models that are alike")
         self.array, self.optimizer, self.mixing, self.order = array, optimizer, mixing, order
         self.steps = 0
 
@@ -53,7 +57,8 @@ class Laboratory:
         """One step of all workers, after the losses' sum was back-propagated.
 
         Raises:
-            ConfigError: a matrix that is not one row and column per worker, or whose rows do not add up to one.
+            ConfigError: a matrix that is not one row and column per worker, or whose rows do not add up to one; or a
+                learning rate of 0 in the order `inside`, which divides by it.
         """
         matrix = self._matrix()
         if matrix is not None and self.order == "inside":
@@ -79,6 +84,8 @@ class Laboratory:
     def _correct(self, matrix: Tensor) -> None:
         """Put what mixing would move into the gradients."""
         for group in self.optimizer.param_groups:
+            if bool((group["lr"] == 0).any()):
+                raise ConfigError("lr=0 with order='inside': it divides by lr; use a small one, not 0")
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     rate = group["lr"].to(parameter).view(-1, *[1] * (parameter.dim() - 1))

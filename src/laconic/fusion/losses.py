@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import log, prod
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class _Surprise(torch.autograd.Function):
         place = target.unsqueeze(2)
         shifted = logits - logits.amax(2, keepdim=True)
         there = shifted.gather(2, place)
-        shares = shifted.exp_()
+        shares = _exponentials_(shifted)
         sums = shares.sum(2, keepdim=True)
         ctx.save_for_backward(logits, shares.div_(sums), place)
         return (sums.log_() - there).squeeze(2)
@@ -137,6 +137,12 @@ class _Surprise(torch.autograd.Function):
         if torch.is_grad_enabled():
             shares = torch.softmax(logits, 2)
         return (shares * gradient).scatter_add(2, place, -gradient), None
+
+
+def _exponentials_(x: Tensor) -> Tensor:
+    """In place; what would be less than twice the least normal number is zero, as all below that is computed slowly."""
+    least = 2 * torch.finfo(x.dtype).tiny
+    return torch.threshold_(x.clamp_(min=log(least)).exp_(), 1.01 * least, 0.0)
 
 
 def _reduced(

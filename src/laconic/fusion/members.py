@@ -18,6 +18,7 @@ from laconic.fusion.checkpoints import State, load_scheduler, part_ages, read, w
 from laconic.fusion.optimizers.base import FusedOptimizer
 from laconic.fusion.scaling import GradScaler
 from laconic.fusion.schedules import Scheduler, Schedules
+from laconic.fusion.store import owner_of
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,16 @@ class Member:
         """Let a run by itself go on from here: each object given takes over its state.
 
         Raises:
-            CheckpointError: it was not saved, or it does not fit the model.
+            CheckpointError: it was not saved, or it does not fit the model or the optimizer; nothing was touched.
         """
         given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         missing = [name for name, value in given.items() if value is not None and getattr(self, name) is None]
         if missing:
             raise CheckpointError(f"no {missing[0]} was saved with this model; leave it out, or save it too")
-        try:
-            model.load_state_dict(self.model)
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+        _refuse_other_model(self.model, model.state_dict())
+        if optimizer is not None:
+            self._refuse_other_groups([len(group["params"]) for group in optimizer.param_groups])
+        model.load_state_dict(self.model)
         for name, rate in self.rates.items():
             path, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(path), attribute, rate)
@@ -92,6 +93,9 @@ class Member:
         for name, given in (("optimizer", optimizer), ("scheduler", schedules), ("scaler", scaler)):
             if given is not None and getattr(self, name) is None:
                 raise CheckpointError(f"no {name} was saved with this model; leave it out, or save it too")
+        if optimizer is not None:
+            own = [[p for p in group["params"] if owner_of(p) in (None, index)] for group in optimizer.param_groups]
+            self._refuse_other_groups([len(parameters) for parameters in own])
         array.insert(index, model)
         if array.generators is not None and self.generator is not None:
             array.generators[index].set_state(self.generator.clone())
@@ -102,6 +106,23 @@ class Member:
             load_scheduler(schedules.schedulers[index], self.scheduler)
         if scaler is not None and self.scaler is not None:
             scaler.insert(index, self.scaler)
+
+    def _refuse_other_groups(self, ours: list[int]) -> None:
+        theirs = [] if self.optimizer is None else [len(group["params"]) for group in self.optimizer["param_groups"]]
+        if ours != theirs:
+            raise CheckpointError(
+                f"the optimizer has groups of {theirs} parameters in the checkpoint and of {ours} here; make it alike"
+            )
+
+
+def _refuse_other_model(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    looks = [{name: list(getattr(value, "shape", ())) for name, value in each.items()} for each in (theirs, ours)]
+    for name in {**looks[0], **looks[1]}:
+        before, now = (str(each.get(name, "not there")) for each in looks)
+        if before != now:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} is {before} in it and {now} here; make it alike"
+            )
 
 
 def member_of(

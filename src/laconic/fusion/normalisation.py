@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
 from laconic.fusion.routing import Context, rule
+from laconic.kernels import normalised as kernels
+from laconic.kernels.base import compiled
 
 
 @rule(F.batch_norm)
@@ -31,7 +34,28 @@ def batch_norm(
     """The models' channels side by side; running statistics are updated in their own rows."""
     settings = (training, momentum, eps)
     values = (input, running_mean, running_var, weight, bias)
-    return _by_channels(context, function, values, settings)
+    ways: dict[str, Way] = {}
+    own = not isinstance(running_mean, Tensor) and not isinstance(running_var, Tensor)
+    if training and own and isinstance(input, Tensor) and not _casts(input):
+        ways["once"] = partial(_once, context.size, momentum, eps)
+    return _by_channels(context, function, values, settings, ways)
+
+
+def _once(size: int, momentum: float, eps: float, input: Tensor, *others: Value | None) -> Batch:
+    """What is shared has the same statistics for all: it is normalised once, and each model's own are moved by them."""
+    running, (weight, bias) = others[:2], others[2:]
+    found = [None if kept is None else input.new_zeros(input.shape[1]) for kept in running]
+    normal = F.batch_norm(input, *found, training=True, momentum=1.0, eps=eps)
+    with torch.no_grad():
+        for kept, own in zip(running, found, strict=True):
+            if kept is not None and own is not None:
+                along(kept, 0, size).mul_(1 - momentum).add_(own, alpha=momentum)
+    shape = (1, size, -1, *[1] * (input.dim() - 2))
+    every = normal.unsqueeze(1).expand(-1, size, *normal.shape[1:])
+    gain, shift = (None if value is None else along(value, 0, size).reshape(shape) for value in (weight, bias))
+    if gain is None:
+        return Batch(every.contiguous(), 1)
+    return Batch(every * gain if shift is None else torch.addcmul(shift, every, gain), 1)
 
 
 @rule(F.instance_norm)
@@ -49,10 +73,12 @@ def instance_norm(
 ) -> Batch:
     """As `batch_norm`, per sample."""
     values = (input, running_mean, running_var, weight, bias)
-    return _by_channels(context, function, values, (use_input_stats, momentum, eps))
+    return _by_channels(context, function, values, (use_input_stats, momentum, eps), {})
 
 
-def _by_channels(context: Context, function: Any, values: Sequence[Value | None], settings: Any) -> Batch:
+def _by_channels(
+    context: Context, function: Any, values: Sequence[Value | None], settings: Any, ways: dict[str, Way]
+) -> Batch:
     size = context.size
 
     def channels(input: Value, *others: Value | None) -> Batch:
@@ -63,7 +89,7 @@ def _by_channels(context: Context, function: Any, values: Sequence[Value | None]
     def loop(*own: Value | None) -> Batch:
         return each(function, size, *own, *settings)
 
-    return fastest(function.__name__, {"channels": channels, "loop": loop}, values, settings)
+    return fastest(function.__name__, {**ways, "channels": channels, "loop": loop}, values, settings)
 
 
 def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
@@ -123,9 +149,13 @@ def layer_norm(
         "apart": partial(_apart, partial(function, eps=eps), context.size, shape),
         "loop": lambda x, gain, shift: each(function, context.size, x, shape, gain, shift, eps),
     }
-    if isinstance(input, Batch) and weight is not None and bias is not None and not _casts(input.tensor):
-        ways["by hand"] = partial(_by_hand, context.size, shape, eps)
+    if isinstance(input, Batch) and weight is not None and bias is not None and _has_kernel(input.tensor):
+        ways["in rows"] = partial(_in_rows, context.size, shape, eps)
     return fastest("layer_norm", ways, (input, weight, bias), (eps,))
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and not _casts(tensor) and compiled(tensor) is not None
 
 
 def _casts(tensor: Tensor) -> bool:
@@ -133,37 +163,40 @@ def _casts(tensor: Tensor) -> bool:
     return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
 
 
-def _by_hand(size: int, shape: tuple[int, ...], eps: float, input: Batch, weight: Value, bias: Value) -> Batch:
-    gain, shift = along(weight, 0, size).contiguous(), along(bias, 0, size).contiguous()
-    return Batch(_LayerNorm.apply(input.at(0).contiguous(), gain, shift, shape, eps), 0)
+def _in_rows(size: int, shape: tuple[int, ...], eps: float, input: Batch, weight: Value, bias: Value) -> Batch:
+    every = input.at(0).contiguous()
+    gain, shift = (along(value, 0, size).reshape(size, -1).contiguous() for value in (weight, bias))
+    found = _LayerNorm.apply(every.view(size, -1, prod(shape)), gain, shift, eps)
+    return Batch(found.view_as(every), 0)
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Layer normalisation of [models, ..., *shape], model after model: each part is used while it is in the cache."""
+    """Layer normalisation of [models, count, n] by a kernel of our own; the input and two numbers a row are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
-        """Nothing is kept but the input and two numbers per row."""
-        found, statistics = torch.empty_like(x), list[tuple[Tensor, Tensor]]()
-        for own, row, weight, bias in zip(found, x, gain, shift, strict=True):
-            normal, mean, scale = torch.native_layer_norm(row, shape, weight, bias, eps)
-            own.copy_(normal)
-            statistics.append((mean, scale))
-        ctx.save_for_backward(x, gain, shift)
-        ctx.statistics, ctx.shape = statistics, shape
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
+        """One pass over memory."""
+        found, mean, scale = kernels.layer_norm(x, gain, shift, eps=eps)
+        ctx.save_for_backward(x, gain, mean, scale)
+        ctx.eps = eps
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """By torch's kernel, which has a derivative itself."""
-        x, gain, shift = ctx.saved_tensors
-        found = [torch.empty_like(each) for each in (x, gain, shift)]
-        kernel, wanted = torch.ops.aten.native_layer_norm_backward.default, [True, True, True]
-        for model, (mean, scale) in enumerate(ctx.statistics):
-            own = gradients[0][model].contiguous(), x[model], ctx.shape, mean, scale, gain[model], shift[model], wanted
-            for whole, part in zip(found, kernel(*own), strict=True):
-                whole[model].copy_(part)
-        return (*found, None, None)
+        """One pass again; by torch's arithmetic where derivatives of derivatives are asked for."""
+        (gradient,), (x, gain, mean, scale) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (*_gradients(gradient, x, gain, ctx.eps), None)
+        return (*kernels.layer_norm_back(gradient.contiguous(), x, gain, mean, scale), None)
+
+
+def _gradients(gradient: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the input, the gain and the shift, each a function of tensors that may be differentiated again."""
+    centred = x - x.mean(2, keepdim=True)
+    scale = (centred.square().mean(2, keepdim=True) + eps).rsqrt()
+    normal, own = centred * scale, gradient * gain.unsqueeze(1)
+    of_x = scale * (own - own.mean(2, keepdim=True) - normal * (own * normal).mean(2, keepdim=True))
+    return of_x, (gradient * normal).sum(1), gradient.sum(1)
 
 
 @rule(F.rms_norm)

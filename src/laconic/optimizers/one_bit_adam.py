@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.flat import copy_each_
-from laconic.optimizers.lamb import add_decay_, check_adaptive, directions_of, take_in_
-from laconic.optimizers.one_bit_base import FreezingOptimizer
+from laconic.optimizers.freezing_adam import FreezingAdam, go_down_
 
 
-class OneBitAdam(FreezingOptimizer):
+class OneBitAdam(FreezingAdam):
     r"""Adam until `freeze()`; from then on momentum, divided by the variance as it was at that moment.
 
     $$m \leftarrow \beta_1 m + (1-\beta_1) g, \qquad v \leftarrow \beta_2 v + (1-\beta_2) g^2
@@ -38,39 +36,6 @@ class OneBitAdam(FreezingOptimizer):
         ConfigError: a value out of its range.
     """
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        check_adaptive(lr, betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Nothing besides the moments."""
-
-    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Momenta are said as they are."""
-        for _, states in groups:
-            for state in states:
-                state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
-
-    def warm_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
-        """Adam without corrections."""
-        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
-        take_in_(group, momenta, variances, gradients)
-        _descend_(group, parameters, momenta, variances)
-
     def frozen_step(
         self,
         group: dict[str, Any],
@@ -80,10 +45,4 @@ class OneBitAdam(FreezingOptimizer):
     ) -> None:
         """Along the new momentum."""
         copy_each_([state["momentum"] for state in states], momenta)
-        _descend_(group, parameters, momenta, [state["variance"] for state in states])
-
-
-def _descend_(group: dict[str, Any], parameters: list[Tensor], momenta: list[Tensor], variances: list[Tensor]) -> None:
-    directions = directions_of(group, momenta, variances)
-    add_decay_(group, directions, parameters)
-    torch._foreach_add_(parameters, directions, alpha=-float(group["lr"]))  # pyright: ignore
+        go_down_(group, parameters, momenta, [state["variance"] for state in states])

@@ -110,23 +110,35 @@ class FreezingOptimizer(Optimizer):
     # -- what a strategy asks for --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def say_(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, share: float, rescale: bool) -> None:
-        """Turn this worker's gradients into what its momentum would be, in place.
+    def say_(
+        self,
+        momenta: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        *,
+        share: float,
+        rescale: bool,
+    ) -> None:
+        """Write down what this worker's momentum would be.
 
         Args:
-            momenta: gradients, like the parameters and of their state's dtype; the next momentum afterwards.
+            momenta: like the parameters and of their state's dtype; the next momentum afterwards.
+            gradients: like the parameters; they may be the momenta themselves.
             parameters: whose they are.
             share: gradients are multiplied by this first.
             rescale: the result is multiplied by each tensor's `coefficient`.
         """
+        place = {parameter: i for i, parameter in enumerate(parameters)}
         for group, places in self._by_group(parameters):
-            chosen = [momenta[i] for i in places]
-            states = [self.state[parameters[i]] for i in places]
-            if share != 1.0:
-                torch._foreach_mul_(chosen, share)  # pyright: ignore
-            torch._foreach_lerp_(chosen, [state["momentum"] for state in states], group["betas"][0])  # pyright: ignore
-            if rescale:
-                torch._foreach_mul_(chosen, [state["coefficient"] for state in states])  # pyright: ignore
+            for handful in handfuls([parameters[i] for i in places]):
+                chosen, states = [momenta[place[p]] for p in handful], [self.state[p] for p in handful]
+                if momenta is not gradients:
+                    copy_each_(chosen, [gradients[place[p]] for p in handful])
+                if share != 1.0:
+                    torch._foreach_mul_(chosen, share)  # pyright: ignore
+                torch._foreach_lerp_(chosen, [each["momentum"] for each in states], group["betas"][0])  # pyright: ignore
+                if rescale:
+                    torch._foreach_mul_(chosen, [each["coefficient"] for each in states])  # pyright: ignore
 
     @torch.no_grad()
     def hear(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, rescale: bool) -> None:
@@ -310,6 +322,12 @@ class Speaker:
             if part.start <= segment.start and segment.stop <= part.stop
         ]
         return [p for p, _ in chosen], [view for _, view in chosen]
+
+    def say_(self, part: slice, words: Tensor, gradient: Tensor, *, share: float, rescale: bool = False) -> None:
+        """Write what this worker's momentum would be after a gradient into a part of such a vector, or in its place."""
+        parameters, momenta = self.within(part, words)
+        gradients = momenta if words is gradient else self.within(part, gradient)[1]
+        self.optimizer.say_(momenta, gradients, parameters, share=share, rescale=rescale)
 
 
 def speaker(moments: Moments) -> Speaker | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.flat import copy_each_
-from laconic.optimizers.lamb import add_decay_, check_adaptive, directions_of, spreads_of, take_in_
-from laconic.optimizers.one_bit_base import FreezingOptimizer
+from laconic.optimizers.freezing_adam import FreezingAdam, go_down_
+from laconic.optimizers.lamb import spreads_of
 
 
-class ZeroOneAdam(FreezingOptimizer):
+class ZeroOneAdam(FreezingAdam):
     r"""Adam in three kinds of steps, of which `ZeroOne()` chooses one each time.
 
     With $x'$ and $t'$ the parameters and the step of the last agreement, on worker $i$,
@@ -49,18 +49,7 @@ class ZeroOneAdam(FreezingOptimizer):
         ConfigError: a value out of its range.
     """
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        check_adaptive(lr, betas, eps, weight_decay)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "reach": 0.0, "alone": False})
+    begins: ClassVar[Mapping[str, Any]] = {"reach": 0.0, "alone": False}
 
     def thaw(self) -> None:
         """Let the variance follow the next gradient, which must be equal on all workers."""
@@ -73,18 +62,27 @@ class ZeroOneAdam(FreezingOptimizer):
             group["alone"] = alone
 
     @torch.no_grad()
-    def say_(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, share: float, rescale: bool) -> None:
-        """Turn this worker's gradients into its mean momentum since the last agreement, in place.
+    def say_(
+        self,
+        momenta: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        *,
+        share: float,
+        rescale: bool,
+    ) -> None:
+        """Write down this worker's mean momentum since the last agreement.
 
         Each step counts by its learning rate, so that what is said has the size of a momentum however many they were.
 
         Args:
-            momenta: gradients, like the parameters and of their state's dtype; mean momenta afterwards.
+            momenta: like the parameters and of their state's dtype; mean momenta afterwards.
+            gradients: like the parameters; they may be the momenta themselves.
             parameters: whose they are.
             share: gradients are multiplied by this first.
             rescale: the result is multiplied by each tensor's `coefficient`, which is 1 here.
         """
-        super().say_(momenta, parameters, share=share, rescale=rescale)
+        super().say_(momenta, gradients, parameters, share=share, rescale=rescale)
         for group, places in self._by_group(parameters):
             if group["reach"] == 0.0:
                 continue
@@ -93,27 +91,6 @@ class ZeroOneAdam(FreezingOptimizer):
             torch._foreach_mul_(chosen, float(group["lr"]))  # pyright: ignore
             torch._foreach_add_(chosen, [self.state[parameters[i]]["travelled"] for i in places])  # pyright: ignore
             torch._foreach_div_(chosen, reach)  # pyright: ignore
-
-    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Nothing besides the moments."""
-
-    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Momenta are said as they are."""
-        for _, states in groups:
-            for state in states:
-                state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
-
-    def warm_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
-        """Adam without corrections."""
-        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
-        take_in_(group, momenta, variances, gradients)
-        _descend_(group, parameters, momenta, variances)
 
     def frozen_step(
         self,
@@ -129,7 +106,7 @@ class ZeroOneAdam(FreezingOptimizer):
         elif group["reach"]:
             self._return(group, parameters, momenta, states)
             return
-        _descend_(group, parameters, momenta, [state["variance"] for state in states])
+        go_down_(group, parameters, momenta, [state["variance"] for state in states])
 
     def step(self, closure: Any = None) -> Any:
         """One step of every parameter, and how far workers have gone since the last agreement."""
@@ -172,9 +149,3 @@ class ZeroOneAdam(FreezingOptimizer):
         copy_each_(parameters, [state["anchor"] for state in states])
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
         torch._foreach_addcdiv_(parameters, momenta, spreads, value=-group["reach"] - lr)  # pyright: ignore
-
-
-def _descend_(group: dict[str, Any], parameters: list[Tensor], momenta: list[Tensor], variances: list[Tensor]) -> None:
-    directions = directions_of(group, momenta, variances)
-    add_decay_(group, directions, parameters)
-    torch._foreach_add_(parameters, directions, alpha=-float(group["lr"]))  # pyright: ignore

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from laconic.arrivals.log import LOG, USED, begin_log, write_log
 from laconic.arrivals.meeting import open_party, party_of
+from laconic.arrivals.planes import Plane
 from laconic.arrivals.rules import Choice
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
@@ -34,12 +35,14 @@ class BackupWorkers(Strategy):
     state of one who was not. A worker that is far behind goes on at the step where the others are, so loops run
     `while attached.step < steps`. Who was a member of which step is decided once, by one rank for all, and kept.
 
-    There is no server: members add up parts of the gradient for each other, and one of the workers counts arrivals
-    while it computes. `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the
-    time of the N-th, a step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers; `choice="online"` looks
-    for the N that makes the most of it.
-    Traffic: $2\frac{N-1}{N}$ of the gradient per member and step, and notes of some bytes; a late worker sends none of
-    it, and receives its state once. State: who was a member of each step, and how often each worker was.
+    There is no server: members add up parts of the gradient for each other, or all workers do in an all-reduce, to
+    which late ones add zeros beside their computation; and one of the workers counts arrivals while it computes.
+    `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
+    step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers; `choice="online"` looks for the N that makes
+    the most of it.
+    Traffic: among members $2\frac{N-1}{N}$ of the gradient per member and step, and notes of some bytes; a late worker
+    sends none of it, and receives its state once. In an all-reduce $2\frac{n-1}{n}$ for everyone. State: who was a
+    member of each step, and how often each worker was.
 
     Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981,
     Algorithms 3 and 4, without their parameter servers. The choice from measured times is our own.
@@ -52,6 +55,8 @@ class BackupWorkers(Strategy):
         keeper: the rank that counts arrivals. It may be slow; it may not be stopped.
         patience_seconds: the least time after which a member that hears nothing says so, so that the step is tried
             without who is silent.
+        plane: how members add up. "ring" is by letters among them; "zeros" is an all-reduce among all, which carries
+            more and computes less; "auto" tries both and stays with the faster.
     """
 
     backups: int = 1
@@ -59,6 +64,7 @@ class BackupWorkers(Strategy):
     deviations: float = 3.0
     keeper: int = 0
     patience_seconds: float = 0.01
+    plane: Plane = "ring"
 
     paper = "Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981"
     waits = "every step, all wait until the first N workers have come and their gradients have travelled"
@@ -139,11 +145,12 @@ class BackupWorkers(Strategy):
         if party.outcome is None:
             raise ConfigError(f"step {r.step - 1}: optimizer.step() without a backward pass before it")
         on_time = party.is_member(party.outcome)
-        if on_time:
+        if party.holds:
             write_log(r, party.outcome.members)
         else:
             party.catch_up(party.outcome)
         r.observed["on_time"] = float(on_time)
+        r.observed["all_reduced"] = float(party.outcome.sum > 0)
         r.observed["steps_missed"] = float(r.step - ended + (not on_time))
         for rank, used in enumerate(r.state[USED][:_SHOWN].tolist()):
             r.observed[f"share_of_rank_{rank}"] = used / r.step

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from laconic.bit_rules import BitBudget, ErrorBound, FixedBits, Ledger, Step, passed_over
-from laconic.bits import square_of
+from laconic.bits import MOST, square_of
 from laconic.codecs.base import draw_key
+from laconic.codecs.cast import Fp32
 from laconic.codecs.quantize import Quantize
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
-from laconic.reduce import two_stage_mean_
 from laconic.replica import Replica
+from laconic.stages import TwoStageMean, launched
 from laconic.strategies.base import Strategy
+
+_WHOLE = 32.0  # bits of an entry that is not coded
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class DQSGD(Strategy):
     r"""Average gradients in codes whose number of bits follows from how large gradients are and what is left to spend.
 
     With $C_b$ random rounding to $s = 2^{b-1}-1$ levels to each side of zero, relative to the largest entry of each
-    block, the bits $b_t$ of step $t$ from a rule, and two stages as of any coded mean,
+    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and two stages as of any coded mean,
 
-    $$x \leftarrow x - \gamma\, C_{b_t}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
+    $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
 
     `ErrorBound` says the least that keeps what quantisation adds to the loss within bounds, `BitBudget` makes the most
     of a given number of bits, `FixedBits` is what both are compared to. Rules know the gradients of the step before:
@@ -37,8 +40,9 @@ class DQSGD(Strategy):
 
     Codes are unbiased, so nothing is remembered of what they are off by, and any optimizer may follow. One worker alone
     codes nothing. A gradient that is not finite on any rank is NaN on all of them, and the rule passes over the step.
-    Traffic: $2\frac{n-1}{n}$ of the codes per worker and step, $b_t/8$ bytes an entry and a scale a block, and the
-    squares. State: `ledger`, what has been spent and what came of it, and a few numbers for each bucket.
+    Rules spend what workers say; what they hear back is counted beside it. Traffic: $\frac{n-1}{n}$ of the codes either
+    way per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes an entry and a scale a block, and the squares. State:
+    `ledger`, what has been spent and what came of it, and a few numbers for each bucket.
 
     Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021,
     arXiv:2107.14575.
@@ -50,12 +54,16 @@ class DQSGD(Strategy):
             the same whatever the gradient.
         correlated: let workers round the same entry at evenly spread thresholds: better where their gradients are
             nearly equal, worse where they differ by half a level.
+        answer: $a$, bits that codes of the mean have more than those it is made of. The errors of these average out
+            over workers, that of the mean does not: $\frac12 \log_2 n$ makes both alike.
+            None sends the mean itself, in fp32, as papers do that count one direction only.
     """
 
     rule: FixedBits | ErrorBound | BitBudget = BitBudget()
     block: int = 2048
     dither: bool = True
     correlated: bool = False
+    answer: int | None = 0
 
     paper = "Yan et al., DQ-SGD: Dynamic Quantization in SGD, 2021, arXiv:2107.14575"
     waits = "every step, all wait for the slowest worker and for the codes to travel, twice"
@@ -66,6 +74,11 @@ class DQSGD(Strategy):
         check_kinds(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes are cut at whole bytes; use a multiple of 8, such as 2048")
+        if self.answer is not None and not 0 <= self.answer <= MOST - self.rule.most:
+            raise ConfigError(
+                f"answer={self.answer}: at least 0, and with the rule's {self.rule.most} bits at most {MOST}; let the "
+                "rule have fewer, as in BitBudget(most=7), or use None for the mean itself"
+            )
 
     @property
     def sends_gradients(self) -> bool:
@@ -85,10 +98,9 @@ class DQSGD(Strategy):
             self._begin(r)
         square = square_of(r.g[part], self.block).reshape(1) / r.active
         r.state["squares"] = torch.cat([r.state["squares"], square])
-        codec = Quantize(self._bits_of(r, part), self.block, self.dither, self.correlated)
-        mean = two_stage_mean_(
-            r.comm, r.g[part], codec, {}, key=draw_key(r.seed, r.step, offset=part.start), count=r.active
-        )
+        bits, key = self._bits_of(r, part), draw_key(r.seed, r.step, offset=part.start)
+        codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
+        mean = launched(r.comm, TwoStageMean(r.comm, r.g[part], codec, None, key, r.active, server=server))
         if part.start == 0:
             total = r.comm.sum_(r.state.pop("squares"))
             r.launch("squares", total.then(lambda squares: [squares]))
@@ -108,7 +120,9 @@ class DQSGD(Strategy):
         r.state["squares"] = r.x.new_zeros(0, dtype=torch.float64)
         r.state["parts"], r.state["now"] = r.state["now"], torch.zeros(0, 3, dtype=torch.int64)
         heard, parts = r.collect("squares"), r.state["parts"].tolist()
-        terms = _largest_rate(r), (1 if self.correlated else 1 / r.active) + 1
+        # Each bit more at least halves a level.
+        answers = 0.0 if self.answer is None else 0.25**self.answer
+        terms = _largest_rate(r), (1 if self.correlated else 1 / r.active) + answers
         if heard is not None:
             sizes, bits = [stop - start for start, stop, _ in parts], [each for _, _, each in parts]
             ledger = self._settled(r, heard[0], sizes, bits)
@@ -120,14 +134,18 @@ class DQSGD(Strategy):
 
     def _settled(self, r: Replica, squares: Tensor, sizes: list[int], bits: list[int]) -> Ledger:
         ledger, (lr, share) = Ledger.read(r.state["ledger"]), r.state["terms"].tolist()
+        step = Step([], sizes, lr, share)
         if squares.is_meta or not bool(squares.isfinite().all()):
-            ledger = passed_over(ledger, Step([], sizes, lr, share), bits)
+            ledger = passed_over(ledger, step, bits)
         else:
             r.state["known"] = squares.cpu()
             ledger = self.rule.settle(ledger, Step(squares.tolist(), sizes, lr, self._share(share)), bits)
+        said = step.mean_bits(bits)
+        ledger = ledger.with_answer(_WHOLE if self.answer is None else said + self.answer)
         r.state["ledger"] = ledger.written()
-        r.observed["bits"] = Step([], sizes, lr, share).mean_bits(bits)
+        r.observed["bits"] = said
         r.observed["spent_bits_per_entry"] = ledger.bits
+        r.observed["answered_bits_per_entry"] = ledger.answered
         r.observed["quantisation_error"] = ledger.error
         return ledger
 
@@ -140,6 +158,9 @@ class DQSGD(Strategy):
             (bits,) = self.rule.choose(Ledger.read(r.state["ledger"]), blind)
         r.state["now"] = torch.cat([r.state["now"], torch.tensor([[*place, bits]])])
         return bits
+
+    def _codec(self, bits: int) -> Quantize:
+        return Quantize(bits, self.block, self.dither, self.correlated)
 
     def _share(self, stages: float) -> float:
         """The mean square error of both stages together, over a quarter of a level's square."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 
 import torch
@@ -21,6 +20,7 @@ from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 
 _PREFIX = "momentum/"
+_LOOKED_AT = 65_536
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,7 @@ class CompressedMomentum(Strategy):
         self._clip_(r)
         if _warm(r):
             return
-        under_way = [name for name in r.inflight if name.startswith(_PREFIX)]
-        if under_way:
-            _refuse_changes(r, under_way)
-        else:
+        if not any(name.startswith(_PREFIX) for name in r.inflight):
             self._say(r, slice(0, r.x.numel()))
         self._hear(r)
 
@@ -172,27 +169,26 @@ class CompressedMomentum(Strategy):
         """Send what this part's momentum would be; what came of an earlier try is waited for and forgotten."""
         words, name = self._words(r), f"{_PREFIX}{part.start}"
         r.collect(name)
-        if words is not r.g:
-            words[part].copy_(r.g[part])
-            r.state[f"norm/{part.start}"] = _norm(r.g[part])
-        told = speaker(r.moments)
+        told, seen = speaker(r.moments), [_sample(r, part)] if self.overlap else []
         if told is not None:
-            parameters, momenta = told.within(part, words)
-            told.optimizer.say_(momenta, parameters, share=r.comm.size / r.active, rescale=self.rescale)
+            told.say_(part, words, r.g, share=r.comm.size / r.active, rescale=self.rescale)
         if not self.feedback:
             _forget(r)
         key = draw_key(r.seed, r.step, offset=part.start)
         whole = r.x.numel()
         work = two_stage_mean_(r.comm, words[part], self.codec, r.state, key=key, at=part.start, whole=whole)
-        r.launch(name, work.then(lambda mean: [mean]))
+        r.launch(name, work.then(lambda mean: [mean, *seen]))
 
     def _hear(self, r: Replica) -> None:
         """Hand the optimizer what was agreed on, part by part; none of it if any of it is not finite."""
-        agreed = [mean for name in [*r.inflight] if name.startswith(_PREFIX) for mean in r.collect(name) or ()]
+        heard = {int(name.removeprefix(_PREFIX)): r.collect(name) for name in [*r.inflight] if name.startswith(_PREFIX)}
+        agreed = {start: found for start, found in heard.items() if found}
+        for start, (mean, *seen) in agreed.items():
+            _refuse_changes(r, slice(start, start + mean.numel()), seen)
         told = speaker(r.moments)
         if told is None:
             return
-        if not torch.cat([mean[:1] for mean in agreed]).isfinite().all():
+        if not torch.cat([mean[:1] for mean, *_ in agreed.values()]).isfinite().all():
             told.optimizer.skip()
             return
         parameters, momenta = told.within(slice(0, r.x.numel()), self._words(r))
@@ -215,12 +211,15 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _refuse_changes(r: Replica, names: Sequence[str]) -> None:
+def _sample(r: Replica, part: slice) -> Tensor:
+    """Some of a part's gradient, spread evenly over it; all of it where the vector is short."""
+    return r.g[part][:: -(-r.g.numel() // _LOOKED_AT)].clone()
+
+
+def _refuse_changes(r: Replica, part: slice, seen: Sequence[Tensor]) -> None:
     """Refuse a loop that has changed gradients after they were sent."""
-    starts = sorted(int(name.removeprefix(_PREFIX)) for name in names)
-    for start, stop in pairwise([*starts, r.g.numel()]):
-        before, now = r.state[f"norm/{start}"], _norm(r.g[start:stop])
-        if not torch.allclose(before, now, rtol=0.0, atol=0.0, equal_nan=True):
+    for before in seen:
+        if not before.is_meta and not torch.allclose(before, _sample(r, part), rtol=0.0, atol=0.0, equal_nan=True):
             raise ConfigError(
                 f"step {r.step}: gradients were changed after backward() had sent them (clipped, or unscaled by a "
                 "GradScaler); use CompressedMomentum(overlap=False), and its max_norm to clip"

@@ -148,11 +148,9 @@ class ZeroOne(Strategy):
     def _agree(self, r: Replica) -> None:
         """Say the mean momentum since the last agreement; all skip the step if any of it is not finite."""
         told, words = speaker(r.moments), self._words(r)
-        if words is not r.g:
-            words.copy_(r.g)
         parameters, momenta = told.within(slice(0, r.x.numel()), words) if told else ([], [])
         if told:
-            told.optimizer.say_(momenta, parameters, share=r.comm.size / r.active, rescale=False)
+            told.say_(slice(0, r.x.numel()), words, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
         agreed = two_stage_mean_(r.comm, words, self.codec, r.state, key=key).wait()
         if told is None:

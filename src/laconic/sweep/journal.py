@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from laconic.errors import CheckpointError
 from laconic.fusion.checkpoints import read, write
-from laconic.sweep.training import Plan, Together, Told, train_together
-from laconic.sweep.trials import Outcome, Trial
+from laconic.sweep.plan import Plan
+from laconic.sweep.training import Seen, Together, train_together
+from laconic.sweep.trials import Copy, Outcome, Trial
 
 Fields = dict[str, Any]
+# What a journal looks like: one of another form cannot be gone on with.
+_FORM = 2
+# Numbers and knobs of an array's trials, as they were proposed.
+Begun = list[list[Any]]
 
 
 class Journal:
@@ -31,7 +37,7 @@ class Journal:
         written: called after an array under way was written, with it and with the outcomes known by then.
 
     Raises:
-        CheckpointError: there is nothing to go on from, or it is of another sweep.
+        CheckpointError: there is nothing to go on from, or it is of another sweep or version.
     """
 
     def __init__(
@@ -42,12 +48,12 @@ class Journal:
         resume: bool = False,
         every_seconds: float = 10.0,
         every_steps: int = 1,
-        written: Callable[[Together, Sequence[Outcome]], None] | None = None,
+        written: Seen | None = None,
     ) -> None:
         self.folder, self.facts, self._told = folder, dict(facts or {}), written
         self._every_seconds, self._every_steps = every_seconds, every_steps
         self._rooms: list[int] = []
-        self._arrays: list[list[Fields]] = []
+        self._arrays: list[Fields] = []
         self._under_way: Fields | None = None
         self._room = self._array = 0
         self._before, self._begun = 0.0, time.monotonic()
@@ -69,51 +75,57 @@ class Journal:
             self._rooms.append(measure())
         return self._rooms[self._room - 1]
 
-    def train(self, plan: Plan, trials: Sequence[Trial], told: Told | None = None) -> list[Outcome]:
+    def train(self, plan: Plan, trials: Sequence[Trial], told: Seen | None = None) -> list[Outcome]:
         """Train trials as one array, or from where it was interrupted, or not at all where it has ended before.
 
         Raises:
             CheckpointError: the array that was trained before was of other trials.
         """
         self._array += 1
+        begun = [[trial.number, dict(trial.knobs)] for trial in trials]
         if self._array <= len(self._arrays):
-            found = [_outcome(fields) for fields in self._arrays[self._array - 1]]
-            self._refuse_others([each.trial for each in found], trials)
-            return found
-        found = train_together(plan, trials, told, begun=self._go_on(plan, trials), kept=self._keep)
+            before = self._arrays[self._array - 1]
+            self._refuse_others(before["trials"], begun)
+            return [_outcome(fields) for fields in before["outcomes"]]
+        kept = partial(self._keep, begun)
+        found = train_together(plan, trials, told, begun=self._go_on(plan, begun), kept=kept)
         self._under_way = None
-        self._arrays.append([fields_of(each) for each in found])
+        self._arrays.append({"trials": begun, "outcomes": [fields_of(each) for each in found]})
         self._write()
         return found
 
-    def _go_on(self, plan: Plan, trials: Sequence[Trial]) -> tuple[Together, list[Outcome]] | None:
+    def _go_on(self, plan: Plan, begun: Begun) -> tuple[Together, list[Outcome]] | None:
         saved, self._under_way = self._under_way, None
         if saved is None:
             return None
-        ended = [_outcome(fields) for fields in saved["ended"]]
-        run = Together.restored(plan, saved["run"])
-        self._refuse_others([*run.live, *(each.trial for each in ended)], trials)
-        return run, ended
+        self._refuse_others(saved["trials"], begun)
+        return Together.restored(plan, saved["run"]), [_outcome(fields) for fields in saved["ended"]]
 
-    def _refuse_others(self, before: Sequence[Trial], now: Sequence[Trial]) -> None:
-        if sorted(before, key=_number) != sorted(now, key=_number):
+    def _refuse_others(self, before: Begun, now: Begun) -> None:
+        if before != now:
             raise CheckpointError(
                 f"{self.folder}: array {self._array} had trials with other knobs than the sampler proposes now; go on "
                 "with the same seed, and the same version of its library"
             )
 
-    def _keep(self, run: Together, ended: Sequence[Outcome]) -> None:
+    def _keep(self, begun: Begun, run: Together, ended: Sequence[Outcome]) -> None:
         waited = time.monotonic() - self._written >= self._every_seconds
         if self.folder is None or not waited or run.step % self._every_steps:
             return
-        self._write({"run": run.state(), "ended": [fields_of(each) for each in ended]})
+        self._write({"trials": begun, "run": run.state(), "ended": [fields_of(each) for each in ended]})
         if self._told is not None:
             self._told(run, ended)
 
     def _write(self, under_way: Fields | None = None) -> None:
         if self.folder is None:
             return
-        content = {"facts": self.facts, "rooms": self._rooms, "arrays": self._arrays, "under_way": under_way}
+        content = {
+            "form": _FORM,
+            "facts": self.facts,
+            "rooms": self._rooms,
+            "arrays": self._arrays,
+            "under_way": under_way,
+        }
         try:
             write(self.folder, {**content, "seconds": self.seconds})
         except OSError as error:
@@ -125,7 +137,7 @@ class Journal:
     def _read(self) -> None:
         if self.folder is None:
             raise CheckpointError("a sweep without a folder has nothing to go on from")
-        content = read(self.folder)
+        content = _content(self.folder)
         refuse_other_facts(self.folder, content["facts"], self.facts)
         self._rooms, self._arrays = content["rooms"], content["arrays"]
         self._under_way, self._before = content["under_way"], content["seconds"]
@@ -135,9 +147,21 @@ def facts_in(folder: Path) -> Fields:
     """What a journal's sweep was begun with.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, it is damaged, or another version wrote it.
     """
-    found: Fields = read(folder)["facts"]
+    found: Fields = _content(folder)["facts"]
+    return found
+
+
+def _content(folder: Path) -> Fields:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is not there; a sweep goes on in the folder it was begun in, which has one")
+    found = read(folder)
+    if found.get("form") != _FORM:
+        raise CheckpointError(
+            f"{folder}: holds no journal of a sweep as this version of laconic keeps it; go on with the version that "
+            "began it, or begin anew"
+        )
     return found
 
 
@@ -154,10 +178,6 @@ def refuse_other_facts(folder: Path, before: Mapping[str, Any], now: Mapping[str
             )
 
 
-def _number(trial: Trial) -> int:
-    return trial.number
-
-
 def fields_of(outcome: Outcome) -> Fields:
     """An outcome as JSON."""
     return {
@@ -167,9 +187,11 @@ def fields_of(outcome: Outcome) -> Fields:
         "metric": outcome.metric,
         "steps": outcome.steps,
         "stopped": outcome.stopped,
+        "copies": [{"step": each.step, "source": each.source, "knobs": dict(each.knobs)} for each in outcome.copies],
     }
 
 
 def _outcome(fields: Fields) -> Outcome:
     trial = Trial(fields["trial"], fields["knobs"])
-    return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"])
+    copies = tuple(Copy(**each) for each in fields["copies"])
+    return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"], copies)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from laconic.flat import Segment, copy_each_, flatten, lay_out, views
 from laconic.fusion.array import FusedArray
 from laconic.fusion.optimizers.base import FusedOptimizer
 from laconic.fusion.scaling import GradScaler
+from laconic.fusion.schedules import Schedules
 from laconic.fusion.store import Selection, owner_of
 from laconic.handshake import agree
 from laconic.parameters import by_kind
@@ -30,6 +32,7 @@ from laconic.strategies.gossip import Gossip
 from laconic.strategies.local_sgd import Local, LocalSGD
 from laconic.strategies.push_sum import PushSum
 from laconic.strategies.slow_momentum import SlowMo
+from laconic.sweep import saving
 
 # They do to every element of the vector what they do to every other, so that models do not mix.
 _APART = (AllReduce, Local, LocalSGD, SlowMo, Gossip, PushSum)
@@ -140,6 +143,54 @@ class ParallelArray:
                 copy_each_(alike, views(vector, layout))
             for replica, layout in zip(self.attached.replicas, self.attached.layouts, strict=True):
                 _begin_anew(self.attached.strategy, replica, layout, index)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        schedules: Schedules | None = None,
+        scaler: GradScaler | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 3,
+    ) -> Path:
+        """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, whole or not at all; every rank must call.
+
+        A model that has diverged is saved as it is: it does not hold up the others.
+
+        Args:
+            folder: holds one checkpoint per saved step; ranks need not share a disk.
+            schedules: of the optimizer.
+            scaler: of the losses.
+            extra: more to keep: dicts of tensors and JSON values, each rank its own.
+            keep: of so many checkpoints, the newest.
+
+        Raises:
+            CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
+        """
+        return saving.save(
+            self, Path(folder), schedules=schedules, scaler=scaler, extra=dict(extra or {}), keep=max(keep, 1)
+        )
+
+    def load(
+        self, folder: str | Path, *, schedules: Schedules | None = None, scaler: GradScaler | None = None
+    ) -> dict[str, Any]:
+        """Go on from the newest whole checkpoint in `folder`, bit for bit; returns the `extra` kept with it.
+
+        The array may have been fused with another number of models: it is made as large as the one that was saved. With
+        another number of workers it goes on where all held the same parameters, as they do after an agreement: what
+        all held alike is every new rank's, buffers become the mean over ranks, generators are left as they are here,
+        and `extra` is rank 0's. Every rank must then see the parts of all.
+
+        Args:
+            folder: as for `save`.
+            schedules: of the optimizer, with a factory for what is in each slot now.
+            scaler: of the losses.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it belongs to other models or another recipe: all ranks
+                are told the first difference, and nothing was touched.
+        """
+        return saving.load(self, Path(folder), schedules=schedules, scaler=scaler)
 
     def detach(self) -> None:
         """Remove every hook; the array trains alone from here on."""

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from laconic.errors import ConfigError
-from laconic.sweep.training import Plan, Together
-from laconic.sweep.trials import Outcome, Trial, ranked
+from laconic.sweep.trials import FUSIBLE, Outcome, ranked
+
+# What they say is how fast the past is forgotten: their distance from one.
+_MEMORIES = ("momentum", "beta1", "beta2")
 
 
 @dataclass(frozen=True)
 class Population:
     r"""Every so often the worst members of an array become copies of the best, and change their hyperparameters.
 
-    A copy takes over parameters, buffers and the optimizer's state of one of the best `share` of members, drawn by
-    chance, and multiplies each of its hyperparameters in `perturbed` by $1 \pm$ `change`.
+    A copy takes over parameters, buffers, the optimizer's state and all hyperparameters of one of the best `share` of
+    members, drawn by chance, and moves each of those in `perturbed`: a learning rate, weight decay or epsilon is
+    multiplied by $1 \pm$ `change`, and of a momentum or beta its distance from 1 is, which keeps it below 1.
+
+    Draws are keyed by the seed, the array and the step, so that nothing about chance has to be saved.
 
     Jaderberg et al., Population Based Training of Neural Networks, 2017, arXiv:1711.09846, Algorithm 1 (exploit by
     truncation, explore by perturbation).
 
     Args:
         every: steps between such exchanges; more lets differences show.
-        share: of the members that are replaced, in (0, 0.5]; more is greedier.
+        share: of the members that are replaced, in (0, 0.5], and at least one; more is greedier.
         change: how far hyperparameters are moved, in (0, 1).
         perturbed: which of them.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value out of its range, or a hyperparameter in which members of an array cannot differ.
     """
 
     every: int
@@ -44,50 +50,34 @@ class Population:
             raise ConfigError(f"share={self.share}: must lie in (0, 0.5]; 0.25 is usual")
         if not 0 < self.change < 1:
             raise ConfigError(f"change={self.change}: must lie between 0 and 1; 0.2 is usual")
+        for name in self.perturbed:
+            if name not in FUSIBLE:
+                raise ConfigError(f"perturbed={name!r}: members of an array differ in {', '.join(FUSIBLE)} only")
 
-    def sources(self, outcomes: list[Outcome], generator: torch.Generator) -> list[int]:
+    def sources(self, outcomes: Sequence[Outcome], draws: np.random.Generator) -> list[int]:
         """For each member, by place, the place of whom it goes on from: itself, or one of the best."""
-        order = [outcomes.index(each) for each in ranked(outcomes)]
-        count = math.floor(self.share * len(order))
+        place_of = {each.trial.number: place for place, each in enumerate(outcomes)}
+        order = [place_of[each.trial.number] for each in ranked(outcomes)]
+        count = min(max(1, math.floor(self.share * len(order))), len(order) // 2)
         found = list(range(len(order)))
         for place in order[len(order) - count :]:
-            found[place] = order[int(torch.randint(count, (), generator=generator))]
+            found[place] = order[int(draws.integers(count))]
         return found
 
-    def exchange(self, run: Together, generator: torch.Generator) -> list[int]:
-        """Judge, copy and perturb; returns whom each member goes on from."""
-        sources = self.sources(run.outcomes(), generator)
-        own = list(run.live)
-        run.keep(sources)
-        run.live = own
-        for place in [place for place, source in enumerate(sources) if source != place]:
-            for name in self.perturbed:
-                sign = 1 if bool(torch.rand((), generator=generator) < 0.5) else -1
-                vector = run.rates if name == "lr" else run.optimizer.param_groups[0][name]
-                vector[place] *= 1 + sign * self.change
-        return sources
+    def moved(self, name: str, value: float, draws: np.random.Generator) -> float:
+        """A hyperparameter, a step up or down."""
+        factor = 1 + self.change * (1 if draws.random() < 0.5 else -1)
+        if name in _MEMORIES:
+            return max(0.0, 1 - (1 - value) * factor)
+        return value * factor
 
 
-def train_population(plan: Plan, trials: list[Trial], population: Population) -> list[Outcome]:
-    """Train trials as one population; returns one outcome per member, in their order.
+def draws_of(seed: int, array: int, step: int) -> np.random.Generator:
+    """The draws of one exchange: the same whenever they are asked for.
 
-    Trials say what members begin with; what they end with is in their outcomes' knobs.
-
-    Raises:
-        ConfigError: trials differ in what cannot be fused, or halving is asked for as well.
+    Args:
+        seed: of the sweep.
+        array: the number of its first trial.
+        step: after which members are exchanged.
     """
-    if plan.halving is not None:
-        raise ConfigError(f"halving={plan.halving} with a population: members are copied over, not given up; keep one")
-    run = Together(plan, trials)
-    missing = [name for name in population.perturbed if name not in run.optimizer.param_groups[0]]
-    if missing:
-        raise ConfigError(f"perturbed={missing[0]!r}: {type(run.optimizer).__name__} has no such hyperparameter")
-    generator = torch.Generator().manual_seed(plan.seed)
-    while run.step < plan.steps:
-        run.advance()
-        if run.step % population.every == 0 and run.step < plan.steps:
-            population.exchange(run, generator)
-    for place, trial in enumerate(run.live):
-        now = {name: run.optimizer.hyperparameters(place)[name] for name in population.perturbed}
-        run.live[place] = Trial(trial.number, {**trial.knobs, **now, "lr": float(run.rates[place])})
-    return run.outcomes()
+    return np.random.default_rng(np.random.SeedSequence((seed, array, step)))

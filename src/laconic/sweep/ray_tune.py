@@ -18,9 +18,10 @@ from typing import Any
 
 from laconic.errors import ConfigError
 from laconic.sweep.journal import Journal, fields_of
+from laconic.sweep.plan import Plan
 from laconic.sweep.space import Choices, Domain, Space
-from laconic.sweep.training import FUSIBLE, Plan, Together
-from laconic.sweep.trials import Outcome, Trial, partition, ranked
+from laconic.sweep.training import Together
+from laconic.sweep.trials import FUSIBLE, Outcome, Trial, partition, ranked
 
 MEMBERS = "members"
 Config = Mapping[str, Any]
@@ -38,8 +39,9 @@ def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
     """A function that Tune can run: trains the members of its configuration as one array, in one process.
 
     It reports `loss` (held out, of the best member), `best` (its place), `steps` (of all arrays of the pack) and
-    `members` (of each what `trials.json` of a sweep has), with a checkpoint from which a pack that failed or was paused
-    goes on bit for bit. Members that differ in what cannot be fused are trained array after array.
+    `members` (of each its place, knobs, loss, metric, steps and whether it was stopped), with a checkpoint from which a
+    pack that failed or was paused goes on bit for bit. Members that differ in what cannot be fused are trained array
+    after array.
 
     Args:
         plan: of every member.

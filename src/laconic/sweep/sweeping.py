@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +14,15 @@ from laconic.errors import ConfigError
 from laconic.fusion.choice import guessing
 from laconic.sweep.capacity import largest
 from laconic.sweep.journal import Journal
+from laconic.sweep.plan import Plan
 from laconic.sweep.sampling import Sampler
-from laconic.sweep.training import FUSIBLE, Plan, Together
-from laconic.sweep.trials import Outcome, Trial, partition
+from laconic.sweep.training import Seen, Together
+from laconic.sweep.trials import FUSIBLE, Outcome, Trial, partition
 
 _SHARE = 0.8
 # All are tried at once where there is so many times the room that a single trial takes, for each.
 _AMPLE = 8
+_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class News:
         members: trials that it began with.
         step: its steps so far.
         ended: outcomes of the whole sweep that are known.
+        running: asks for the loss of each trial under way in its last batch, by trial.
     """
 
     array: int
     members: int
     step: int
     ended: Sequence[Outcome]
+    running: Callable[[], list[tuple[Trial, float]]]
 
 
 def sweep(
@@ -45,6 +50,7 @@ def sweep(
     trials: int,
     *,
     together: int | None = None,
+    at_once: int | None = None,
     told: Callable[[News], None] | None = None,
     journal: Journal | None = None,
 ) -> list[Outcome]:
@@ -52,9 +58,10 @@ def sweep(
 
     Args:
         plan: of every trial.
-        sampler: proposes trials; asked for as many at a time as one array holds.
+        sampler: proposes trials, and is told what has come of them before it is asked for more.
         trials: in all.
         together: the most in one array; None takes as many as memory has room for.
+        at_once: the most that are proposed at a time; None takes `together`, or else all.
         told: called after every step.
         journal: keeps what has been done, or goes on from what was; None keeps nothing.
 
@@ -65,11 +72,11 @@ def sweep(
         ConfigError: fewer than one trial, or not even one fits.
         CheckpointError: the journal is of other trials.
     """
-    check_counts(trials, together)
+    check_counts(trials, together, at_once)
     book = journal or Journal()
     ended, arrays = list[Outcome](), 0
     while len(ended) < trials:
-        asked = sampler.ask(min(trials - len(ended), together or trials))
+        asked = sampler.ask(min(trials - len(ended), at_once or together or trials))
         found = list[Outcome]()
         for group in partition(asked, FUSIBLE):
             most = together or book.room(partial(room_for, plan, group))
@@ -81,31 +88,31 @@ def sweep(
     return sorted(ended, key=lambda each: each.trial.number)
 
 
-def check_counts(trials: int, together: int | None) -> None:
+def check_counts(trials: int, together: int | None, at_once: int | None = None) -> None:
     """Refuse a sweep of nothing.
 
     Raises:
-        ConfigError: fewer than one trial, or fewer than one in an array.
+        ConfigError: fewer than one trial, or fewer than one in an array or at a time.
     """
     if trials < 1:
         raise ConfigError(f"trials={trials}: a sweep has at least 1")
     if together is not None and together < 1:
         raise ConfigError(f"together={together}: an array has at least 1 model")
+    if at_once is not None and at_once < 1:
+        raise ConfigError(f"at_once={at_once}: at least 1 trial is proposed at a time")
 
 
-def _teller(
-    told: Callable[[News], None] | None, array: int, members: int, before: Sequence[Outcome]
-) -> Callable[[int, Sequence[Outcome]], None] | None:
+def _teller(told: Callable[[News], None] | None, array: int, members: int, before: Sequence[Outcome]) -> Seen | None:
     if told is None:
         return None
-    return lambda step, ended: told(News(array, members, step, [*before, *ended]))
+    return lambda run, ended: told(News(array, members, run.step, [*before, *ended], run.running))
 
 
 def room_for(plan: Plan, trials: Sequence[Trial]) -> int:
     """How many of these trials can be trained at once: one step is tried with 1, then with all or with 2, 4 and so on.
 
     Raises:
-        ConfigError: not even one fits.
+        ConfigError: not even one fits, or the system does not say how much memory is free.
     """
     room = _SHARE * free_bytes(torch.device("cpu"))
     taken = 0
@@ -134,14 +141,22 @@ def room_for(plan: Plan, trials: Sequence[Trial]) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of memory that nobody uses."""
+    """Bytes of memory that nobody uses.
+
+    Raises:
+        ConfigError: the system does not say.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    if not _MEMORY.exists():
+        raise ConfigError(
+            "this system does not say how much memory is free; say how many share an array, by `together`"
+        )
+    lines = dict(line.split(":") for line in _MEMORY.read_text(encoding="ascii").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
 def resident_bytes() -> int:
     """Bytes of memory that this process holds."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return 4096 * pages
+    return os.sysconf("SC_PAGE_SIZE") * pages

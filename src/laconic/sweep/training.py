@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,128 +17,10 @@ from laconic.fusion.checkpoints import restore, state_of
 from laconic.fusion.optimizers.adam import AdamW
 from laconic.fusion.optimizers.base import FusedOptimizer
 from laconic.fusion.optimizers.sgd import SGD
-from laconic.sweep.space import Knobs, Value
-from laconic.sweep.trials import Halving, Outcome, Trial
-from laconic.tasks.base import IGNORED, Task, evaluating
-
-Told = Callable[[int, Sequence[Outcome]], None]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All knobs of one trial.
-
-    Args:
-        lr: the peak learning rate.
-        momentum: of sgd.
-        weight_decay: as the optimizer means it.
-        beta1: of adamw.
-        beta2: of adamw.
-        eps: of adamw.
-        optimizer: "sgd" or "adamw".
-        batch_size: examples a step.
-        model_size: a named size of the task's model.
-
-    Raises:
-        ConfigError: a number out of its range.
-    """
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    optimizer: str
-    batch_size: int
-    model_size: str
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay", "eps"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value}: must be finite and not negative")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name}={value}: must lie in [0, 1); 0.9 and 0.999 are usual")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: a step needs at least 1 example")
-
-
-FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps")
-"""The knobs in which members of one array may differ."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all trials of a sweep have in common.
-
-    Args:
-        task: what is learned.
-        steps: optimizer steps of a trial that is not given up.
-        seed: of the first parameters and of the order of data, the same for all trials.
-        schedule: of the learning rate: "constant", or "cosine" down to a tenth.
-        halving: when to give trials up; None never does.
-        eval_limit: held-out examples looked at; None takes all.
-    """
-
-    task: Task
-    steps: int
-    seed: int = 0
-    schedule: Literal["constant", "cosine"] = "constant"
-    halving: Halving | None = None
-    eval_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: a trial needs at least 1")
-
-    def setting(self, knobs: Knobs) -> Setting:
-        """The knobs with the task's own settings for those left alone.
-
-        Raises:
-            ConfigError: there is no such knob, or its value is not of its kind.
-        """
-        known = {field.name for field in fields(Setting)}
-        for name in knobs:
-            if name not in known:
-                raise ConfigError(f"knob {name!r}: there are {', '.join(sorted(known))}")
-        optimizer = _text(knobs, "optimizer", self.task.defaults.optimizer)
-        if optimizer not in ("sgd", "adamw"):
-            raise ConfigError(f"optimizer={optimizer!r}: a sweep has sgd and adamw")
-        usual = self.task.defaults_for(optimizer)
-        size = _text(knobs, "model_size", self.task.default_size)
-        if size not in self.task.sizes:
-            raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
-        return Setting(
-            lr=_number(knobs, "lr", usual.lr),
-            momentum=_number(knobs, "momentum", usual.momentum),
-            weight_decay=_number(knobs, "weight_decay", usual.weight_decay),
-            optimizer=usual.optimizer,
-            batch_size=int(_number(knobs, "batch_size", usual.batch_size)),
-            model_size=size,
-            beta1=_number(knobs, "beta1", 0.9),
-            beta2=_number(knobs, "beta2", 0.999),
-            eps=_number(knobs, "eps", 1e-8),
-        )
-
-    def factor(self, step: int) -> float:
-        """What learning rates are multiplied by at a step, counted from 0."""
-        if self.schedule == "constant":
-            return 1.0
-        return 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
-
-
-def _number(knobs: Knobs, name: str, usual: float) -> float:
-    value: Value = knobs.get(name, usual)
-    if isinstance(value, str):
-        raise ConfigError(f"{name}={value!r}: must be a number, such as {usual:g}")
-    return value
-
-
-def _text(knobs: Knobs, name: str, usual: str) -> str:
-    return str(knobs.get(name, usual))
+from laconic.sweep.plan import Plan, Setting
+from laconic.sweep.population import Population, draws_of
+from laconic.sweep.trials import Copy, Outcome, Trial
+from laconic.tasks.base import IGNORED, evaluating
 
 
 class Together:
@@ -149,13 +30,20 @@ class Together:
         plan: of the sweep.
         trials: at least one.
 
+    Attributes:
+        live: the trials by place, with the knobs that they have now.
+        copies: of each, as in its `Outcome`.
+        losses: of each in its last batch, [B]; NaN before the first.
+
     Raises:
-        ConfigError: trials differ in a knob that cannot be fused.
+        ConfigError: trials differ in a knob that cannot be fused, or the population perturbs none that the optimizer
+            has.
     """
 
     def __init__(self, plan: Plan, trials: Sequence[Trial]) -> None:
         self.plan = plan
         self.live = list(trials)
+        self.copies: list[tuple[Copy, ...]] = [()] * len(trials)
         settings = [plan.setting(trial.knobs) for trial in trials]
         fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
         if len(fixed) != 1:
@@ -164,8 +52,21 @@ class Together:
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
         self.array = fuse([plan.task.model(size, seed=plan.seed)] * len(trials))
         self.optimizer = optimizer_of(self.array, settings)
+        if plan.population is not None:
+            self._perturbed_by(plan.population)
         self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64)
+        self.losses = torch.full((len(trials),), torch.nan)
         self.step = 0
+
+    def _perturbed_by(self, population: Population) -> list[str]:
+        """Of what a population perturbs, what this optimizer has."""
+        names, known = population.perturbed, self.optimizer.param_groups[0]
+        found = [name for name in names if name in known]
+        if not found:
+            raise ConfigError(
+                f"perturbed={names}: {type(self.optimizer).__name__} has none of them; lr is one that it has"
+            )
+        return found
 
     def advance(self) -> Tensor:
         """One step of every trial; returns their losses, [B], not waited for."""
@@ -178,12 +79,18 @@ class Together:
         self.optimizer.param_groups[0]["lr"].copy_(self.rates * self.plan.factor(self.step))
         self.optimizer.step()
         self.step += 1
-        return losses.detach()
+        self.losses = losses.detach()
+        return self.losses
+
+    def running(self) -> list[tuple[Trial, float]]:
+        """Each trial with its last batch's loss."""
+        return list(zip(self.live, self.losses.tolist(), strict=True))
 
     def state(self) -> dict[str, Any]:
         """Everything that `restored` needs: tensors and JSON values."""
         return {
             "live": [[trial.number, dict(trial.knobs)] for trial in self.live],
+            "copies": [[[each.step, each.source, dict(each.knobs)] for each in copies] for copies in self.copies],
             "step": self.step,
             "rates": self.rates.clone(),
             "array": state_of(self.array, optimizer=self.optimizer),
@@ -202,6 +109,7 @@ class Together:
         """
         run = cls(plan, [Trial(number, knobs) for number, knobs in state["live"]])
         restore(state["array"], run.array, optimizer=run.optimizer)
+        run.copies = [tuple(Copy(*each) for each in copies) for copies in state["copies"]]
         run.rates.copy_(state["rates"])
         run.step = state["step"]
         return run
@@ -209,8 +117,29 @@ class Together:
     def keep(self, places: Sequence[int]) -> None:
         """Go on with some of the trials, in this order, one as often as it is named."""
         self.optimizer.select(self.array.select(places))
-        self.rates = self.rates[list(places)]
+        self.rates, self.losses = self.rates[list(places)], self.losses[list(places)]
         self.live = [self.live[place] for place in places]
+        self.copies = [self.copies[place] for place in places]
+
+    def exchange(self, population: Population) -> list[int]:
+        """Judge all members, copy the best over the worst and perturb those; returns whom each place goes on from."""
+        before, copies, names = self.live, self.copies, self._perturbed_by(population)
+        draws = draws_of(self.plan.seed, min(trial.number for trial in before), self.step)
+        sources = population.sources(self.outcomes(), draws)
+        self.keep(sources)
+        self.copies = copies
+        for place, source in enumerate(sources):
+            if source != place:
+                changed = {name: self._move(name, place, population, draws) for name in names}
+                knobs = {**before[source].knobs, **changed}
+                self.live[place] = Trial(before[place].number, knobs)
+                copies[place] += (Copy(self.step, before[source].number, knobs),)
+        return sources
+
+    def _move(self, name: str, place: int, population: Population, draws: np.random.Generator) -> float:
+        values = self.rates if name == "lr" else self.optimizer.param_groups[0][name]
+        values[place] = population.moved(name, float(values[place]), draws)
+        return float(values[place])
 
     def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
         """How well every trial does on held-out data."""
@@ -232,25 +161,29 @@ class Together:
                 metric=task.measure.of(float(loss[place]), int(hits[place]), targets),
                 steps=self.step,
                 stopped=stopped,
+                copies=self.copies[place],
             )
             for place, trial in enumerate(self.live)
         ]
 
 
+Seen = Callable[[Together, Sequence[Outcome]], None]
+
+
 def train_together(
     plan: Plan,
     trials: Sequence[Trial],
-    told: Told | None = None,
+    told: Seen | None = None,
     *,
     begun: tuple[Together, list[Outcome]] | None = None,
-    kept: Callable[[Together, Sequence[Outcome]], None] | None = None,
+    kept: Seen | None = None,
 ) -> list[Outcome]:
-    """Train trials as one array; at each rung of `plan.halving` the array shrinks to those that go on.
+    """Train trials as one array, which `plan.halving` shrinks at each rung and `plan.population` copies within itself.
 
     Args:
         plan: of the sweep.
         trials: alike in what cannot be fused.
-        told: called after every step with how many have been made, and with the outcomes that are known by then.
+        told: called after every step with the array, and with the outcomes that are known by then.
         begun: the array where it was interrupted, and the outcomes known by then; None begins anew.
         kept: called after every step with both, to be saved.
 
@@ -266,10 +199,12 @@ def train_together(
             on = {each.trial.number for each in plan.halving.promoted(found)}
             ended += [each for each in found if each.trial.number not in on]
             run.keep([place for place, trial in enumerate(run.live) if trial.number in on])
+        if plan.population is not None and run.step % plan.population.every == 0 and run.step < plan.steps:
+            run.exchange(plan.population)
         if kept is not None and run.step < plan.steps:
             kept(run, ended)
         if told is not None:
-            told(run.step, ended)
+            told(run, ended)
     ended += run.outcomes()
     places = {trial.number: place for place, trial in enumerate(trials)}
     return sorted(ended, key=lambda each: places[each.trial.number])

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from laconic.errors import ConfigError
 from laconic.sweep.space import Knobs, Value
 
+FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps")
+"""The knobs in which members of one array may differ."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -24,15 +27,31 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """When a member of a population went on as a copy of another, with other knobs.
+
+    Args:
+        step: after so many.
+        source: the number of the trial whose copy it became.
+        knobs: all that it went on with.
+    """
+
+    step: int
+    source: int
+    knobs: Knobs
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What has come of a trial so far.
 
     Args:
-        trial: which.
+        trial: which, with the knobs that it has now.
         loss: held out, in nats; NaN where it has diverged.
         metric: the task's own measure.
         steps: optimizer steps it has had.
         stopped: it was given up before its time.
+        copies: how it came to what it is, in a population: whose copy it became, the earliest first.
     """
 
     trial: Trial
@@ -40,6 +59,7 @@ class Outcome:
     metric: float
     steps: int
     stopped: bool = False
+    copies: tuple[Copy, ...] = ()
 
 
 def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:

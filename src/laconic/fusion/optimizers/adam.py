@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.fusion.optimizers.base import FusedOptimizer, Numbers
-from laconic.fusion.optimizers.handful import Group, Handful, Tensors
+from laconic.fusion.optimizers.handful import Group, Handful, Tensors, in_rows
 from laconic.fusion.optimizers.vectors import (
     Coefficient,
     add_product_,
@@ -21,6 +21,7 @@ from laconic.fusion.optimizers.vectors import (
     shift_,
     towards_,
 )
+from laconic.kernels.rows import adam_rows_
 
 
 class Adam(FusedOptimizer):
@@ -78,30 +79,21 @@ class Adam(FusedOptimizer):
 
     def by_rows(self, handful: Handful) -> bool:
         """On a CPU."""
-        return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in handful.parameters)
+        return in_rows(handful)
 
-    def move_row(
-        self,
-        group: Group,
-        values: dict[str, float],
-        step: Tensor,
-        parameters: Tensors,
-        gradients: Tensors,
-        states: dict[str, Tensors],
-    ) -> None:
-        """By torch's own fused kernel."""
-        kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_  # pyright: ignore
-        kernel(
-            parameters,
-            gradients,
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            states.get("max_exp_avg_sq", []),
-            [step] * len(parameters),
-            **values,
-            amsgrad=bool(group["amsgrad"]),
-            maximize=False,
-        )
+    def move_rows(self, handful: Handful, active: Tensor) -> None:
+        """By a kernel of our own: torch's fused one has one of each hyperparameter."""
+        v, states, steps = handful.values, handful.states, handful.steps
+        none, pull = torch.zeros_like(steps), v["lr"] * v["weight_decay"]
+        shrink, decay = (1 - pull, none) if self.decoupled else (1 - none, v["weight_decay"])
+        first, second = 1 - v["beta1"], 1 - v["beta2"]
+        scale, rate = (1 - v["beta2"] ** steps).rsqrt(), v["lr"] / (1 - v["beta1"] ** steps)
+        numbers = [shrink, decay, first, v["beta1"], v["beta2"], second, scale, v["eps"], rate]
+        most = states.get("max_exp_avg_sq", [None] * len(handful.parameters))
+        every = zip(handful.parameters, handful.gradients, states["exp_avg"], states["exp_avg_sq"], most, strict=True)
+        every_number = torch.stack(numbers, 1)
+        for x, gradient, mean, square, largest in every:
+            adam_rows_(x, gradient.contiguous(), mean, square, largest, numbers=every_number, going=active)
 
     def move(self, handful: Handful) -> None:
         """All models at once, by torch's own formula."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
-from laconic.fusion.optimizers.handful import Group, Handful, Tensors, as_they_were, count_models, slots_of
+from laconic.fusion.optimizers.handful import Group, Handful, as_they_were, count_models, slots_of
 from laconic.fusion.store import Selection, owner_of
 
 Numbers = float | Sequence[float] | Tensor
@@ -49,7 +49,6 @@ class FusedOptimizer(Optimizer):
         given = list(params)
         self.models = count_models(given) if models is None else models
         self.active = torch.ones(self.models, dtype=torch.bool)
-        self._views: dict[tuple[Any, ...], tuple[list[Tensors], list[Any], list[Any]]] = {}
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
 
     def add_param_group(self, param_group: Group) -> None:
@@ -145,43 +144,11 @@ class FusedOptimizer(Optimizer):
             group,
         )
         if self.by_rows(handful):
-            self._move_rows(handful, active, step, (id(group), id(step), owner))
+            self.move_rows(handful, active)
+            torch.autograd.graph.increment_version(handful.parameters)
             return
         with as_they_were([handful.parameters, *handful.states.values()], active):
             self.move(handful)
-
-    def _move_rows(self, handful: Handful, active: Tensor, step: Tensor, key: tuple[Any, ...]) -> None:
-        """Model after model, each by one call that passes over memory once; or all by one, where they are alike."""
-        names, columns = list(handful.values), [value.tolist() for value in handful.values.values()]
-        count = len(step)
-        alike = all(each.count(each[0]) == count for each in (*columns, step.tolist()))
-        if alike and bool(active.all()):
-            row = {name: column[0] for name, column in zip(names, columns, strict=True)}
-            self.move_row(handful.group, row, step[0], handful.parameters, handful.gradients, handful.states)
-            return
-        ages, going = step.unbind(0), active.tolist()
-        gradients = zip(*(gradient.unbind(0) for gradient in handful.gradients), strict=True)
-        each = zip(going, zip(*columns, strict=True), ages, self._rows(key, handful), gradients, strict=True)
-        for goes, numbers, age, (parameters, states), own in each:
-            if goes:
-                row = dict(zip(names, numbers, strict=True))
-                self.move_row(handful.group, row, age, parameters, list(own), states)
-
-    def _rows(self, key: tuple[Any, ...], handful: Handful) -> list[tuple[Tensors, dict[str, Tensors]]]:
-        """Views of every model's part, kept for as long as the memory is the same."""
-        columns = [handful.parameters, *handful.states.values()]
-        looks = [(tensor.data_ptr(), tensor.shape) for column in columns for tensor in column]
-        held = self._views.get(key)
-        if held is not None and held[1] == looks:
-            return held[2]
-        parts = [list(zip(*(tensor.unbind(0) for tensor in column), strict=True)) for column in columns]
-        rows = [
-            (list(own[0]), {name: list(state) for name, state in zip(handful.states, own[1:], strict=True)})
-            for own in zip(*parts, strict=True)
-        ]
-        # The tensors are held with their views, so that no other can take their place in memory.
-        self._views[key] = (columns, looks, rows)
-        return rows
 
     def names(self, group: Group) -> tuple[str, ...]:
         """What is kept for every parameter of a group."""
@@ -192,23 +159,15 @@ class FusedOptimizer(Optimizer):
         return torch.zeros_like(parameter)
 
     def by_rows(self, handful: Handful) -> bool:
-        """Whether models are to be moved one after another by `move_row`; the array's way is `move`."""
+        """Whether there is a kernel for these tensors, `move_rows`; elsewhere it is `move`."""
         return False
 
     @abstractmethod
     def move(self, handful: Handful) -> None:
         """Change parameters and states of all models by one step."""
 
-    def move_row(
-        self,
-        group: Group,
-        values: dict[str, float],
-        step: Tensor,
-        parameters: Tensors,
-        gradients: Tensors,
-        states: dict[str, Tensors],
-    ) -> None:
-        """Change one model's by one step."""
+    def move_rows(self, handful: Handful, active: Tensor) -> None:
+        """Change those of the models that are active, bool [models] on the host, by one pass over memory."""
 
     def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
         """One model's hyperparameters as torch's own optimizer takes them."""
@@ -324,7 +283,7 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def select(self, kept: Selection) -> None:
         """Follow `FusedArray.select`: its parameters, every state, hyperparameter and age; bitwise."""
-        before, self._views = self.state, {}
+        before = self.state
         self.state = type(before)(dict)
         ages: dict[int, Tensor] = {}
         for group in self.param_groups:
@@ -352,7 +311,6 @@ class FusedOptimizer(Optimizer):
         """Take over what `state_dict` returned."""
         super().load_state_dict(state_dict)
         self.active = state_dict["active"].clone()
-        self._views = {}
         self._share_ages()
 
     def _share_ages(self) -> None:

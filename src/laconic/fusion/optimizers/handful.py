@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
@@ -35,6 +36,17 @@ class Handful:
     values: dict[str, Tensor]
     steps: Tensor
     group: Group
+
+
+def in_rows(handful: Handful) -> bool:
+    """Whether every model's part of every tensor is a row in the host's memory, as the kernels for rows need it."""
+    first = handful.parameters[0].dtype
+    columns = (handful.parameters, *handful.states.values())
+    return first in (torch.float32, torch.float64) and all(
+        tensor.device.type == "cpu" and tensor.dtype == first and tensor.is_contiguous()
+        for column in columns
+        for tensor in column
+    )
 
 
 @contextmanager

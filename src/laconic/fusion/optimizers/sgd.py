@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from laconic.errors import ConfigError
 from laconic.fusion.optimizers.base import FusedOptimizer, Numbers
-from laconic.fusion.optimizers.handful import Group, Handful, Tensors
+from laconic.fusion.optimizers.handful import Group, Handful, in_rows
 from laconic.fusion.optimizers.vectors import Coefficient, add_, plus, scale_
+from laconic.kernels.rows import sgd_rows_
 
 
 class SGD(FusedOptimizer):
@@ -66,30 +67,16 @@ class SGD(FusedOptimizer):
 
     def by_rows(self, handful: Handful) -> bool:
         """On a CPU."""
-        return _on_cpu(handful)
+        return in_rows(handful)
 
-    def move_row(
-        self,
-        group: Group,
-        values: dict[str, float],
-        step: Tensor,
-        parameters: Tensors,
-        gradients: Tensors,
-        states: dict[str, Tensors],
-    ) -> None:
-        """By torch's own fused kernel."""
-        torch._fused_sgd_(  # pyright: ignore
-            parameters,
-            gradients,
-            states["momentum_buffer"] if values["momentum"] else [],
-            weight_decay=values["weight_decay"],
-            momentum=values["momentum"],
-            lr=values["lr"],
-            dampening=values["dampening"],
-            nesterov=bool(values["nesterov"]),
-            maximize=False,
-            is_first_step=float(step) == 1,
-        )
+    def move_rows(self, handful: Handful, active: Tensor) -> None:
+        """By a kernel of our own; a model without momentum keeps none."""
+        v = handful.values
+        take = torch.where(handful.steps == 1, 1.0, 1 - v["dampening"])
+        numbers = torch.stack([v["weight_decay"], v["momentum"], take, v["nesterov"], v["lr"]], 1)
+        every = zip(handful.parameters, handful.gradients, handful.states["momentum_buffer"], strict=True)
+        for x, gradient, momentum in every:
+            sgd_rows_(x, gradient.contiguous(), momentum, numbers=numbers, going=active)
 
     def move(self, handful: Handful) -> None:
         """All models at once; one without momentum keeps its gradient as its momentum."""
@@ -117,7 +104,3 @@ class SGD(FusedOptimizer):
                 if number in found["state"] and not group["momentum"]:
                     found["state"][number]["momentum_buffer"] = None
         return found
-
-
-def _on_cpu(handful: Handful) -> bool:
-    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in handful.parameters)

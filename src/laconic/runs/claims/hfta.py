@@ -30,8 +30,8 @@ class Scale:
         curves: models whose losses are compared.
     """
 
-    sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    seconds: float = 6.0
+    sizes: tuple[int, ...] = (1, 4, 16)
+    seconds: float = 1.5
     steps: int = 60
     curves: int = 3
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from laconic.emulate import run_workers
 from laconic.errors import LaconicError
-from laconic.fusion import Adam, fuse
+from laconic.fusion import Adam, fuse, measuring
 from laconic.runs.studies.fused_networks import Workload, workloads
 
 Step = Callable[[int], list[float]]
@@ -192,8 +192,9 @@ def _cached(workload: Workload) -> Workload:
 
 
 def _seconds_per_step(step: Step, seconds: float) -> float:
-    for number in range(_WARM_UP):
-        step(number)
+    with measuring():
+        for number in range(_WARM_UP):
+            step(number)
     found, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(found) < _WARM_UP:
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from laconic.bit_rules import ErrorBound, Ledger
 from laconic.bits import contraction, error_weights, fewest_bits, square_of
 from laconic.comm.base import Comm
 from laconic.comm.threads import run_threads
+from laconic.runs.studies.quantized_threads import PATIENCE_SECONDS
 from laconic.strategies.dynamic_quantization import DQSGD
 from laconic.tasks import Task
 from laconic.tasks.data.examples import ExampleSet
@@ -134,7 +135,7 @@ def kept(problem: Convex, *, error: float, steps: int, lr: float, seed: int, blo
         attached.detach()
         return gap, Ledger.read(r.state["ledger"]), bits[:-1], squares[:-1]
 
-    ended = run_threads(problem.workers, body)
+    ended = run_threads(problem.workers, body, deadline_seconds=PATIENCE_SECONDS)
     gap, ledger, bits, _ = ended[0]
     means = [fmean(each) for each in zip(*(squares for *_, squares in ended), strict=True)]
     share = (1 / problem.workers + 1) / 3

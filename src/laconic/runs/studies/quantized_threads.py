@@ -13,6 +13,8 @@ from laconic.runs.studies.threads import Schedule
 from laconic.strategies.base import Strategy
 from laconic.tasks import Task
 
+PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep
+
 
 @dataclass(frozen=True)
 class Learned:
@@ -24,6 +26,7 @@ class Learned:
         payload_bytes: that one worker sent while it trained.
         steps: it took.
         parameters: of the model.
+        wire_bytes: that one worker's interface sent meanwhile, the mean over workers; None where it was not counted.
     """
 
     accuracy: float
@@ -31,6 +34,7 @@ class Learned:
     payload_bytes: float
     steps: int
     parameters: int
+    wire_bytes: float | None = None
 
     @property
     def bits_per_entry(self) -> float:
@@ -74,4 +78,4 @@ def learned(
         metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)
         return Learned(metric, loss, sent, schedule.steps, size)
 
-    return run_threads(workers, body)[0]
+    return run_threads(workers, body, deadline_seconds=PATIENCE_SECONDS)[0]
