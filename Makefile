@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # One thread per process: four workers share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
+# Tests that run side by side.
+JOBS   ?= 2
 
 .PHONY: demo test coverage check format bench reproduce docs clean help
 help:            ## list the commands
@@ -20,7 +22,7 @@ demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several st
 	$(BIN)/laconic demo
 
 test: $(VENV)/ok check  ## set-up, checks and tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term
