@@ -88,7 +88,10 @@ def test_coded_slow_momentum_equals_its_oracle(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "code"),
-    [pytest.param(OneBit(8), oracles.signs(8), id="signs"), pytest.param(TopK(0.2), oracles.largest(0.2), id="largest")],
+    [
+        pytest.param(OneBit(8), oracles.signs(8), id="signs"),
+        pytest.param(TopK(0.2), oracles.largest(0.2), id="largest"),
+    ],
 )
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
 def test_choco_equals_its_oracle(codec: Codec, code: oracles.Code, topology: Any) -> None:
