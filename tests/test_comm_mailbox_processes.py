@@ -67,10 +67,12 @@ def test_processes_and_threads_bring_the_same_letters_and_count_them_alike() -> 
 def wait_for_a_dead_rank() -> tuple[str, float]:
     comm, owner = GroupComm(deadline_seconds=15), Owner()
     box = comm.open_mailbox(owner, torch.zeros(10))
-    box.post(1 - dist.get_rank(), torch.zeros(10))
-    box.expect(1 - dist.get_rank(), torch.zeros(10)).wait()
     if dist.get_rank() == 1:
+        box.post(0, torch.zeros(10))
+        box.expect(0, torch.zeros(10)).wait()  # that its own has arrived: letters still to leave would end with it
         os._exit(0)
+    box.expect(1, torch.zeros(10)).wait()
+    box.post(1, torch.zeros(10))
     start = time.monotonic()
     try:
         box.expect(1, torch.zeros(10)).wait()
@@ -89,6 +91,7 @@ def test_a_process_that_ends_is_named_long_before_the_deadline() -> None:
     deadline = time.monotonic() + 30
     for worker in (survivor, dead):
         worker.finish(deadline)
+    assert survivor.error is None, survivor.error
     said, waited = survivor.result
     assert said == "rank 0, step 0: rank 1 is lost (its connection was closed)"
     assert waited < 10
