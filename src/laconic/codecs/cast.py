@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,12 +17,8 @@ _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Fp32(Codec):
-    """No code at all for parameters of 32 bits; for 16 bits twice their bytes, in sums that are rounded once.
-
-    Elements of 64 bits keep a relative error of at most 2**-24.
-    """
+class _Cast(Codec):
+    """Each element in another dtype, which the wire can add up."""
 
     @property
     def linear(self) -> bool:
@@ -29,31 +26,39 @@ class Fp32(Codec):
         return True
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Four bytes an element."""
-        return torch.float32
+        """Of an element on the wire."""
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The vector in fp32."""
-        return as_single(x).clone()
+        """The vector in the dtype of the wire, without gaps; a copy even where it is so already."""
+        return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Back in the dtype of `like`."""
         return payload.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Four bytes an element."""
-        return 4 * n
+        """What n elements of the dtype take."""
+        return n * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Bf16(Codec):
-    """Eight bits of exponent, seven of mantissa: the range of fp32, a relative error of at most 2**-8."""
+class Fp32(_Cast):
+    """No code at all for parameters of 32 bits; for 16 bits twice their bytes, in sums that are rounded once.
+
+    Elements of 64 bits keep a relative error of at most 2**-24.
+    """
 
     @property
-    def linear(self) -> bool:
-        """Yes."""
-        return True
+    def dtype(self) -> torch.dtype:
+        """Four bytes an element."""
+        return torch.float32
+
+
+@dataclass(frozen=True)
+class Bf16(_Cast):
+    """Eight bits of exponent, seven of mantissa: the range of fp32, a relative error of at most 2**-8."""
 
     @property
     def rounded(self) -> bool:
@@ -65,30 +70,13 @@ class Bf16(Codec):
         """Two bytes an element."""
         return torch.bfloat16
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The vector in bfloat16."""
-        return x.to(torch.bfloat16)
-
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Back in the dtype of `like`."""
-        return payload.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Two bytes an element."""
-        return 2 * n
-
 
 @dataclass(frozen=True)
-class Fp16(Codec):
+class Fp16(_Cast):
     """Five bits of exponent, ten of mantissa: eight times finer than bf16, but infinite above 65,504.
 
     A sum on the wire can overflow where no summand does; a loss scale is the usual remedy.
     """
-
-    @property
-    def linear(self) -> bool:
-        """Yes."""
-        return True
 
     @property
     def rounded(self) -> bool:
@@ -99,18 +87,6 @@ class Fp16(Codec):
     def dtype(self) -> torch.dtype:
         """Two bytes an element."""
         return torch.float16
-
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The vector in float16."""
-        return x.to(torch.float16)
-
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Back in the dtype of `like`."""
-        return payload.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Two bytes an element."""
-        return 2 * n
 
 
 @dataclass(frozen=True)
