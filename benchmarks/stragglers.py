@@ -1,6 +1,6 @@
 """Backup workers among stragglers: a worker that is always slow, random stalls, and a process that is stopped.
 
-python -m benchmarks.stragglers [--rounds N] [--only WORD]
+python -m benchmarks.stragglers [--rounds N] [--only WORD ...]
 
 A step computes next to nothing and sleeps for 50 ms instead, so that four workers fit on any machine. The last worker
 is the one that is slow or stopped: while it computes, or in the exchange of a step that it is a member of. What stalls
@@ -194,7 +194,7 @@ def stop_in_exchange(begins: list[float]) -> None:
     Party._work, Party._bring = before_letters, before_sum
 
 
-def work(rounds: int, only: str) -> None:
+def work(rounds: int, only: Sequence[str]) -> None:
     """As one of several workers: take all turns in every round, and write what was found as a line of JSON."""
     start()
     found: dict[str, list[tuple[list[float], bool]]] = {name: [] for name in chosen(only)}
@@ -207,9 +207,9 @@ def work(rounds: int, only: str) -> None:
     dist.destroy_process_group()
 
 
-def chosen(only: str) -> list[str]:
+def chosen(only: Sequence[str]) -> list[str]:
     """The names of the scenarios that begin with one of these words."""
-    return [name for name in TURNS if any(name.startswith(word) for word in only.split(","))]
+    return [name for name in TURNS if name.startswith(tuple(only))]
 
 
 @dataclass(frozen=True)
@@ -270,16 +270,16 @@ def ideal_of(turn: Turn, number: int) -> float:
     return ideal_seconds(WORKERS, turn.backups, turn.steps, lasts) / turn.steps
 
 
-def measured(rounds: int, only: str) -> Measured:
+def measured(rounds: int, only: Sequence[str]) -> Measured:
     """All scenarios, turn by turn, on processes of this machine."""
     lines: dict[int, str] = {}
-    command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds), only]
+    command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds), *only]
 
     def keep(rank: int, stream: str, line: str) -> None:
         if stream == "stdout":
             lines[rank] = line
 
-    run_workers(command, WORKERS, on_line=keep, deadline_seconds=900)
+    run_workers(command, WORKERS, on_line=keep, deadline_seconds=1800)
     return Measured([json.loads(lines[rank]) for rank in range(WORKERS)])
 
 
@@ -297,7 +297,12 @@ def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
     return row(f"step, {over} / {under}", [a / b for a, b in pairs], bar, f"{seconds}; ideally {best:.3f}")
 
 
-def rows(found: Measured) -> Iterator[Row]:
+def rows(*, quick: bool) -> Iterator[Row]:
+    """Measure the scenarios that have bars, and tell."""
+    return table(measured(1 if quick else 5, ("even, b=0", "slow", "stalls, 50 ms steps", "stopped")))
+
+
+def table(found: Measured) -> Iterator[Row]:
     """The whole table, line by line."""
     for name in found.names:
         kind, _, rest = name.partition(",")
@@ -317,14 +322,14 @@ def rows(found: Measured) -> Iterator[Row]:
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, or be one worker."""
     if arguments[:1] == ["work"]:
-        work(int(arguments[1]), arguments[2])
+        work(int(arguments[1]), arguments[2:])
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stragglers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="how often every scenario is run")
-    parser.add_argument("--only", default="", help="scenarios that begin so, such as even,slow; all unless given")
+    parser.add_argument("--only", nargs="+", default=[""], help='scenarios that begin so, such as even "slow, b=1"')
     asked = parser.parse_args(arguments)
     found = measured(asked.rounds, asked.only)
-    for line in (("what", "median", "extremes", "bar"), ("---",) * 4, *rows(found)):
+    for line in (("what", "median", "extremes", "bar"), ("---",) * 4, *table(found)):
         print(f"| {' | '.join(line)} |", flush=True)
 
 

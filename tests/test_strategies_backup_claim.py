@@ -51,7 +51,11 @@ def test_the_claim_holds_where_backups_end_lower_than_all_and_than_old_gradients
     assert result.value == pytest.approx(everyone / some)
     assert where in result.details["where it falls short"]
     assert "b = 1 ends at" in result.measured
-    assert "tried 0.1: " in result.details[f"{ALL}, {next(iter(CONDITIONS))}"]
+    late = next(iter(CONDITIONS))
+    assert "tried 0.1: " in result.details[f"{ALL}, {late}"]
+    assert f"loss {old:.4f}" in result.details[f"{ASYNCHRONOUS} at the rate of b = 1, {late}"]
+    assert result.details[f"b that ends lowest, {late}"] == "1"
+    assert result.details[f"b by the times of steps, each seed, {late}"] == "1, 1"
 
 
 @pytest.mark.parametrize("best", [0.05, 0.1, 0.2, 0.8])
@@ -77,6 +81,12 @@ def test_pictures_are_drawn_of_what_was_chosen() -> None:
     chosen = {key: tuned.rans for key, tuned in races(0.4, 0.2, 0.3).items()}
     for picture in (time_picture(chosen), ends_picture(chosen)):
         assert picture.figure.axes
+
+
+def test_bars_are_as_high_as_the_figures_of_the_report() -> None:
+    chosen = {key: tuned.rans for key, tuned in races(0.4, 0.2, 0.3).items()}
+    heights = [bar.get_height() for bar in ends_picture(chosen).figure.axes[0].patches]
+    assert sorted(heights) == pytest.approx(sorted([0.4, 0.2, 0.3, 0.3] * 2))
 
 
 @pytest.mark.parametrize("strategy", [BackupWorkers(0), BackupWorkers(), ParameterServer()])

@@ -122,6 +122,38 @@ def test_who_stands_still_takes_part_in_the_elections_of_those_who_do_not(late: 
     assert all(torch.equal(shipped, rows[0][1]) for _, shipped in rows)
 
 
+def at_their_own_pace(comm: Comm | None, paces: list[list[int]]) -> tuple[int, list[list[float]]]:
+    """The rounds there were, and what was shipped each time after every rank had taken so many steps."""
+    problem, shipped = DoubleWell(0.1, 3), list[list[float]]()
+    attached = begin(comm, AsyncLSGD(period=3, pull=0.5), problem, starts_of(3, 3))
+    for steps in paces:
+        go_on(attached, problem, [0.05] * steps[attached.comm.rank])
+        with attached.consensus() as model:
+            shipped.append(flat(model).tolist())
+    attached.detach()
+    return int(attached.replicas[0].state["round"]), shipped
+
+
+UNEVEN = [[14, 4, 1], [1, 2, 12]]  # 34 steps: three rounds of 9 to 11
+
+
+def check_uneven(rows: list[tuple[int, list[list[float]]]]) -> None:
+    assert [rounds for rounds, _ in rows] == [3, 3, 3]
+    assert all(shipped == rows[0][1] for _, shipped in rows)
+
+
+def test_between_two_stands_workers_may_take_different_numbers_of_steps() -> None:
+    check_uneven(run_threads(3, lambda comm: at_their_own_pace(comm, UNEVEN), deadline_seconds=20))
+
+
+def uneven_processes() -> tuple[int, list[list[float]]]:
+    return at_their_own_pace(None, UNEVEN)
+
+
+def test_between_two_stands_processes_may_take_different_numbers_of_steps() -> None:
+    check_uneven(run_processes(3, uneven_processes))
+
+
 def test_a_worker_that_never_comes_is_waited_for_until_the_deadline() -> None:
     problem = DoubleWell(0.1, 3)
 

@@ -44,8 +44,9 @@ class AsyncLSGD(Strategy):
 
     Steps that have begun are finished, so that a round has between $n\tau$ and $n\tau + n - 1$ of them. A worker that
     has to stand still (for `consensus`, `save`, at the end) takes part in the elections of those that do not yet, and
-    goes on when all do: every worker is to take the same number of steps between such moments. The loop tells the
-    losses: `replica.saw(loss=loss)` before the optimizer's step.
+    goes on when all do. Between such moments each worker takes a step at least, and as many more as it likes; before
+    `save`, which names a checkpoint by the step, all take as many. The loop tells the losses: `replica.saw(loss=loss)`
+    before the optimizer's step.
 
     Which steps belong to a round depends on timing. At equal speeds it is `LSGD(period, pull)`.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and round, and two letters of 8 bytes per step of ranks
@@ -69,7 +70,7 @@ class AsyncLSGD(Strategy):
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
-    limits = "results depend on timing; all workers must take the same number of steps between evaluations"
+    limits = "results depend on timing; each worker takes a step between evaluations; all as many before checkpoints"
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""

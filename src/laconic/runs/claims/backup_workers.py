@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import isfinite
+from math import inf, isfinite
 from statistics import fmean, stdev
 
 from laconic.emulate import Straggler
@@ -122,7 +122,13 @@ def judge(races: Races, stale: Mapping[str, Sequence[Ran]], pictures: Sequence[s
         most=max(sooner.values()),
         details={
             **{f"{name}, {condition}": _words(each) for (condition, name), each in races.items()},
-            **{f"for whom to wait by the times of steps, {c}": _advice(races[c, ALL].rans) for c in winners},
+            **{
+                f"{ASYNCHRONOUS} at the rate of {winners[c]}, {c}": f"{_course(rans)}, learning rate "
+                f"{races[c, winners[c]].rate:g}"
+                for c, rans in stale.items()
+            },
+            **{f"b that ends lowest, {c}": name.removeprefix("b = ") for c, name in winners.items()},
+            **{f"b by the times of steps, each seed, {c}": _advice(races[c, ALL].rans) for c in winners},
             "where it falls short": _shortfalls(sooner, fresher, tuned),
             "learning rates found at an edge": ", ".join(f"{n}, {c}" for (c, n), t in races.items() if not t.inner)
             or "none",
@@ -153,19 +159,27 @@ def _shortfalls(sooner: Mapping[str, float], fresher: Mapping[str, float], tuned
 
 
 def _words(tuned: Tuned) -> str:
-    rans = tuned.rans
-    ends = [ran.end for ran in rans]
-    noise = fmean(stdev(ran.losses[-len(ran.losses) // 3 :]) for ran in rans)
-    shares = ", ".join(f"{fmean(ran.shares[rank] for ran in rans):.0%}" for rank in range(WORKERS))
+    shares = ", ".join(f"{fmean(ran.shares[rank] for ran in tuned.rans):.0%}" for rank in range(WORKERS))
     tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tuned.tried.items()))
+    return f"{_course(tuned.rans)}, learning rate {tuned.rate:g} (tried {tried}), ranks used {shares}"
+
+
+def _course(rans: Sequence[Ran]) -> str:
+    """How races went: where they end, how far they came, and how much they waver."""
+    ends = [ran.end for ran in rans]
+    noise = fmean(_deviation(ran.losses[-len(ran.losses) // 3 :]) for ran in rans)
     return (
         f"loss {fmean(ends):.4f} ({min(ends):.4f} to {max(ends):.4f}), {fmean(ran.steps for ran in rans):.0f} updates, "
-        f"learning rate {tuned.rate:g} (tried {tried}), deviation over the last third {noise:.4f}, ranks used {shares}"
+        f"deviation over the last third {noise:.4f}"
     )
 
 
+def _deviation(losses: Sequence[float]) -> float:
+    return stdev(losses) if all(map(isfinite, losses)) else inf
+
+
 def _advice(rans: Sequence[Ran]) -> str:
-    return ", ".join(f"{ran.best} of {WORKERS}" for ran in rans)
+    return ", ".join(str(WORKERS - ran.best) for ran in rans)
 
 
 def _drawn(attempt: Attempt, races: Races, stale: Mapping[str, Sequence[Ran]]) -> list[str]:

@@ -40,7 +40,7 @@ def ends_picture(chosen: Chosen) -> Picture:
     figure, styles = canvas(7.2, 3.8), looks(names)
     axes, width = figure.subplots(), 0.8 / len(names)
     for i, (look, name) in enumerate(zip(styles, names, strict=True)):
-        ends = [[ran.losses[-1] for ran in chosen[condition, name]] for condition in conditions]
+        ends = [[ran.end for ran in chosen[condition, name]] for condition in conditions]
         at = [place + (i - (len(names) - 1) / 2) * width for place in range(len(conditions))]
         low = [fmean(each) - min(each) for each in ends]
         high = [max(each) - fmean(each) for each in ends]
@@ -52,7 +52,7 @@ def ends_picture(chosen: Chosen) -> Picture:
         name="ends",
         figure=figure,
         title="Held-out loss after the same time",
-        caption="Means over seeds; bars reach from the least to the greatest.",
+        caption="Means over seeds of the last three looks; bars reach from the least to the greatest.",
         description="Bars of the held-out loss at the end for each method, with two kinds of late workers.",
     )
 

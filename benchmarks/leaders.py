@@ -1,0 +1,252 @@
+"""Leader SGD where one worker is slow: rounds of so many steps of everybody, and rounds of so many steps of all.
+
+python -m benchmarks.leaders [--only WORD ...] [--rates RATE ...] [--rounds N] [--seconds N]
+
+Four workers, each behind a link of 20 Mbit/s where links can be emulated, train a small CNN (on MNIST where
+LACONIC_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on two
+cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the learning
+rate that was best of some for a seed apart. The mean of the workers is evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import laconic
+from benchmarks.paired import start
+from laconic.attached import Attached
+from laconic.emulate import Network, Straggler, available, parse_links, run_workers
+from laconic.strategies.base import Strategy
+from laconic.tasks import Task, load
+
+WORKERS = 4
+PERIOD = 8
+LINK = "20mbit"
+SLOW = 3.0
+STEP_SECONDS = 0.02
+BATCH_SIZE = 16
+SEARCHED = 100  # the seed with which learning rates are compared
+RATES = (0.005, 0.01, 0.02, 0.04)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method, and how long the last worker takes.
+
+    Args:
+        strategy: the recipe.
+        every: steps after which all workers ask together whether the time is up; 0 where each looks at its own clock.
+        factor: how many times as long the last worker computes.
+    """
+
+    strategy: Strategy
+    every: int
+    factor: float = SLOW
+
+
+CONTENDERS = {
+    "AllReduce": Contender(laconic.AllReduce(), 1),
+    "LSGD": Contender(laconic.LSGD(PERIOD, result="mean"), PERIOD),
+    "AsyncLSGD": Contender(laconic.AsyncLSGD(PERIOD, result="mean"), 0),
+    "even LSGD": Contender(laconic.LSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
+    "even AsyncLSGD": Contender(laconic.AsyncLSGD(PERIOD, result="mean"), 0, factor=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured.
+
+    Args:
+        names: of the contenders.
+        rates: learning rates tried for each.
+        rounds: how often each is run at the best.
+        seconds: of each run.
+    """
+
+    names: tuple[str, ...]
+    rates: tuple[float, ...] = RATES
+    rounds: int = 3
+    seconds: float = 12.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run, as one worker saw it.
+
+    Attributes:
+        loss: of the workers' mean, on held-out data; infinite where it diverged.
+        steps: that this worker took.
+        seconds: until all stood still.
+    """
+
+    loss: float
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method at the learning rate that was best for a seed apart.
+
+    Attributes:
+        tried: by learning rate, the loss in the search.
+        rans: at the best, one run for each of the other seeds.
+    """
+
+    tried: list[tuple[float, float]]
+    rans: list[Ran]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that was best."""
+        return min(self.tried, key=lambda each: each[1])[0]
+
+
+class Clock:
+    """When a worker takes no further step."""
+
+    def __init__(self, seconds: float, every: int) -> None:
+        self._seconds, self._every = seconds, every
+        self._begin = self._asked = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training."""
+        return time.perf_counter() - self._begin
+
+    def goes_on(self, step: int) -> bool:
+        """Whether there is time for more steps: for one of one's own, or for about half of what all take together."""
+        if not self._every:
+            return self.elapsed < self._seconds
+        if step % self._every:
+            return True
+        lasted, self._asked = time.perf_counter() - self._asked, time.perf_counter()
+        late = torch.tensor(float(self.elapsed + lasted / 2 > self._seconds))
+        dist.all_reduce(late)
+        return not late.item()
+
+
+def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: float) -> Ran:
+    """One run of one method."""
+    rank = dist.get_rank()
+    model = task.model("cnn", seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    attached = laconic.attach(model, optimizer, contender.strategy, seed=seed)
+    straggler = Straggler(factor=contender.factor if rank == WORKERS - 1 else 1.0, rank=rank)
+    shard = task.shards(WORKERS, split="iid", seed=seed)[rank]
+    dist.barrier()
+    clock = Clock(seconds, contender.every)
+    while clock.goes_on(attached.step):
+        begin = time.perf_counter()
+        batch = task.batch(shard, attached.step, batch_size=BATCH_SIZE, seed=seed, rank=rank)
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        time.sleep(STEP_SECONDS)
+        straggler.pause(attached.step, time.perf_counter() - begin)
+        loss.backward()
+        attached.saw(loss=loss)
+        optimizer.step()
+    attached.settle()
+    dist.barrier()
+    taken = clock.elapsed
+    return Ran(held_out(task, attached), attached.step, taken)
+
+
+def held_out(task: Task, attached: Attached) -> float:
+    """The loss of what the workers agree on, the same on all ranks."""
+    found = torch.zeros(1, dtype=torch.float64)
+    with attached.consensus() as model:
+        if dist.get_rank() == 0:
+            found += task.evaluate(model, limit=1024).loss
+        dist.broadcast(found, 0)
+    attached.detach()
+    return found.nan_to_num(nan=float("inf")).item()
+
+
+def tuned(task: Task, contender: Contender, asked: Asked) -> Tuned:
+    """Look for the learning rate, then run as often as asked for."""
+    tried = [(lr, train(task, contender, lr=lr, seed=SEARCHED, seconds=asked.seconds).loss) for lr in asked.rates]
+    lr = Tuned(tried, []).rate
+    return Tuned(
+        tried, [train(task, contender, lr=lr, seed=seed, seconds=asked.seconds) for seed in range(asked.rounds)]
+    )
+
+
+def work(asked: Asked) -> None:
+    """As one of several workers: run all, and write what was found as a line of JSON."""
+    start()
+    task = load("mnist" if os.environ.get("LACONIC_DATA") else "digits")
+    found = {name: asdict(tuned(task, CONTENDERS[name], asked)) for name in asked.names}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def measured(asked: Asked) -> list[dict[str, Tuned]]:
+    """What every worker has found, by name."""
+    lines: dict[int, str] = {}
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        if stream == "stdout":
+            lines[rank] = line
+
+    command = [sys.executable, "-m", "benchmarks.leaders", "work", json.dumps(asdict(asked))]
+    with nullcontext() if available() else Network(parse_links(LINK, WORKERS)) as network:
+        run_workers(command, WORKERS, network=network, on_line=keep, deadline_seconds=1800)
+    return [{name: tuned_of(each) for name, each in json.loads(lines[rank]).items()} for rank in range(WORKERS)]
+
+
+def tuned_of(words: dict[str, Any]) -> Tuned:
+    """Read back what a worker wrote."""
+    return Tuned([(lr, loss) for lr, loss in words["tried"]], [Ran(**ran) for ran in words["rans"]])
+
+
+def rows(found: Sequence[dict[str, Tuned]]) -> Iterator[tuple[str, ...]]:
+    """The whole table, line by line."""
+    yield ("method", "held-out loss", "extremes", "learning rate", "steps of a fast worker", "of the last", "seconds")
+    yield ("---",) * 7
+    for name, mine in found[0].items():
+        losses, last = [ran.loss for ran in mine.rans], found[-1][name].rans
+        yield (
+            name,
+            f"{statistics.fmean(losses):.4f}",
+            f"{min(losses):.4f} to {max(losses):.4f}",
+            f"{mine.rate:g} (tried {', '.join(f'{lr:g}: {loss:.3f}' for lr, loss in mine.tried)})",
+            f"{statistics.fmean(ran.steps for each in found[:-1] for ran in each[name].rans):.0f}",
+            f"{statistics.fmean(ran.steps for ran in last):.0f}",
+            f"{statistics.fmean(ran.seconds for ran in last):.2f}",
+        )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a Markdown table, or be one worker."""
+    if arguments[:1] == ["work"]:
+        work(Asked(**json.loads(arguments[1])))
+        return
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.leaders", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), help="these alone")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates tried for each")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is run at the best rate")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
+    given = parser.parse_args(arguments)
+    asked = Asked(tuple(given.only), tuple(given.rates), given.rounds, given.seconds)
+    print(f"links: {available() or LINK}\n")
+    for line in rows(measured(asked)):
+        print(f"| {' | '.join(line)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
