@@ -19,7 +19,9 @@ from torch import Tensor
 
 from benchmarks.paired import Step, start, take_turns
 from laconic import kernels
+from laconic.kernels import adaptive
 from laconic.kernels.base import compiled
+from laconic.kernels.reference import adaptive as by_torch
 from laconic.kernels.reference import largest, quantized, signs, sketched
 
 Row = tuple[str, str, str, str, str]
@@ -111,6 +113,32 @@ def large_cases(x: Tensor) -> list[Case]:
     ]
 
 
+def step_cases(x: Tensor) -> list[Case]:
+    """Steps of 1-bit LAMB and 1-bit Adam once the variance is frozen."""
+    one = torch.ones_like(x)
+    momentum, before, frozen, fresh, weights = ([each] for each in (x.clone(), x.clone(), one, one.clone(), x.clone()))
+    how: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "decay": 0.01}
+    numbers, ratio = (0.9, 0.999, (1 - 0.999) / (1 - 0.9) ** 2, 1e-8, 0.01), torch.ones(1)
+    every = (momentum, before, frozen, fresh, weights)
+
+    def ours() -> None:
+        adaptive.turn_(*every, **how)
+        adaptive.descend_(weights, momentum, ratio, rate=1e-6)
+
+    def theirs() -> None:
+        by_torch.turn_(*every, numbers)
+        by_torch.descend_(weights, momentum, ratio, 1e-6)
+
+    return [
+        Case("1-bit LAMB's step, with decay", ours, theirs),
+        Case(
+            "1-bit Adam's step, with decay",
+            lambda: adaptive.adam_descend_(weights, before, momentum, frozen, eps=1e-8, decay=0.01, rate=1e-6),
+            lambda: by_torch.adam_descend_(weights, before, momentum, frozen, (1e-8, 0.01, 1e-6)),
+        ),
+    ]
+
+
 def silently(work: Work) -> Step:
     """The same, without a result."""
 
@@ -145,7 +173,7 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
     """The whole table, line by line."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    for make in (sign_cases, bit_cases, large_cases):
+    for make in (sign_cases, bit_cases, large_cases, step_cases):
         yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
 
 

@@ -22,25 +22,12 @@ from laconic.kernels import (
     sum_signs_,
     uniform,
 )
-from laconic.kernels.base import compiled
+from tests.kernels import drawn, mixed, same_bits
+from tests.kernels import way as way
+
+pytestmark = pytest.mark.usefixtures("way")
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 130, 2048, 5001)
-
-
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything here holds both ways."""
-    if request.param == "torch":
-        monkeypatch.setenv("LACONIC_NATIVE", "0")
-    else:
-        monkeypatch.delenv("LACONIC_NATIVE", raising=False)
-        if compiled(torch.empty(0)) is None:
-            pytest.skip("no C compiler")
-    return str(request.param)
-
-
-def drawn(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def odd(n: int) -> Tensor:
@@ -49,10 +36,6 @@ def odd(n: int) -> Tensor:
     x[1::11], x[2::13], x[3::17] = -0.0, 1e-42, 0.0
     x[n // 2 : n // 2 + 40] = 0
     return x
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.view(torch.int32).equal(b.view(torch.int32))
 
 
 def encoded(x: Tensor, error: Tensor | None, *, block: int, norm: str = "l1", scale_bytes: int = 4) -> Tensor:
@@ -169,12 +152,6 @@ def test_a_number_that_is_none_makes_its_block_none() -> None:
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-def mixed(word: int) -> int:
-    word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
-    word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
-    return word ^ word >> 16
 
 
 def test_random_numbers_are_two_rounds_of_mixing_of_place_and_key() -> None:

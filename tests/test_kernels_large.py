@@ -21,23 +21,10 @@ from laconic.kernels import (
     unpack_indices,
     unsketch,
 )
-from laconic.kernels.base import compiled
+from tests.kernels import drawn, mixed
+from tests.kernels import way as way
 
-
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything here holds both ways."""
-    if request.param == "torch":
-        monkeypatch.setenv("LACONIC_NATIVE", "0")
-    else:
-        monkeypatch.delenv("LACONIC_NATIVE", raising=False)
-        if compiled(torch.empty(0)) is None:
-            pytest.skip("no C compiler")
-    return str(request.param)
-
-
-def drawn(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def by_sorting(x: Tensor, k: int) -> list[int]:
@@ -126,12 +113,6 @@ def table_of(x: Tensor, rows: int, columns: int, key: int = 0) -> Tensor:
     table = torch.zeros(rows, columns)
     sketch_(x, table, key=key)
     return table
-
-
-def mixed(word: int) -> int:
-    word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
-    word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
-    return word ^ word >> 16
 
 
 def cell_of(i: int, row: int, columns: int, key: int) -> tuple[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import os
@@ -17,28 +16,11 @@ from torch import Tensor
 from laconic import kernels
 from laconic.kernels import base, native
 from laconic.kernels.reference import chance, largest, quantized, signs, sketched
+from tests.kernels import by_c as by_c
+from tests.kernels import library as library
+from tests.kernels import same, same_bits
 
-PLAIN = ["-O1", "-DLACONIC_PORTABLE", "-ffp-contract=off", "-Wno-psabi"]
-WAYS = {"this processor's": base.FLAGS, "narrower vectors": [*base.FLAGS, "-mno-avx512f"], "no vectors": PLAIN}
 SIZES = (1, 7, 8, 9, 31, 33, 1000, 2047, 9001)
-
-
-@pytest.fixture(params=WAYS, scope="module")
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    flags = WAYS[request.param]
-    if "-mno-avx512f" in flags and "x86" not in base.platform.machine():
-        pytest.skip("another kind of processor")
-    found = base.load(flags)
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
-@pytest.fixture
-def by_c(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the kernels use that library."""
-    monkeypatch.setattr(base, "_compiled", lambda: library)
-    monkeypatch.delenv("LACONIC_NATIVE", raising=False)
 
 
 def odd(n: int, seed: int = 0) -> Tensor:
@@ -48,10 +30,6 @@ def odd(n: int, seed: int = 0) -> Tensor:
     x[n // 2 : n // 2 + 300] *= 1e-30
     x[n // 3 : n // 3 + 100] = 0
     return x
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.view(torch.int32).equal(b.view(torch.int32))
 
 
 def nothing(nbytes: int) -> Tensor:
@@ -127,13 +105,6 @@ def spoilt(n: int) -> Tensor:
     x = odd(n)
     x[n // 4], x[n // 2], x[-1] = math.inf, -math.inf, math.nan
     return x
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit by bit, but for the kind of NaN."""
-    return torch.equal(a.isnan(), b.isnan()) and same_bits(
-        a.nan_to_num(0.0, math.inf, -math.inf), b.nan_to_num(0.0, math.inf, -math.inf)
-    )
 
 
 @pytest.mark.usefixtures("by_c")

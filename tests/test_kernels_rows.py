@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from typing import Any
 
@@ -11,31 +10,16 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.kernels import base, normalised, rows
+from laconic.kernels import normalised, rows
 from laconic.kernels.reference import normalised as normalised_by_torch
 from laconic.kernels.reference import rows as reference
-from tests.test_kernels_native import WAYS
+from tests.kernels import by_c as by_c
+from tests.kernels import library as library
+from tests.kernels import same
 
 MODELS = 5
 SIZES = (1, 7, 16, 33, 1000)
 GOING = torch.tensor([True, True, False, True, True])
-
-
-@pytest.fixture(params=WAYS, scope="module")
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    flags = WAYS[request.param]
-    if "-mno-avx512f" in flags and "x86" not in base.platform.machine():
-        pytest.skip("another kind of processor")
-    found = base.load(flags)
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
-@pytest.fixture
-def by_c(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_compiled", lambda: library)
-    monkeypatch.delenv("LACONIC_NATIVE", raising=False)
 
 
 def drawn(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,12 +46,6 @@ def sgd_numbers() -> Tensor:
     return torch.tensor(columns, dtype=torch.float64).t().contiguous()
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is one value, whatever its payload."""
-    whole = torch.int32 if a.dtype == torch.float32 else torch.int64
-    return bool(((a.view(whole) == b.view(whole)) | (a.isnan() & b.isnan())).all())
-
-
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("n", SIZES)
@@ -80,12 +58,12 @@ def test_adam_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype) -> None:
             for moved, step in ((ours, rows.adam_rows_), (theirs, reference.adam_rows_)):
                 most = moved[4] if amsgrad else None
                 step(*moved[:4], most, numbers=adam_numbers(), going=GOING)
-            assert all(same_bits(one, other) for one, other in zip(ours[1:], theirs[1:], strict=True))
+            assert all(same(one, other) for one, other in zip(ours[1:], theirs[1:], strict=True))
             # Torch's own roots in fp64 may miss the last bit.
             torch.testing.assert_close(
                 ours[0], theirs[0], rtol=1e-13 * (dtype == torch.float64), atol=0, equal_nan=True
             )
-        assert not same_bits(ours[0][:2], drawn(n, 0, dtype)[:2])
+        assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
 
 
 @pytest.mark.usefixtures("by_c")
@@ -97,8 +75,8 @@ def test_gradient_descent_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype
     for _ in range(3):
         rows.sgd_rows_(*ours, numbers=sgd_numbers(), going=GOING)
         reference.sgd_rows_(*theirs, numbers=sgd_numbers(), going=GOING)
-        assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert not same_bits(ours[0][:2], drawn(n, 0, dtype)[:2])
+        assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
@@ -115,10 +93,10 @@ def test_rows_that_are_not_going_and_neighbours_of_a_broken_one_stay_as_they_are
         rows.sgd_rows_(*state[:3], numbers=sgd_numbers(), going=GOING)
         found.append(state)
     for place, (one, other) in enumerate(zip(*found, strict=True)):
-        assert same_bits(one[[0, 3, 4]], other[[0, 3, 4]])
+        assert same(one[[0, 3, 4]], other[[0, 3, 4]])
         if place != 1:
-            assert same_bits(one[2], torch.rand(MODELS, 3, 7, generator=torch.Generator().manual_seed(place))[2])
-            assert same_bits(other[2], one[2])
+            assert same(one[2], torch.rand(MODELS, 3, 7, generator=torch.Generator().manual_seed(place))[2])
+            assert same(other[2], one[2])
     assert found[1][0][1].isnan().all()
 
 
@@ -132,7 +110,7 @@ def test_the_number_of_threads_changes_no_bit(threads: int, monkeypatch: pytest.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows.adam_rows_(*shared, None, numbers=adam_numbers(), going=GOING)
     rows.sgd_rows_(*shared[:3], numbers=sgd_numbers(), going=GOING)
-    assert all(same_bits(one, other) for one, other in zip(alone, shared, strict=True))
+    assert all(same(one, other) for one, other in zip(alone, shared, strict=True))
 
 
 @pytest.mark.parametrize(("decoupled", "amsgrad"), list(itertools.product([False, True], repeat=2)))
@@ -207,10 +185,10 @@ def test_layer_normalisation_is_bit_by_bit_that_of_torch(n: int) -> None:
     x, gain, shift, gradient = rows_to_normalise(n)
     ours = normalised.layer_norm(x, gain, shift, eps=1e-5)
     theirs = normalised_by_torch.layer_norm(x, gain, shift, 1e-5)
-    assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
     ours = normalised.layer_norm_back(gradient, x, gain, *ours[1:])
     theirs = normalised_by_torch.layer_norm_back(gradient, x, gain, *theirs[1:])
-    assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

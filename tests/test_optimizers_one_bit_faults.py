@@ -327,6 +327,26 @@ def test_a_coded_step_sends_what_its_formula_says(size: int, overlap: bool) -> N
         assert sent == [gradient] * 4 + [codes] * 3
 
 
+def test_small_buckets_are_said_together_in_quarters_of_the_vector() -> None:
+    def body(comm: Comm) -> tuple[list[int], Tensor]:
+        model = Lengths([10] * 16)
+        attached = begun(comm, OVERLAPPED, model, lr=0.03)
+        sent: list[int] = []
+        for step in range(7):
+            before = comm.meter.messages
+            attached.optimizer.zero_grad()
+            torch.cat([*model.parts]).sub(comm.rank + step).square().sum().backward()
+            attached.optimizer.step()
+            sent.append(comm.meter.messages - before)
+        attached.detach()
+        assert not attached.replicas[0].inflight
+        return sent, flat(model)
+
+    (sent, first), (_, second) = laconic.run_threads(2, body, deadline_seconds=20)
+    assert sent == [16] * 4 + [2 * 4] * 3
+    assert torch.equal(first, second)
+
+
 def test_a_million_parameters_take_a_thirty_first_of_their_bytes() -> None:
     card = explain(CompressedMomentum(), parameters=[1 << 20] * 4, workers=4)
     assert card.all_reduce_bytes_per_step / card.sent_bytes_per_step > 31

@@ -83,6 +83,26 @@ def test_gradients_that_change_after_they_were_sent_are_refused() -> None:
         assert "overlap=False" in words
 
 
+@pytest.mark.parametrize("start", [0, 70_001, 199_900])
+def test_a_change_of_some_hundred_entries_in_a_row_is_noticed_in_a_long_gradient(start: int) -> None:
+    def body(comm: Comm) -> None:
+        x = nn.ParameterList([nn.Parameter(torch.ones(200_000))])
+        attached = begun(comm, CompressedMomentum(warmup_steps=1, overlap=True), x, lr=0.01)
+        for step in range(3):
+            attached.optimizer.zero_grad()
+            x[0].square().sum().backward()
+            if step == 2:
+                assert x[0].grad is not None
+                x[0].grad[start : start + 100] *= 0.5
+                with pytest.raises(ConfigError, match="step 2: gradients were changed"):
+                    attached.optimizer.step()
+                continue
+            attached.optimizer.step()
+        attached.detach()
+
+    laconic.run_threads(2, body, deadline_seconds=20)
+
+
 def test_a_pass_that_was_never_stepped_on_is_forgotten() -> None:
     problem = Regression(2, 8, torch.float32)
 

@@ -22,7 +22,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 if platform.machine() == "x86_64":
     # Compilers shun the widest vectors; for loops that do much with each element these pay.
     FLAGS.append("-mprefer-vector-width=512")
-_SOURCES = ("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c", "normalised.c")
+_SOURCES = ("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c", "normalised.c", "adaptive.c")
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
 
 _ARGUMENTS = {
@@ -40,6 +40,9 @@ _ARGUMENTS = {
     **{f"adam_rows{dtype}": [*[_at] * 5, *[_long] * 4, _at, _at] for dtype in ("", "_double")},
     "layer_norm": [*[_at] * 7, *[_long] * 3, _float],
     "layer_norm_back": [*[_at] * 10, *[_long] * 3],
+    "turn": [*[_at] * 5, _long, _at, _at],
+    "descend": [_at, _at, _long, _float, _float],
+    "adam_descend": [*[_at] * 4, _long, *[_float] * 3],
     **{f"sgd_rows{dtype}": [*[_at] * 3, *[_long] * 4, _at, _at] for dtype in ("", "_double")},
 }
 _COUNTING = ("top_k", "heavy")

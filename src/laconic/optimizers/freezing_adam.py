@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from laconic.optimizers.lamb import add_decay_, check_adaptive, directions_of, take_in_
+from laconic.kernels.adaptive import adam_descend_
+from laconic.optimizers.lamb import check_adaptive, take_in_
 from laconic.optimizers.one_bit_base import FreezingOptimizer
 
 
@@ -66,8 +67,13 @@ class FreezingAdam(FreezingOptimizer):
         go_down_(group, parameters, momenta, variances)
 
 
-def go_down_(group: dict[str, Any], parameters: list[Tensor], momenta: list[Tensor], variances: list[Tensor]) -> None:
-    """A step along Adam's direction."""
-    directions = directions_of(group, momenta, variances)
-    add_decay_(group, directions, parameters)
-    torch._foreach_add_(parameters, directions, alpha=-float(group["lr"]))  # pyright: ignore
+def go_down_(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    before: list[Tensor] | None = None,
+) -> None:
+    """A step along Adam's direction; the momenta are kept in place of those before, where these are given."""
+    settings = {"eps": group["eps"], "decay": group["weight_decay"], "rate": float(group["lr"])}
+    adam_descend_(parameters, before or momenta, momenta, variances, **settings)

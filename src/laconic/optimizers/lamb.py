@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
 from laconic.flat import copy_each_
+from laconic.kernels import adaptive
 from laconic.optimizers.one_bit_base import handfuls, keep_dtypes
 
 
@@ -174,8 +175,7 @@ def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: li
 
 def descend_(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor], ratios: Tensor) -> None:
     """Take the step; the directions are used up."""
-    torch._foreach_mul_(directions, list(ratios.unbind()))  # pyright: ignore
-    torch._foreach_add_(parameters, directions, alpha=-float(group["lr"]))  # pyright: ignore
+    adaptive.descend_(parameters, directions, ratios, rate=float(group["lr"]))
 
 
 # -- what may be asked for -------------------------------------------------------------------------------------------

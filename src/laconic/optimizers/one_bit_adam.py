@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from laconic.flat import copy_each_
 from laconic.optimizers.freezing_adam import FreezingAdam, go_down_
 
 
@@ -44,5 +43,5 @@ class OneBitAdam(FreezingAdam):
         states: Sequence[dict[str, Tensor]],
     ) -> None:
         """Along the new momentum."""
-        copy_each_([state["momentum"] for state in states], momenta)
-        go_down_(group, parameters, momenta, [state["variance"] for state in states])
+        before, frozen = ([state[name] for state in states] for name in ("momentum", "variance"))
+        go_down_(group, parameters, momenta, frozen, before)

@@ -15,7 +15,7 @@ from laconic.errors import ConfigError
 from laconic.flat import Segment, copy_each_
 from laconic.moments import Moments
 
-_HANDFUL = 1 << 18
+_HANDFUL = 1 << 20
 
 
 class FreezingOptimizer(Optimizer):
@@ -132,11 +132,10 @@ class FreezingOptimizer(Optimizer):
         for group, places in self._by_group(parameters):
             for handful in handfuls([parameters[i] for i in places]):
                 chosen, states = [momenta[place[p]] for p in handful], [self.state[p] for p in handful]
-                if momenta is not gradients:
-                    copy_each_(chosen, [gradients[place[p]] for p in handful])
+                told = [gradients[place[p]] for p in handful]
                 if share != 1.0:
-                    torch._foreach_mul_(chosen, share)  # pyright: ignore
-                torch._foreach_lerp_(chosen, [each["momentum"] for each in states], group["betas"][0])  # pyright: ignore
+                    told = torch._foreach_mul(told, share)  # pyright: ignore
+                _lerp_into_(chosen, told, [each["momentum"] for each in states], group["betas"][0])
                 if rescale:
                     torch._foreach_mul_(chosen, [each["coefficient"] for each in states])  # pyright: ignore
 
@@ -145,7 +144,7 @@ class FreezingOptimizer(Optimizer):
         """Take what was agreed on for the momentum of the next step.
 
         Args:
-            momenta: like the parameters; read by the next step.
+            momenta: like the parameters; the next step uses them up.
             parameters: whose they are.
             rescale: what was agreed on is divided by each tensor's `coefficient`, in place.
         """
@@ -240,7 +239,7 @@ class FreezingOptimizer(Optimizer):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """Move parameters in the second stage; `momenta` are the new ones, the old ones are in the states."""
+        """Move parameters in the second stage; the new momenta are used up, the old ones are in the states."""
 
 
 def handfuls(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -268,6 +267,17 @@ def keep_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor):
                 optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def _lerp_into_(targets: list[Tensor], starts: Sequence[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Every target that far from its start to its end; it may be the start itself."""
+    if ends[0].device.type == "cpu":
+        # One pass over memory, where copying and moving would be two.
+        for target, start, end in zip(targets, starts, ends, strict=True):
+            torch.lerp(start.to(end.dtype), end, weight, out=target)
+        return
+    copy_each_(targets, list(starts))
+    torch._foreach_lerp_(targets, ends, weight)  # pyright: ignore
 
 
 def _gradient(parameter: Tensor, like: Tensor) -> Tensor:

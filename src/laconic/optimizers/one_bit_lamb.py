@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from laconic.errors import ConfigError
 from laconic.flat import copy_each_
+from laconic.kernels.adaptive import turn_
 from laconic.optimizers.lamb import (
     add_decay_,
     check_adaptive,
     check_trust,
     descend_,
     directions_of,
-    norms_of,
-    spreads_of,
     take_in_,
     trust_ratios,
 )
@@ -141,22 +140,15 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         """LAMB on a frozen variance, its steps longer or shorter as the fresh one tells."""
         before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
-        beta1, beta2 = group["betas"]
-        innovations = torch._foreach_sub(momenta, before, alpha=beta1)  # pyright: ignore
-        torch._foreach_mul_(fresh, beta2)  # pyright: ignore
-        torch._foreach_addcmul_(fresh, innovations, innovations, value=(1 - beta2) / (1 - beta1) ** 2)  # pyright: ignore
-        copy_each_(before, momenta)
-        spreads = spreads_of(group, frozen)
-        grown = torch.stack(torch._foreach_max(torch._foreach_div(spreads, spreads_of(group, fresh))))  # pyright: ignore
-        directions = list(torch._foreach_div(momenta, spreads))  # pyright: ignore
-        if group["weight_decay"]:
-            undecayed = norms_of(directions)
-            add_decay_(group, directions, parameters)
-            share = (undecayed / norms_of(directions)).nan_to_num(1.0).clamp(max=1.0)
+        decay = group["weight_decay"]
+        settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}
+        grown, undecayed, decayed = turn_(momenta, before, frozen, fresh, parameters, **settings)
+        if decay:
+            share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
             grown = share * grown + (1 - share)
         factors = _held(group, grown, torch.stack([state["factor"] for state in states]))
         copy_each_([state["factor"] for state in states], list(factors.unbind()))
-        descend_(group, parameters, directions, factors * torch.stack([state["trust"] for state in states]))
+        descend_(group, parameters, momenta, factors * torch.stack([state["trust"] for state in states]))
 
 
 def _held(group: dict[str, Any], grown: Tensor, last: Tensor) -> Tensor:

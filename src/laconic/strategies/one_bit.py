@@ -20,7 +20,9 @@ from laconic.replica import Replica
 from laconic.strategies.base import Strategy
 
 _PREFIX = "momentum/"
-_LOOKED_AT = 65_536
+_LOOKED_AT, _RUN = 65_536, 16
+# Entries whose codes, 64 kB a worker of four, are worth the trouble of a message.
+_MESSAGE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class CompressedMomentum(Strategy):
         max_norm: gradients are scaled down to this norm: their mean's at first, the root of their mean square norm
             later, with the same factor on all ranks; of every vector by itself, where parameters have several dtypes.
         rescale: brings all tensors' momenta to one size before they are coded; for scales over the whole vector.
-        overlap: send each bucket's codes while the backward pass still runs; gradients must stay as it left them.
+        overlap: send codes part by part while the backward pass still runs; gradients must stay as it left them.
         feedback: False forgets what was left unsaid, to see what remembering it is good for.
     """
 
@@ -106,11 +108,11 @@ class CompressedMomentum(Strategy):
             )
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Launch the mean of one bucket, or of what its momentum would be."""
+        """Launch the mean of one bucket, or of what the momentum of this and earlier ones would be."""
         if _warm(r):
             return mean_(r.comm, r.g[part], count=r.active)
-        if self.overlap:
-            self._say(r, part)
+        if self.overlap and (gathered := _gathered(r, part)) is not None:
+            self._say(r, gathered)
         return None
 
     def before_step(self, r: Replica) -> None:
@@ -118,7 +120,7 @@ class CompressedMomentum(Strategy):
         self._clip_(r)
         if _warm(r):
             return
-        if not any(name.startswith(_PREFIX) for name in r.inflight):
+        if not _said(r):
             self._say(r, slice(0, r.x.numel()))
         self._hear(r)
 
@@ -181,7 +183,7 @@ class CompressedMomentum(Strategy):
 
     def _hear(self, r: Replica) -> None:
         """Hand the optimizer what was agreed on, part by part; none of it if any of it is not finite."""
-        heard = {int(name.removeprefix(_PREFIX)): r.collect(name) for name in [*r.inflight] if name.startswith(_PREFIX)}
+        heard = {start: r.collect(f"{_PREFIX}{start}") for start in _said(r)}
         agreed = {start: found for start, found in heard.items() if found}
         for start, (mean, *seen) in agreed.items():
             _refuse_changes(r, slice(start, start + mean.numel()), seen)
@@ -201,6 +203,25 @@ def _warm(r: Replica) -> bool:
     return told is not None and not told.optimizer.frozen
 
 
+def _said(r: Replica) -> list[int]:
+    """Where the parts begin that are under way."""
+    return [int(name.removeprefix(_PREFIX)) for name in r.inflight if name.startswith(_PREFIX)]
+
+
+def _gathered(r: Replica, part: slice) -> slice | None:
+    """This part and what has come since the last message, once that is worth one; parts come from the end.
+
+    What came of an earlier pass, that no step followed, is waited for and forgotten when the last part comes.
+    """
+    whole = r.x.numel()
+    if part.stop == whole:
+        for start in _said(r):
+            r.collect(f"{_PREFIX}{start}")
+    gathered = slice(part.start, min(_said(r), default=whole))
+    enough = min(whole // 4, _MESSAGE)
+    return gathered if part.start == 0 or gathered.stop - gathered.start >= enough else None
+
+
 def _forget(r: Replica) -> None:
     for name, unsaid in r.state.items():
         if name == "error" or name.startswith("server_error/"):
@@ -212,8 +233,10 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _sample(r: Replica, part: slice) -> Tensor:
-    """Some of a part's gradient, spread evenly over it; all of it where the vector is short."""
-    return r.g[part][:: -(-r.g.numel() // _LOOKED_AT)].clone()
+    """Some of a part's gradient, in runs that are spread evenly over it; all of it where the vector is short."""
+    g, gap = r.g[part], _RUN * -(-r.g.numel() // _LOOKED_AT)
+    whole = g.numel() // gap * gap
+    return torch.cat([g[:whole].view(-1, gap)[:, :_RUN].reshape(-1), g[whole:][:_RUN]])
 
 
 def _refuse_changes(r: Replica, part: slice, seen: Sequence[Tensor]) -> None:
