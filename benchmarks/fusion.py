@@ -1,6 +1,8 @@
 """Arrays of models against a loop over them and against `torch.vmap`: layers, whole training steps, sweeps.
 
 python -m benchmarks.fusion [--quick] [steps] [layers] [sweep]
+
+The process keeps the memory that is freed (`fusion.keep_memory`), for all ways alike.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic import fusion
-from laconic.fusion import Each, forget_choices, fuse, measuring
+from laconic.fusion import Each, forget_choices, fuse, keep_memory, measuring
 from laconic.sweep.sampling import RandomSampler
 from laconic.sweep.space import Space, parse_domain
 from laconic.sweep.sweeping import sweep
@@ -247,6 +249,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print Markdown tables."""
     quick, parts = "--quick" in arguments, [each for each in arguments if not each.startswith("-")]
     torch.set_num_threads(1)
+    keep_memory()
     forget_choices()
     show = partial(print, flush=True)
     tables = {

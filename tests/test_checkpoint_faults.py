@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +158,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "flush": (os, "fsync"),
     "open": (os, "fdopen"),
     "rename": (Path, "replace"),
-    "name": (tempfile, "mkstemp"),
+    "name": (os, "open"),
     "folder": (Path, "mkdir"),
 }
 
@@ -288,7 +287,7 @@ def suicidal(folder: str, turn: int) -> None:
 
         return counted
 
-    os.fsync, os.fdopen, tempfile.mkstemp = dying(os.fsync), dying(os.fdopen), dying(tempfile.mkstemp)
+    os.fsync, os.fdopen, os.open = dying(os.fsync), dying(os.fdopen), dying(os.open)
     Path.replace, Path.mkdir = dying(Path.replace), dying(Path.mkdir)  # type: ignore[method-assign]
     attached.save(Path(folder))
 

@@ -249,6 +249,23 @@ def test_terngrad_says_three_values_a_block_and_cuts_outliers_off() -> None:
     assert said(TernGrad(64, clip=None), x)[5] == 40.0
 
 
+@pytest.mark.parametrize("elements", [64, 256, 300, 5])
+def test_terngrad_clips_each_block_at_so_many_standard_deviations(elements: int) -> None:
+    x = 3.0 + drawn(elements)
+    x[1], x[-1] = -50.0, 1e4
+    x[64:128] = 0.1
+    x[128:192] *= 1e-12
+    x[200:201] = torch.nan
+    wanted = x.clone()
+    for rows in wanted.split(64):
+        deviation = float(rows.double().std(correction=0))
+        if deviation > 1e-15:
+            rows.clamp_(-1.5 * deviation, 1.5 * deviation)
+    found = TernGrad(64, clip=1.5)._clipped(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0, equal_nan=True)
+    assert torch.equal(found[64:128], x[64:128])
+
+
 def test_natural_compression_says_the_powers_of_two_around_a_number() -> None:
     x = torch.tensor([3.0, -3.0, 4.0, -0.7, 1e-30, 3e38, 0.0, 1.0])
     found = many(Natural(), x)

@@ -205,6 +205,23 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(file: str, tmp_
         checkpoints.load(tmp_path / "nothing", array)
 
 
+@pytest.mark.parametrize("missing", ["generators", "rates", "tensors", "optimizer"])
+def test_what_an_older_version_wrote_is_refused_by_what_it_lacks(missing: str, tmp_path: Path) -> None:
+    run = Run("Adam", FACTORIES)
+    state = checkpoints.state_of(run.array, **run.parts)
+    checkpoints.write(tmp_path, {"array": {name: part for name, part in state.items() if name != missing}, "extra": {}})
+    before = run.array.state_dict()
+    with pytest.raises(CheckpointError, match=f"has no '{missing}': another version of laconic wrote it"):
+        checkpoints.load(tmp_path, run.array, **run.parts)
+    assert same(before, run.array.state_dict())
+
+
+def test_a_member_that_an_older_version_wrote_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    checkpoints.write(tmp_path, {"member": {"model": {}, "rates": {}}})
+    with pytest.raises(CheckpointError, match="has no 'optimizer': another version of laconic wrote it"):
+        members.load_member(tmp_path)
+
+
 def test_what_belongs_elsewhere_is_refused_by_name_and_nothing_is_touched(tmp_path: Path) -> None:
     run = Run("Adam", FACTORIES)
     run.train(range(3))

@@ -41,7 +41,7 @@ def by_way(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[str]:
             taken.append(name)
         return ways.get(wanted, next(iter(ways.values())))(*values)
 
-    for module in ("dense", "losses", "normalisation"):
+    for module in ("convolution", "dense", "losses", "normalisation"):
         monkeypatch.setattr(f"laconic.fusion.{module}.fastest", only)
     return taken
 
@@ -97,6 +97,48 @@ def test_linear_by_every_way_has_torchs_derivatives_laid_out_as_the_weights(
         mine = [one[place] for one in found[1 : 2 + bias]]
         for ours, theirs in zip(mine, wanted[1 : 2 + bias], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+class Peaks(torch.nn.Module):
+    """Filters of one place, and the greatest of what they find; some are equal."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.filters = torch.nn.Conv1d(3, 2, 1, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.filters(x).relu()
+        return found.amax(2).pow(3) + found.pow(3).sum(2)
+
+
+@pytest.mark.parametrize("models_first", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_of_one_place_by_products_have_torchs_derivatives(
+    bias: bool, own: bool, models_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = by_way(monkeypatch, "products")
+    models = [Peaks(bias).double() for _ in range(MODELS)]
+    x = drawn(MODELS, 4, 3, 5)
+    x[:, :, :, 3] = x[:, :, :, 1]
+    x = x if models_first else x.transpose(0, 1).contiguous().transpose(0, 1)
+    given = (x if own else x[0].clone()).requires_grad_()
+    array = fuse(models)
+    loss = array(Each(given) if own else given).sum()
+    of_x = torch.autograd.grad(loss, given, retain_graph=True)[0]
+    # Of an input that is shared the first derivative is a sum over models, and the second mixes them.
+    found = gradients(loss, [given, *array.parameters()] if own else list(array.parameters()))
+    assert taken == ["conv1d"]
+    assert found[own].is_contiguous()
+    total = torch.zeros_like(x[0])
+    for place, (model, row) in enumerate(zip(models, x if own else [x[0]] * MODELS, strict=True)):
+        alone = row.detach().requires_grad_()
+        wanted = gradients(model(alone).sum(), [alone, *model.parameters()] if own else list(model.parameters()))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours[place], theirs, rtol=1e-10, atol=1e-10)
+        total += torch.autograd.grad(model(alone).sum(), alone)[0]
+    if not own:
+        torch.testing.assert_close(of_x, total, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -127,6 +127,22 @@ class Twice(nn.Module):
         return self.layer(x, x.flip(0))
 
 
+class Points(nn.Module):
+    """What is shared, each point's own features and the greatest of all of them side by side; half of all are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.head = nn.Conv1d(3, 4, 1), nn.Conv1d(11, 5, 1, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        near = torch.relu(self.near(x))
+        whole = near.amax(2, keepdim=True).expand(-1, -1, x.shape[2])
+        every = self.head(torch.cat([x, near, whole], dim=1))
+        shares = torch.cat((near.flatten(1), x.flatten(1)), -1)
+        longer = torch.cat((every, every[:1]), 0)
+        return longer, near.amax(2), torch.amax(every, (0, -1)), shares.amax(), torch.amax(near, dim=(), keepdim=True)
+
+
 def image(*shape: int) -> tuple[Tensor]:
     return (values(*shape),)
 
@@ -151,6 +167,14 @@ CASES: list[tuple[str, Callable[[], nn.Module], tuple[Tensor, ...]]] = [
     ("conv2d circular", lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), image(2, 3, 6, 6)),
     ("conv2d of one sample", lambda: nn.Conv2d(3, 4, 3), image(3, 6, 6)),
     ("conv3d", lambda: nn.Conv3d(2, 3, 2), image(2, 2, 4, 4, 4)),
+    ("conv1d of one place", lambda: nn.Conv1d(4, 6, 1), image(2, 4, 9)),
+    (
+        "conv2d of one place",
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1, bias=False)),
+        image(2, 3, 4, 5),
+    ),
+    ("conv3d of one place", lambda: nn.Conv3d(2, 3, 1, padding="valid"), image(2, 2, 3, 4, 2)),
+    ("points", Points, image(2, 3, 7)),
     ("transposed 1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), image(2, 4, 5)),
     ("transposed 2d", lambda: nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1), image(2, 3, 5, 5)),
     ("transposed 3d", lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), image(2, 2, 3, 3, 3)),
@@ -223,7 +247,7 @@ def test_every_layer_equals_separate_modules_in_single_precision(case: Any, forc
     check(case[1], case[2], shared=False, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("way", ["loop", "unfolded", "batched", "grouped", "channels", "apart"])
+@pytest.mark.parametrize("way", ["loop", "unfolded", "batched", "grouped", "channels", "apart", "products", "once"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_every_way_computes_the_same(way: str, shared: bool, forced: Any) -> None:
     forced(way)
@@ -233,6 +257,10 @@ def test_every_way_computes_the_same(way: str, shared: bool, forced: Any) -> Non
         "conv2d",
         "conv2d strided",
         "conv2d of one sample",
+        "conv1d of one place",
+        "conv2d of one place",
+        "conv3d of one place",
+        "points",
         "transposed 2d",
         "layer norm",
         "rms norm",

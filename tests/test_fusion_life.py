@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from laconic import fusion
 from laconic.errors import ConfigError
-from laconic.fusion import Each, choice, forget_choices, fuse
+from laconic.fusion import Each, choice, forget_choices, fuse, remembered
 from tests.oracles_fusion import copies, make, seeded, state_of, trained, values, weighed
 from tests.test_fusion_training import Net, X, Y, close, loss, train
 
@@ -25,8 +26,11 @@ RATES = [0.05, 0.01, 0.003, 0.1]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_measured_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
+    yield
+    forget_choices()
 
 
 def whole(array: Any, optimizer: Any, index: int) -> dict[str, Tensor]:

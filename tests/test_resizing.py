@@ -17,7 +17,7 @@ from laconic.errors import CheckpointError
 from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
 from laconic.optimizers.zero_one_adam import ZeroOneAdam
-from laconic.resizing import load, saved_size
+from laconic.resizing import load, same, saved_size
 from laconic.runs import Settings, resolve, work
 from laconic.strategies.fetch import FetchSGD
 from laconic.strategies.one_bit import CompressedMomentum
@@ -158,3 +158,34 @@ def test_whole_runs_go_on_with_fewer_workers_and_with_more(tmp_path: Path) -> No
         summary = run_processes(workers, trained, tmp_path, settings.to_json(), i > 0)[0]
         assert summary["steps"] == 6 * (i + 1)
         assert saved_size(tmp_path / "checkpoints") == workers
+
+
+def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
+    """Workers of whom every one has a momentum that is no number."""
+
+    def body(comm: Comm) -> Tensor:
+        attached = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
+        if load_it:
+            load(attached, folder)
+            return memory(attached)[2]
+        taken(attached, Regression(4, 40, torch.float32), 0, 2)
+        next(iter(attached.optimizer.state.values()))["momentum_buffer"].view(-1)[0] = torch.nan
+        attached.save(folder)
+        return memory(attached)[2]
+
+    return laconic.run_threads(size, body, deadline_seconds=20)
+
+
+def test_what_is_no_number_on_every_worker_is_the_same_on_all(tmp_path: Path) -> None:
+    before, after = diverged(2, tmp_path, False)[0], diverged(3, tmp_path, True)
+    assert before.isnan().sum() == 1
+    assert all(torch.equal(each.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0)) for each in after)
+
+
+def test_trees_are_the_same_where_numbers_are_and_where_both_have_none() -> None:
+    nan = float("nan")
+    tree = {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)}
+    assert same(tree, {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)})
+    for name, other in (("a", torch.tensor([nan, 1.0])), ("a", torch.tensor([1.0, 1.0])), ("b", [1.0, (2, "c")])):
+        assert not same(tree, {**tree, name: other})
+    assert not same(tree, {**tree, "d": torch.tensor(4)}) and not same(tree, {**tree, "d": torch.tensor(3.0)})

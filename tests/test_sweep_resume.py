@@ -139,6 +139,20 @@ def test_another_sweep_is_not_gone_on_with(plan: Plan, tmp_path: Path) -> None:
         facts_in(tmp_path / "other")
 
 
+def test_a_sweep_that_has_not_ended_is_lost_only_when_that_is_asked_for(plan: Plan, tmp_path: Path) -> None:
+    assert Journal(tmp_path, {"seed": 1}) and Journal(tmp_path, {"seed": 1}), "nothing was done yet"
+    with pytest.raises(Interrupted):
+        sweep(plan, made("random"), 4, told=interrupt_at(2), journal=Journal(tmp_path, {"seed": 1}, every_seconds=0))
+    with pytest.raises(CheckpointError, match="has not ended; go on with it by --resume, take another folder by --out"):
+        Journal(tmp_path, {"seed": 2})
+    assert facts_in(tmp_path) == {"seed": 1}
+    sweep(plan, made("random"), 4, journal=Journal(tmp_path, {"seed": 2}, anew=True))
+    assert facts_in(tmp_path) == {"seed": 2}
+    sweep(plan, made("random"), 4, journal=Journal(tmp_path, {"seed": 2}, resume=True))
+    Journal(tmp_path, {"seed": 3})
+    assert facts_in(tmp_path) == {"seed": 3}
+
+
 def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to"):
@@ -167,6 +181,9 @@ def test_the_command_goes_on_with_what_it_was_begun_with(
             if name == "part":
                 with pytest.raises(Interrupted):
                     main([*COMMAND.split(), "--out", str(folder)])
+                capsys.readouterr()
+                assert main([*COMMAND.split(), "--out", str(folder)]) == 1
+                assert "holds a sweep that has not ended; go on" in " ".join(capsys.readouterr().err.split())
         arguments = [*COMMAND.split(), "--out", str(folder)] if name == "whole" else _resume(folder)
         assert main(arguments) == 0
         told[name] = json.loads(capsys.readouterr().out)
@@ -175,6 +192,8 @@ def test_the_command_goes_on_with_what_it_was_begun_with(
     assert "--steps 9: the sweep was begun with 8" in " ".join(capsys.readouterr().err.split())
     assert main([*_resume(tmp_path / "part"), "--out", "elsewhere"]) == 2
     assert "goes on in its own folder" in " ".join(capsys.readouterr().err.split())
+    assert main([*_resume(tmp_path / "part"), "--anew"]) == 2
+    assert "to go on and to begin again are two things" in " ".join(capsys.readouterr().err.split())
     assert main(_resume(tmp_path / "nothing")) == 1
     assert "nothing/journal: is not there" in " ".join(capsys.readouterr().err.split())
 

@@ -1,8 +1,11 @@
 """Files that are there whole or not at all."""
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
+from stat import S_IMODE
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -17,19 +20,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_aside(path: Path, content: bytes) -> Path:
     """Write beside `path`, under a hidden name of its own, and flush to disk; returns that name.
 
+    Who may read it is for the process's umask to say, as with `open`, and for the file that is at `path` already.
+
     Raises:
         OSError: the disk refused; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(temporary, _NEW, _mode(path))
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return Path(temporary)
+    return temporary
+
+
+def _mode(path: Path) -> int:
+    """Who may read and write, before the umask: those who may now, or everybody where there is no file yet."""
+    try:
+        return S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return 0o666
 
 
 def put_in_place(aside: Path, path: Path) -> None:

@@ -87,7 +87,7 @@ def resized(states: Sequence[Mapping[str, Any]], attached: Attached) -> dict[str
         _resized_replica([state["replicas"][i] for state in states], attached, size)[rank]
         for i in range(len(first["replicas"]))
     ]
-    if not all(_same(state["optimizer"], first["optimizer"]) for state in states):
+    if not all(same(state["optimizer"], first["optimizer"]) for state in states):
         raise CheckpointError("what optimizers remember differs between workers, so their number cannot change here")
     others = {name: _mean([state["others"][name] for state in states]) for name in first["others"]}
     identity = {**first["identity"], _SIZE: str(size), _RANK: str(rank)}
@@ -97,7 +97,7 @@ def resized(states: Sequence[Mapping[str, Any]], attached: Attached) -> dict[str
 def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: Attached, size: int) -> list[dict[str, Any]]:
     first = saved[0]
     for name, what in (("x", "parameters"), ("inflight", "messages in flight")):
-        if not all(_same(each[name], first[name]) for each in saved):
+        if not all(same(each[name], first[name]) for each in saved):
             raise CheckpointError(
                 f"{what} differ between workers at step {first['step']}, so their number cannot change here; "
                 "save after an agreement"
@@ -105,7 +105,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: Attached, siz
     states = [each["state"] for each in saved]
     if isinstance(attached.strategy, Resizable):
         shared = attached.strategy.resized(states, size)
-    elif all(_same(state, states[0]) for state in states):
+    elif all(same(state, states[0]) for state in states):
         shared = [dict(states[0]) for _ in range(size)]
     else:
         raise CheckpointError(
@@ -144,17 +144,18 @@ def _size(content: Mapping[str, Any]) -> int:
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
-    if not first.is_floating_point() or all(torch.equal(x, first) for x in tensors):
+    if not first.is_floating_point() or all(same(x, first) for x in tensors):
         return first
     return torch.stack([x.double() for x in tensors]).mean(0).to(first.dtype)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and plain values are equal, bit for bit."""
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of tensors and plain values are equal; NaN is equal to NaN."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        return alike and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
     if isinstance(a, Mapping):
-        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
     if isinstance(a, list | tuple):
-        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _KNOBS = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "optimizer", "batch_size", "model_size")
 # What may change when a sweep goes on: where things are, how much is told, and how it is checked.
-_FREE = ("data", "out", "resume", "json", "check", "threads")
+_FREE = ("data", "out", "resume", "anew", "json", "check", "threads")
 _JOURNAL = "journal"
 Fields = dict[str, Any]
 
@@ -69,6 +69,7 @@ class Sweep:
         data: the folder of data files; LACONIC_DATA unless given.
         out: the folder; runs/TASK-sweep-TIME unless given.
         resume: the folder of a sweep that was interrupted, to go on with; all else is as it was begun.
+        anew: begin in a folder whose sweep has not ended, and lose that one.
         json: print everything as JSON.
     """
 
@@ -99,6 +100,7 @@ class Sweep:
     data: Path | None = None
     out: Path | None = None
     resume: Path | None = None
+    anew: bool = False
     json: bool = False
 
     def __call__(self) -> int:
@@ -108,10 +110,12 @@ class Sweep:
         return self._run(self.out or default_folder(self.task, "sweep"))
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
+        from laconic.fusion import keep_memory
         from laconic.sweep.sampling import sampler_of
         from laconic.sweep.sweeping import check_counts, sweep
         from laconic.sweep.trials import ranked
 
+        keep_memory()
         check_counts(self.trials, self.together)
         space = self._space()
         plan = self._plan(space)
@@ -149,6 +153,8 @@ class Sweep:
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a sweep goes on in its own folder, {folder}; leave it out")
+        if self.anew:
+            raise ConfigError(f"--anew with --resume {folder}: to go on and to begin again are two things; take one")
         before, now, usual = facts_in(folder / _JOURNAL), self._facts(), Sweep()._facts()
         for name, value in now.items():
             if value not in (usual[name], before[name]):
@@ -164,7 +170,7 @@ class Sweep:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
-        return Journal(folder / _JOURNAL, self._facts(), resume=resume)
+        return Journal(folder / _JOURNAL, self._facts(), resume=resume, anew=self.anew)
 
     def _plan(self, space: Space) -> Plan:
         import torch

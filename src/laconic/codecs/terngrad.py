@@ -76,9 +76,19 @@ class TernGrad(Codec):
     def _clipped(self, x: Tensor) -> Tensor:
         if self.clip is None:
             return x
-        clipped = x.clone()
-        for rows in blockwise(clipped, self.block):
-            most = self.clip * rows.std(1, keepdim=True, correction=0)
-            # A block of equal elements has no outliers, and no deviation either.
-            rows.copy_(torch.where(most > 0, rows.clamp(-most, most), rows))
+        clipped = torch.empty_like(x)
+        for rows, found in zip(blockwise(x, self.block), blockwise(clipped, self.block), strict=True):
+            most = self.clip * _deviations(rows, found)
+            # A block of equal elements has no outliers, and no deviation either; one that is not finite stays as it is.
+            most.masked_fill_((most > 0).logical_not_(), torch.inf)
+            # With two bounds at once torch does not use the processor's vectors.
+            torch.minimum(rows, most, out=found)
+            torch.maximum(found, -most, out=found)
         return clipped
+
+
+def _deviations(rows: Tensor, scratch: Tensor) -> Tensor:
+    """Of each row, [n, 1]; of equal elements it is exactly zero, for they are moved to zero before their mean is."""
+    torch.sub(rows, rows[:, :1], out=scratch)
+    scratch.sub_(scratch.mean(1, keepdim=True))
+    return torch.linalg.vector_norm(scratch, dim=1, keepdim=True) / rows.shape[1] ** 0.5

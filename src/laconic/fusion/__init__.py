@@ -7,6 +7,7 @@ from laconic.fusion.array import FusedArray, fuse
 from laconic.fusion.batch import Each
 from laconic.fusion.choice import choices, forget_choices, measuring
 from laconic.fusion.laboratory import Laboratory
+from laconic.fusion.memory import keep_memory
 from laconic.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
 from laconic.fusion.scaling import GradScaler, clip_grad_norm_, clip_grad_value_, gradient_norms
 from laconic.fusion.schedules import Schedules
@@ -33,5 +34,6 @@ __all__ = [
     "forget_choices",
     "fuse",
     "gradient_norms",
+    "keep_memory",
     "measuring",
 ]

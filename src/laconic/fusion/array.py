@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 # Their rules are registered by being imported.
 import laconic.fusion.attention  # pyright: ignore[reportUnusedImport]
+import laconic.fusion.axes  # pyright: ignore[reportUnusedImport]
 import laconic.fusion.convolution  # pyright: ignore[reportUnusedImport]
 import laconic.fusion.dense  # pyright: ignore[reportUnusedImport]
 import laconic.fusion.losses  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from laconic.fusion.store import owner_of
 from laconic.part import Part
 
 State = dict[str, Any]
+# What an outline has.
+_PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
 
 
 def save(
@@ -152,6 +154,7 @@ def restore(
     Raises:
         CheckpointError: naming the first difference.
     """
+    refuse_older(state, (*_PARTS, "tensors", "optimizer"))
     check(state, array, optimizer=optimizer, schedules=schedules, scaler=scaler)
     _make_as_large(state, array, optimizer, schedules, scaler)
     with torch.no_grad():
@@ -210,6 +213,7 @@ def check(
     Raises:
         CheckpointError: naming the first difference.
     """
+    refuse_older(outline, _PARTS)
     models = outline["models"]
     if models != array.size and any(owner_of(parameter) is not None for parameter in array.parameters()):
         raise CheckpointError(
@@ -226,6 +230,20 @@ def check(
                 f"slot {slot} has a {saved} in the checkpoint and a {kinds[place]} here; make Schedules with a factory "
                 "for each slot as it is now"
             )
+
+
+def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    """Refuse what another version of laconic wrote, which kept less.
+
+    Raises:
+        CheckpointError: naming what is missing.
+    """
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]!r}: another version of laconic wrote it; go on with that version, or "
+            "begin anew"
+        )
 
 
 def _identity(

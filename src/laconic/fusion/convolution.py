@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
+from laconic.fusion.pointwise import Steps, is_pointwise, pointwise
 from laconic.fusion.routing import Context, rule
 
-Steps = int | tuple[int, ...]
 _POOLS = (
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
@@ -47,6 +47,8 @@ def convolve(
         ways = {"side by side": partial(_side_by_side, function, size, settings), **ways}
     if isinstance(weight, Batch) and function is F.conv2d and groups == 1 and not isinstance(padding, str):
         ways["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
+    if isinstance(weight, Batch) and is_pointwise(weight, stride, padding, groups):
+        ways = {**ways, "products": partial(pointwise, size)}
     return _with_samples(function, ways, input, weight, bias, settings)
 
 

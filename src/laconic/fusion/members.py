@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from laconic.errors import CheckpointError
 from laconic.fusion.array import FusedArray
-from laconic.fusion.checkpoints import State, load_scheduler, part_ages, read, write
+from laconic.fusion.checkpoints import State, load_scheduler, part_ages, read, refuse_older, write
 from laconic.fusion.optimizers.base import FusedOptimizer
 from laconic.fusion.scaling import GradScaler
 from laconic.fusion.schedules import Scheduler, Schedules
@@ -190,4 +190,6 @@ def load_member(folder: str | Path) -> Member:
     content = read(folder)
     if "member" not in content:
         raise CheckpointError(f"{folder}: holds an array and no single model; use load")
-    return Member(**{field.name: content["member"][field.name] for field in fields(Member)})
+    names = [field.name for field in fields(Member)]
+    refuse_older(content["member"], names)
+    return Member(**{name: content["member"][name] for name in names})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -82,9 +83,9 @@ class Router(TorchFunctionMode):
         if self.context.model is not None:
             return found(self.context, func, *args, **kwargs) if func in DRAWS else func(*args, **kwargs)
         level = self.level
-        plain = [unwrap(value, level) for value in args]
+        plain = [_unwrapped(value, level) for value in args]
         named = {name: unwrap(value, level) for name, value in kwargs.items()} if kwargs else kwargs
-        if func not in DRAWS and not any(isinstance(value, Batch) for value in (*plain, *named.values())):
+        if func not in DRAWS and not any(map(_is_own, (*plain, *named.values()))):
             return func(*args, **kwargs)
         if current_level() != level:
             return func(*args, **kwargs)
@@ -93,3 +94,15 @@ class Router(TorchFunctionMode):
         if isinstance(result, Batch):
             return wrap(result, level)
         return pytree.tree_map(lambda leaf: wrap(leaf, level), result, is_leaf=is_batch)
+
+
+def _unwrapped(value: Any, level: int) -> Any:
+    """Of a list of tensors, each."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return [unwrap(part, level) for part in value]
+    return unwrap(value, level)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether models differ in it."""
+    return isinstance(value, Batch) or (isinstance(value, list) and any(map(is_batch, value)))

@@ -10,6 +10,7 @@ from typing import Any
 
 from laconic.errors import CheckpointError
 from laconic.fusion.checkpoints import read, write
+from laconic.part import Part
 from laconic.sweep.plan import Plan
 from laconic.sweep.training import Seen, Together, train_together
 from laconic.sweep.trials import Copy, Outcome, Trial
@@ -32,12 +33,14 @@ class Journal:
         folder: of this journal alone; None keeps none.
         facts: what must be the same when a sweep goes on: JSON values.
         resume: go on from what is there.
+        anew: begin where there is a sweep that has not ended, which is lost.
         every_seconds: how long an array trains between one writing and the next, at least.
         every_steps: how many steps it makes between them, at least.
         written: called after an array under way was written, with it and with the outcomes known by then.
 
     Raises:
-        CheckpointError: there is nothing to go on from, or it is of another sweep or version.
+        CheckpointError: there is nothing to go on from, or it is of another sweep or version; or a sweep that has not
+            ended would be lost.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Journal:
         facts: Mapping[str, Any] | None = None,
         *,
         resume: bool = False,
+        anew: bool = False,
         every_seconds: float = 10.0,
         every_steps: int = 1,
         written: Seen | None = None,
@@ -56,10 +60,11 @@ class Journal:
         self._arrays: list[Fields] = []
         self._under_way: Fields | None = None
         self._room = self._array = 0
-        self._before, self._begun = 0.0, time.monotonic()
+        self._before, self._begun, self._ended = 0.0, time.monotonic(), False
         if resume:
             self._read()
         elif folder is not None:
+            _refuse_to_lose(folder, anew)
             self._write()
         self._written = time.monotonic()
 
@@ -94,6 +99,12 @@ class Journal:
         self._write()
         return found
 
+    def end(self) -> None:
+        """Note that nothing is left to be done: another sweep may begin in the folder."""
+        if not self._ended:
+            self._ended = True
+            self._write()
+
     def _go_on(self, plan: Plan, begun: Begun) -> tuple[Together, list[Outcome]] | None:
         saved, self._under_way = self._under_way, None
         if saved is None:
@@ -125,6 +136,7 @@ class Journal:
             "rooms": self._rooms,
             "arrays": self._arrays,
             "under_way": under_way,
+            "ended": self._ended,
         }
         try:
             write(self.folder, {**content, "seconds": self.seconds})
@@ -141,6 +153,7 @@ class Journal:
         refuse_other_facts(self.folder, content["facts"], self.facts)
         self._rooms, self._arrays = content["rooms"], content["arrays"]
         self._under_way, self._before = content["under_way"], content["seconds"]
+        self._ended = content.get("ended", False)
 
 
 def facts_in(folder: Path) -> Fields:
@@ -163,6 +176,18 @@ def _content(folder: Path) -> Fields:
             "began it, or begin anew"
         )
     return found
+
+
+def _refuse_to_lose(folder: Path, anew: bool) -> None:
+    if anew or not Part(folder, 0).path.exists():
+        return
+    before = _content(folder)
+    if before.get("ended") or not (before["arrays"] or before["under_way"]):
+        return
+    raise CheckpointError(
+        f"{folder}: holds a sweep that has not ended; go on with it by --resume, take another folder by --out, or give "
+        "it up by --anew"
+    )
 
 
 def refuse_other_facts(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

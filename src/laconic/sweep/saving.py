@@ -8,16 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from laconic import checkpoint, resizing
 from laconic.errors import CheckpointError
 from laconic.fusion.checkpoints import check, outline_of, part_ages, restore_outline
 from laconic.handshake import gather_texts
 from laconic.part import Part
 from laconic.recipe import brief
-from laconic.tree import pack
 
 if TYPE_CHECKING:
     from laconic.attached import Attached
@@ -111,17 +107,14 @@ def _refuse_other_recipe(attached: Attached, theirs: Mapping[str, str]) -> None:
 def _resized(contents: Sequence[Fields], attached: Attached) -> Fields:
     """This rank's state in a world of another size."""
     for name in ("rates", "schedules", "scaler"):
-        trees = [pack(content["extra"]["array"][name]) for content in contents]
-        if not all(tree == trees[0][0] and _alike(tensors, trees[0][1]) for tree, tensors in trees):
+        if not all(
+            resizing.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents
+        ):
             raise CheckpointError(
                 f"the {name} differ between workers, so their number cannot change here; go on with {len(contents)} "
                 "workers"
             )
     return resizing.resized([content["state"] for content in contents], attached)
-
-
-def _alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
 def _make_as_large(

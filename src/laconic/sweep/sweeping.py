@@ -85,6 +85,7 @@ def sweep(
                 found += book.train(plan, members, _teller(told, arrays, len(members), [*ended, *found]))
         sampler.tell(found)
         ended += found
+    book.end()
     return sorted(ended, key=lambda each: each.trial.number)
 
 

@@ -1,4 +1,4 @@
-"""Many models of one kind, trained in five ways: what each takes, and that the losses are the same.
+"""Many models of one kind, trained in five ways, and what each takes.
 
 `python -m laconic.runs.studies.fused_training NAME WAY MODELS SECONDS THREADS` is one of them in a process of its own.
 """
@@ -25,6 +25,7 @@ from laconic.fusion import Adam, fuse, measuring
 from laconic.runs.studies.fused_networks import Workload, workloads
 
 Step = Callable[[int], list[float]]
+Make = Callable[[Workload, int], list[nn.Module]]
 WAYS = {
     "array": "an array",
     "loop": "a loop over models",
@@ -81,9 +82,9 @@ def array_step(workload: Workload, models: int) -> Step:
     return step
 
 
-def loop_step(workload: Workload, models: int) -> Step:
+def loop_step(workload: Workload, models: int, make: Make = made) -> Step:
     """One model after another, with torch's own optimizer each."""
-    every = made(workload, models)
+    every = make(workload, models)
     optimizers = [torch.optim.Adam(one.parameters(), lr=lr) for one, lr in zip(every, rates(models), strict=True)]
 
     def step(number: int) -> list[float]:
@@ -128,18 +129,6 @@ def vmap_step(workload: Workload, models: int) -> Step:
 
 
 _STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
-
-
-def curves(workload: Workload, models: int, steps: int) -> dict[str, list[list[float]]]:
-    """The losses of every model after each step, as an array and one after another: [steps][models]."""
-    ways = {"array": array_step(workload, models), "loop": loop_step(workload, models)}
-    return {name: [step(number) for number in range(steps)] for name, step in ways.items()}
-
-
-def largest_difference(found: dict[str, list[list[float]]]) -> float:
-    """Of two curves, relative to the loss at the start of the model's own."""
-    fused, alone = (torch.tensor(found[way], dtype=torch.float64) for way in ("array", "loop"))
-    return float(((fused - alone).abs() / alone[0].abs()).max())
 
 
 def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
