@@ -245,8 +245,14 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
         (lambda: BackupWorkers(patience_seconds=0.0), "patience_seconds=0.0: must be positive"),
         (lambda: BackupWorkers(plane="air"), "plane must be"),  # type: ignore[arg-type]
         (lambda: BackupWorkers(keeper=-1), "keeper=-1: must be a rank"),
-        (lambda: BackupWorkers().check(1), "backups=1: 1 workers leave 0 to wait for; must be at most 0"),
-        (lambda: BackupWorkers(5).check(4), "backups=5: 4 workers leave -1 to wait for; must be at most 3"),
+        (
+            lambda: BackupWorkers().check(1),
+            "backups=1: of 1 workers at least one must be waited for; must be at most 0",
+        ),
+        (
+            lambda: BackupWorkers(5).check(4),
+            "backups=5: of 4 workers at least one must be waited for; must be at most 3",
+        ),
         (lambda: BackupWorkers(keeper=4).check(4), r"keeper=4: there are ranks 0\.\.3"),
     ],
 )

@@ -96,8 +96,7 @@ class BackupWorkers(Strategy):
         """Refuse more backups than leave a worker to wait for, and keepers that are none of the workers."""
         if self.backups >= size and self.backups:
             raise ConfigError(
-                f"backups={self.backups}: {size} workers leave {size - self.backups} to wait for; must be at most "
-                f"{size - 1}"
+                f"backups={self.backups}: of {size} workers at least one must be waited for; must be at most {size - 1}"
             )
         if self.keeper >= size:
             raise ConfigError(f"keeper={self.keeper}: there are ranks 0..{size - 1}")
