@@ -18,7 +18,8 @@ class Said(NamedTuple):
     """What all workers have agreed to move.
 
     Attributes:
-        parts: places in the replica's vector, and how far to move there; places of one part are all different.
+        parts: places in the replica's vector, and how far to move there; places of one part are all different, but
+            on a CPU, where what meets is added in order.
         mine: places of which this worker has nothing more to say.
         dense: how far to move the small tensors.
         small: where these lie.

@@ -183,11 +183,13 @@ class SketchedSGD(Strategy):
         mine = largest_of(loud, k) if fine else torch.arange(k, device=loud.device)
         values = loud[mine] if fine else torch.full_like(loud[:k], torch.nan)
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
-        rows = [
-            row.split([message.numel() - _INDEX_BYTES * k, _INDEX_BYTES * k]) for row in r.comm.gather(message).wait()
-        ]
-        told = [(cut.places(where.view(torch.int32).long()), what.view(loud.dtype)) for what, where in rows]
+        rows = torch.stack(r.comm.gather(message).wait())
+        what, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
+        values, places = what.view(loud.dtype).flatten(), cut.places(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
-        if not finite(torch.cat([small, *(what for _, what in told)])):
+        if not finite(torch.cat([small, values])):
             return None
+        # A CPU adds in order, whatever meets in one place; elsewhere each worker's own are a part.
+        many = places.numel() if values.device.type == "cpu" else k
+        told = list(zip(places.split(many or 1), values.split(many or 1), strict=True))
         return Said(told, cut.places(mine), small, cut.small)
