@@ -211,7 +211,7 @@ def judge(
         details={
             **_rows(found),
             **{
-                f"{plan.task}, {plan.crowd} workers, {name}": f"{_per_step(run):,.0f} bytes a worker and step"
+                f"{plan.task}, bytes on {plan.crowd} workers, {name}": f"{_per_step(run):,.0f} a worker and step"
                 for plan in plans
                 for name, run in crowds[plan.task].items()
             },
