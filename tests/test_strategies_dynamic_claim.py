@@ -95,8 +95,11 @@ def test_bytes_on_the_wire_are_told_where_interfaces_count_them(wire: tuple[floa
     plans, runs = sketched_sgd.scales(quick=True, real=False), dict(sketches())
     for name, nbytes in zip((sketched_sgd.DENSE, sketched_sgd.SKETCHED), wire or (None, None), strict=True):
         runs[4, name] = [replace(run, wire_bytes=nbytes) for run in runs[4, name]]
+    plans = [replace(plan, crowd=16) for plan in plans]
     found = sketched_sgd.judge(plans, {"digits": runs}, {"digits": {sketched_sgd.SKETCHED: RUN}}, [])
     assert words in found.measured
+    assert "accuracy" in found.details["digits, 16 workers, Sketched SGD"]
+    assert "accuracy" not in found.details["digits, bytes on 16 workers, Sketched SGD"]
     assert ("900 on the wire" in found.details["digits, 4 workers, dense SGD"]) == (wire is not None)
 
 
