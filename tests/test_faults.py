@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,12 +36,25 @@ def train(
     if rank in victims:
         weight = attached.model[2].weight
         weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), sign))
+    report = "nothing", f"step {SICK_STEP + 30}", 0.0, ""
     try:
         steps(attached, batches(rank, 30, first=SICK_STEP))
+        assert attached.step == SICK_STEP + 30
     except CommError as error:
         waited = time.monotonic() - last
-        return type(error).__name__, str(error), waited, afterwards(attached.comm)
-    return "nothing", f"step {attached.step}", time.monotonic() - last, ""
+        report = type(error).__name__, str(error), waited, afterwards(attached.comm)
+    if groups:
+        stay_for_others(victims)
+    return report
+
+
+def stay_for_others(victims: Sequence[int]) -> None:
+    """Rank 0 hosts the store on which those who failed ask for each other, after its own group may have ended."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store.set(f"told/{rank}", "1")
+    if rank == 0:
+        others = [f"told/{other}" for other in range(dist.get_world_size()) if other not in victims]
+        store.wait(others, timedelta(seconds=30))
 
 
 def afterwards(comm: Any) -> str:
