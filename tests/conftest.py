@@ -31,6 +31,17 @@ def nothing_is_left_behind() -> Iterator[None]:
         time.sleep(0.02)
 
 
+@pytest.fixture
+def no_way_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Arrays choose their ways anew, and write none of it beside the kernels."""
+    from laconic.fusion import forget_choices, remembered
+
+    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
+    forget_choices()
+    yield
+    forget_choices()
+
+
 def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str]:
     new_threads = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
     new_processes = [f"process {pid} ({name})" for pid, name in descendants().items() if pid not in processes]

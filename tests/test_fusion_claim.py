@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from laconic.fusion import forget_choices, remembered
 from laconic.runs.claims.hfta import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
 from laconic.runs.studies.fused_losses import in_double, largest, losses, nudged
 from laconic.runs.studies.fused_networks import PointClassifier, clouds, workloads
@@ -20,12 +18,7 @@ from laconic.runs.studies.fused_training import WAYS, Pace, made, main
 Found = Mapping[str, Mapping[int, Mapping[str, Pace]]]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
-    forget_choices()
-    yield
-    forget_choices()
+pytestmark = pytest.mark.usefixtures("no_way_is_kept")
 
 
 def found(fused: float, others: float = 1.0) -> Found:

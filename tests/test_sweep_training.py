@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from laconic import ConfigError
 from laconic.cli import main
-from laconic.fusion import forget_choices, remembered
 from laconic.sweep.plan import Plan
 from laconic.sweep.sampling import OptunaSampler, RandomSampler, sampler_of
 from laconic.sweep.space import Range, Space, parse_domain
@@ -24,12 +22,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
-    forget_choices()
-    yield
-    forget_choices()
+pytestmark = pytest.mark.usefixtures("no_way_is_kept")
 
 
 @pytest.fixture(scope="module")
