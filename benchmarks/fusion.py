@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -31,13 +32,19 @@ Row = tuple[str, ...]
 Work = Callable[[], object]
 
 
-def seconds(contenders: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each contender, taking turns; the first two rounds, and the choice of kernels, are not counted."""
+def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float = 0.0) -> dict[str, list[float]]:
+    """CPU seconds of each contender, taking turns for some rounds and some time.
+
+    The first two rounds, and the choice of kernels, are not counted.
+    """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     with measuring():
         for work in contenders.values():
             work()
-    for round in range(rounds + 2):
+    begin = time.perf_counter()
+    for round in count():
+        if round >= rounds + 2 and time.perf_counter() - begin >= least_seconds:
+            break
         for name, work in contenders.items():
             start = time.process_time()
             work()
@@ -102,19 +109,26 @@ def layers(quick: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, .
     return found
 
 
-def layer_rows(quick: bool) -> list[Row]:
-    """Each layer: milliseconds of the array, the loop and vmap, and the array's time over the best of the others'."""
-    rows: list[Row] = []
+def layer_rows(quick: bool) -> Iterator[Row]:
+    """Each layer: milliseconds, and the array's time over the better other's, by the median over rounds."""
     for name, factory, shape in layers(quick):
         for size in (8,) if quick else (4, 16):
             for shared in (True, False):
                 draw = torch.Generator().manual_seed(0)
-                found = seconds(layer(factory, torch.randn(shape, generator=draw), size, shared), 7 if quick else 15)
-                best = {way: min(every) for way, every in found.items()}
-                ratio = best["array"] / min(best["loop"], best["vmap"])
+                contenders = layer(factory, torch.randn(shape, generator=draw), size, shared)
+                found = seconds(contenders, 7 if quick else 15, least_seconds=0.3 if quick else 1.5)
+                over = {other: ratios(found["array"], found[other]) for other in contenders if other != "array"}
+                strict = max(over["loop"], over["vmap"], key=lambda each: each[1])
                 label = f"{name}, B={size}, {'shared' if shared else 'own'} input"
-                rows.append((label, *(f"{1e3 * best[way]:.2f}" for way in best), f"{ratio:.2f}"))
-    return rows
+                times = (f"{1e3 * statistics.median(every):.2f}" for every in found.values())
+                low, middle, high = (f"{each:.2f}" for each in strict)
+                yield (label, *times, f"{middle} ({low} to {high})")
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
+    """The quartiles of ratios within rounds."""
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(over, under, strict=True)), n=4)
+    return low, middle, high
 
 
 def perceptron() -> nn.Module:
@@ -214,8 +228,7 @@ def step_rows(quick: bool) -> list[Row]:
         }
         found = seconds(contenders, 15 if quick else 60)
         for other in ("loop", "vmap", "vmap, one rate"):
-            ratios = [theirs / ours for theirs, ours in zip(found[other], found["array"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = ratios(found[other], found["array"])
             milliseconds = f"{1e3 * statistics.median(found['array']):.2f}"
             rows.append(
                 (f"{name}, B={size}, Adam: array vs {other}", milliseconds, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
@@ -255,7 +268,10 @@ def main(arguments: Sequence[str]) -> None:
     tables = {
         "steps": (("training step", "array, ms", "speed ratio", "quartiles"), step_rows),
         "layers": (
-            ("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms", "array / best other"),
+            (
+                *("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms"),
+                "array / better of loop and vmap (quartiles)",
+            ),
             layer_rows,
         ),
         "sweep": (("sweep", "array, s", "one by one, s", "ratio", "largest difference of losses", "trial"), sweep_rows),
@@ -263,7 +279,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, (head, rows) in tables.items():
         if parts and name not in parts:
             continue
-        for row in (head, ("---",) * len(head), *rows(quick)):
+        for row in chain((head, ("---",) * len(head)), rows(quick)):
             show(f"| {' | '.join(row)} |")
         show()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.fusion import Each, choice, choices, forget_choices, fuse, measuring, remembered
 from laconic.fusion.batch import Batch, each
@@ -53,29 +53,79 @@ def gradients(loss: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return (*first, *(each for each in second if each is not None))
 
 
-@pytest.mark.parametrize("way", ["apart", "loop", "in rows"])
-def test_layer_norm_by_every_way_has_torchs_first_and_second_derivatives(
-    way: str, monkeypatch: pytest.MonkeyPatch
+def changed(model: nn.Module, place: int) -> nn.Module:
+    """With a gain and a shift of its own."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.5 + place if name == "weight" else -1.0 * place)
+    return model
+
+
+NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
+    ("layer norm", lambda: nn.LayerNorm(5), (4, 2, 5), ["apart", "loop", "by kernel"]),
+    ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop", "by kernel"]),
+    ("batch norm", lambda: nn.BatchNorm2d(4), (3, 4, 2, 3), ["channels", "loop", "by kernel", "once"]),
+    ("batch norm of vectors", lambda: nn.BatchNorm1d(4), (6, 4), ["channels", "loop", "by kernel", "once"]),
+]
+CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
+    ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped"]),
+    ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded"]),
+    ("transposed", lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1), (3, 2, 4, 4), ["loop", "grouped"]),
+]
+# The rest: what is normalised once is shared, and the kernel of layer normalisation is of inputs that are not.
+ONLY_SHARED, NEVER_SHARED = {("once", "batch norm"), ("once", "batch norm of vectors")}, {("by kernel", "layer norm")}
+EVERY = [
+    pytest.param(factory, shape, way, given, id=f"{name}, {way}, {given}")
+    for name, factory, shape, ways in [*NORMALISED, *CONVOLVED]
+    for way in ways
+    for given in ("models first", "samples first", "shared")
+    if (way, name) not in (NEVER_SHARED if given == "shared" else ONLY_SHARED)
+]
+
+
+@pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
+def test_every_way_has_torchs_first_and_second_derivatives(
+    factory: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    way: str,
+    given: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The kernel is of single precision.
-    dtype, tolerance = (torch.float32, 1e-4) if way == "in rows" else (torch.float64, 1e-10)
-    if way == "in rows" and compiled(torch.zeros(1)) is None:
+    # The kernels are of single precision.
+    dtype, tolerance = (torch.float32, 2e-4) if way == "by kernel" else (torch.float64, 1e-9)
+    if way == "by kernel" and compiled(torch.zeros(1)) is None:
         pytest.skip("no C compiler")
-    models = [torch.nn.LayerNorm(5).to(dtype) for _ in range(MODELS)]
-    for place, model in enumerate(models):
-        torch.nn.init.constant_(model.weight, 1.5 + place)
-        torch.nn.init.constant_(model.bias, -1.0 * place)
-    x, taken = drawn(MODELS, 4, 2, 5).to(dtype).requires_grad_(), by_way(monkeypatch, way)
-    array = fuse(models)
-    found = gradients(array(Each(x)).pow(3).sum(), [x, *array.parameters()])
+    models = [changed(factory().to(dtype), place) for place in range(MODELS)]
+    own = given != "shared"
+    x = drawn(*((MODELS, *shape) if own else shape)).to(dtype)
+    x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
+    taken, array = by_way(monkeypatch, way), fuse(models)
+    found = gradients(array(Each(x) if own else x).pow(3).sum(), [x, *array.parameters()] if own else [x])
     assert taken
-    rows = [row.detach().requires_grad_() for row in x]
-    for place, (model, row) in enumerate(zip(models, rows, strict=True)):
-        wanted = gradients(model(row).pow(3).sum(), [row, *model.parameters()])
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(
-                ours[place], theirs, rtol=tolerance, atol=tolerance * float(theirs.detach().abs().max())
-            )
+    if own:
+        rows = [row.detach().requires_grad_() for row in x]
+        for place, (model, row) in enumerate(zip(models, rows, strict=True)):
+            same(found, gradients(model(row).pow(3).sum(), [row, *model.parameters()]), place, tolerance)
+    else:
+        alone = x.detach().requires_grad_()
+        total = torch.stack([model(alone).pow(3).sum() for model in models]).sum()
+        same([one.unsqueeze(0) for one in found], gradients(total, [alone]), 0, tolerance)
+    for ours, theirs in zip(
+        array.parameters(), zip(*(model.parameters() for model in models), strict=True), strict=True
+    ):
+        slopes = torch.autograd.grad(array(Each(x) if own else x).pow(3).sum(), ours)[0]
+        assert slopes.is_contiguous()
+        for place, (model, parameter) in enumerate(zip(models, theirs, strict=True)):
+            wanted = torch.autograd.grad(model(x[place] if own else x).pow(3).sum(), parameter)
+            same([slopes], wanted, place, tolerance)
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, tolerance: float) -> None:
+    """Of model `place`."""
+    for one, other in zip(ours, theirs, strict=True):
+        scale = float(other.detach().abs().max())
+        torch.testing.assert_close(one[place], other, rtol=tolerance, atol=tolerance * max(scale, 1.0))
 
 
 @pytest.mark.parametrize("own", [True, False])

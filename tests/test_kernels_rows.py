@@ -1,4 +1,4 @@
-"""Optimizers and normalisation over rows: C and torch give the same bits, and torch's own functions the same."""
+"""Optimizers over rows: C and torch give the same bits, and torch's own functions the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.kernels import normalised, rows
-from laconic.kernels.reference import normalised as normalised_by_torch
+from laconic.kernels import rows
 from laconic.kernels.reference import rows as reference
 from tests.kernels import by_c as by_c
 from tests.kernels import library as library
@@ -165,59 +164,3 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         given = {"x": x, "gradient": x, "momentum": x, "numbers": numbers, "going": everyone, **change}
         with pytest.raises(ConfigError, match=words):
             rows.sgd_rows_(**given)
-
-
-# -- layer normalisation -----------------------------------------------------------------------------------------------
-
-
-def rows_to_normalise(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An input, a gain, a shift and a gradient; one row hardly varies."""
-    draw = torch.Generator().manual_seed(n)
-    x, gradient = (torch.randn(3, 6, n, generator=draw) * 5 + 2 for _ in range(2))
-    x[1, 2] = 7.0
-    gain, shift = (torch.randn(3, n, generator=draw) for _ in range(2))
-    return x, gain, shift, gradient
-
-
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("n", [1, 7, 16, 33, 128, 200, 1000])
-def test_layer_normalisation_is_bit_by_bit_that_of_torch(n: int) -> None:
-    x, gain, shift, gradient = rows_to_normalise(n)
-    ours = normalised.layer_norm(x, gain, shift, eps=1e-5)
-    theirs = normalised_by_torch.layer_norm(x, gain, shift, 1e-5)
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-    ours = normalised.layer_norm_back(gradient, x, gain, *ours[1:])
-    theirs = normalised_by_torch.layer_norm_back(gradient, x, gain, *theirs[1:])
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("n", [3, 64, 2000])
-def test_layer_normalisation_and_its_gradients_are_torch_s_for_each_model(
-    n: int, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LACONIC_NATIVE", native)
-    x, gain, shift, gradient = rows_to_normalise(n)
-    found, mean, scale = normalised.layer_norm(x, gain, shift, eps=1e-2)
-    ours = normalised.layer_norm_back(gradient, x, gain, mean, scale)
-    for place in range(len(x)):
-        own = [tensor[place].double().requires_grad_() for tensor in (x, gain, shift)]
-        wanted = torch.nn.functional.layer_norm(own[0], (n,), own[1], own[2], 1e-2)
-        torch.testing.assert_close(found[place].double(), wanted.detach(), rtol=1e-5, atol=1e-5)
-        for mine, theirs in zip(ours, torch.autograd.grad(wanted, own, gradient[place].double()), strict=True):
-            torch.testing.assert_close(mine[place].double(), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
-
-
-def test_rows_that_cannot_be_normalised_are_refused() -> None:
-    x, gain = torch.zeros(2, 4, 3), torch.ones(2, 3)
-    for wrong, words in (
-        ((x[0], gain, gain), "shapes"),
-        ((x, gain[:1], gain), r"\[1, 3\]"),
-        ((x.double(), gain, gain), "float64"),
-        ((x.transpose(0, 1)[:2], gain, gain), "contiguous"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            normalised.layer_norm(*wrong, eps=1e-5)
-    found = normalised.layer_norm(x, gain, gain, eps=1e-5)
-    with pytest.raises(ConfigError, match="gradient of shape"):
-        normalised.layer_norm_back(x[:, :1], x, gain, *found[1:])

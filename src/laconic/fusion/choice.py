@@ -20,10 +20,11 @@ Way = Callable[..., Batch]
 PIN = "LACONIC_DETERMINISTIC"
 # Uses of the best guess before ways are measured, which takes as long as a few uses of each.
 PATIENCE = 40
-_ROUNDS = 4
+# Rounds of at least a millisecond a way: always some, and more of what is quick, for other work may disturb a few.
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 4, 12, 0.1
 _LEAST_SECONDS = 1e-3
-# The first time loads what is loaded once; after that few ways are still in the running.
-_NEAR_AT_FIRST, _NEAR = 4.0, 1.2
+# Seconds of these times the least are too many: after one use, and after several.
+_NEAR_AT_FIRST, _NEAR = 4.0, 1.3
 _CHOSEN: dict[tuple[Any, ...], str] = {}
 _USES: Counter[tuple[Any, ...]] = Counter()
 _MEMORY = Memory()
@@ -131,9 +132,13 @@ def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[st
     """Seconds of each way: the least of several rounds, in which those that may yet win take turns."""
     copies = [_copy(value) for value in values]
     cuda = _device(values) == "cuda"
+    for way in ways.values():  # the first time loads what is loaded once
+        _once(way, copies)
     best = {name: _seconds(way, copies, 1, cuda) for name, way in ways.items()}
-    near = _NEAR_AT_FIRST
-    for _ in range(_ROUNDS):
+    near, start = _NEAR_AT_FIRST, perf_counter()
+    for round in range(_MOST_ROUNDS):
+        if round >= _LEAST_ROUNDS and perf_counter() - start > _ENOUGH_SECONDS:
+            break
         limit = near * min(best.values())
         rivals = [name for name, seconds in best.items() if seconds <= limit]
         if near < _NEAR_AT_FIRST and len(rivals) == 1:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
+from laconic.fusion.normalised import by_channels, by_groups, by_layers, has_kernel
 from laconic.fusion.routing import Context, rule
-from laconic.kernels import normalised as kernels
-from laconic.kernels.base import compiled
 
 
 @rule(F.batch_norm)
@@ -38,7 +37,9 @@ def batch_norm(
     own = not isinstance(running_mean, Tensor) and not isinstance(running_var, Tensor)
     if training and own and isinstance(input, Tensor) and not _casts(input):
         ways["once"] = partial(_once, context.size, momentum, eps)
-    return _by_channels(context, function, values, settings, ways)
+    if training and own and _count(input) > 1 and has_kernel(input, weight, bias):
+        ways["by kernel"] = partial(_by_kernel, context.size, momentum, eps)
+    return _side_by_side(context, function, values, settings, ways)
 
 
 def _once(size: int, momentum: float, eps: float, input: Tensor, *others: Value | None) -> Batch:
@@ -58,6 +59,30 @@ def _once(size: int, momentum: float, eps: float, input: Tensor, *others: Value 
     return Batch(every * gain if shift is None else torch.addcmul(shift, every, gain), 1)
 
 
+def _count(input: Value) -> int:
+    """How many numbers of a channel one model sees."""
+    return prod((input.shape[0], *input.shape[2:]))
+
+
+def _by_kernel(
+    size: int,
+    momentum: float,
+    eps: float,
+    input: Value,
+    running_mean: Batch | None,
+    running_var: Batch | None,
+    weight: Value,
+    bias: Value,
+) -> Batch:
+    found, mean, variance = by_channels(size, eps, input, weight, bias)
+    count = _count(input)
+    with torch.no_grad():
+        for kept, own, factor in ((running_mean, mean, 1.0), (running_var, variance, count / (count - 1))):
+            if kept is not None:
+                kept.at(0).mul_(1 - momentum).add_(own, alpha=momentum * factor)
+    return found
+
+
 @rule(F.instance_norm)
 def instance_norm(
     context: Context,
@@ -73,10 +98,10 @@ def instance_norm(
 ) -> Batch:
     """As `batch_norm`, per sample."""
     values = (input, running_mean, running_var, weight, bias)
-    return _by_channels(context, function, values, (use_input_stats, momentum, eps), {})
+    return _side_by_side(context, function, values, (use_input_stats, momentum, eps), {})
 
 
-def _by_channels(
+def _side_by_side(
     context: Context, function: Any, values: Sequence[Value | None], settings: Any, ways: dict[str, Way]
 ) -> Batch:
     size = context.size
@@ -130,7 +155,10 @@ def group_norm(
     def loop(input: Value, weight: Value | None, bias: Value | None) -> Batch:
         return each(function, size, input, num_groups, weight, bias, eps)
 
-    return fastest("group_norm", {"channels": channels, "loop": loop}, (input, weight, bias), (num_groups, eps))
+    ways: dict[str, Way] = {"channels": channels, "loop": loop}
+    if has_kernel(input, weight, bias):
+        ways["by kernel"] = partial(by_groups, size, num_groups, eps)
+    return fastest("group_norm", ways, (input, weight, bias), (num_groups, eps))
 
 
 @rule(F.layer_norm)
@@ -149,54 +177,14 @@ def layer_norm(
         "apart": partial(_apart, partial(function, eps=eps), context.size, shape),
         "loop": lambda x, gain, shift: each(function, context.size, x, shape, gain, shift, eps),
     }
-    if isinstance(input, Batch) and weight is not None and bias is not None and _has_kernel(input.tensor):
-        ways["in rows"] = partial(_in_rows, context.size, shape, eps)
+    if isinstance(input, Batch) and has_kernel(input, weight, bias):
+        ways["by kernel"] = partial(by_layers, context.size, shape, eps)
     return fastest("layer_norm", ways, (input, weight, bias), (eps,))
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and not _casts(tensor) and compiled(tensor) is not None
 
 
 def _casts(tensor: Tensor) -> bool:
     """Whether autocast would compute in another dtype than the input's, or the input's is a short one."""
     return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
-
-
-def _in_rows(size: int, shape: tuple[int, ...], eps: float, input: Batch, weight: Value, bias: Value) -> Batch:
-    every = input.at(0).contiguous()
-    gain, shift = (along(value, 0, size).reshape(size, -1).contiguous() for value in (weight, bias))
-    found = _LayerNorm.apply(every.view(size, -1, prod(shape)), gain, shift, eps)
-    return Batch(found.view_as(every), 0)
-
-
-class _LayerNorm(torch.autograd.Function):
-    """Layer normalisation of [models, count, n] by a kernel of our own; the input and two numbers a row are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
-        """One pass over memory."""
-        found, mean, scale = kernels.layer_norm(x, gain, shift, eps=eps)
-        ctx.save_for_backward(x, gain, mean, scale)
-        ctx.eps = eps
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """One pass again; by torch's arithmetic where derivatives of derivatives are asked for."""
-        (gradient,), (x, gain, mean, scale) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return (*_gradients(gradient, x, gain, ctx.eps), None)
-        return (*kernels.layer_norm_back(gradient.contiguous(), x, gain, mean, scale), None)
-
-
-def _gradients(gradient: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the input, the gain and the shift, each a function of tensors that may be differentiated again."""
-    centred = x - x.mean(2, keepdim=True)
-    scale = (centred.square().mean(2, keepdim=True) + eps).rsqrt()
-    normal, own = centred * scale, gradient * gain.unsqueeze(1)
-    of_x = scale * (own - own.mean(2, keepdim=True) - normal * (own * normal).mean(2, keepdim=True))
-    return of_x, (gradient * normal).sum(1), gradient.sum(1)
 
 
 @rule(F.rms_norm)

@@ -1,48 +1,67 @@
-/* Layer normalisation of many models: rows [models, count, n], each model with its own gain and shift [models, n]. */
+/* Normalisation of many models, each with its own gain and shift: of rows [models, count, n] by layers, of
+   [outer, inner, channels, places] by groups of channels of a sample, and by channels of a model over all samples,
+   where the models are one of the first two axes and the samples the other. */
+
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+
+/* The sum of the lanes: the second half is added to the first, until one is left. */
+INLINE float halved(floats sum) {
+    eight e[2];
+    memcpy(e, &sum, sizeof e);
+    e[0] = e[0] + e[1];
+    four f[2];
+    memcpy(f, e, sizeof f);
+    f[0] = f[0] + f[1];
+    return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
+}
 
 /* Blocks of eight vectors by neighbours, one block after another; then the lanes, halves first. */
-static float dot(const float *x, const float *y, int64_t n) {
+INLINE float in_order(const float *x, const float *y, int64_t n) {
     floats sum = {};
     int64_t i = 0;
     for (; i + 8 * LANES <= n; i += 8 * LANES) {
         floats row[8];
-        for (int k = 0; k < 8; k++) row[k] = load(x + i + k * LANES) * load(y + i + k * LANES);
+        for (int k = 0; k < 8; k++) {
+            row[k] = load(x + i + k * LANES);
+            if (y) row[k] = row[k] * load(y + i + k * LANES);
+        }
         sum = sum + (((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7])));
     }
-    for (; i + LANES <= n; i += LANES) sum = sum + load(x + i) * load(y + i);
-    if (i < n) sum = sum + load_some(x + i, n - i) * load_some(y + i, n - i);
-    float lanes[LANES];
-    store(lanes, sum);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) lanes[lane] = lanes[lane] + lanes[lane + half];
-    return lanes[0];
+    for (; i + LANES <= n; i += LANES) sum = sum + (y ? load(x + i) * load(y + i) : load(x + i));
+    if (i < n) sum = sum + (y ? load_some(x + i, n - i) * load_some(y + i, n - i) : load_some(x + i, n - i));
+    return halved(sum);
 }
 
+static float total(const float *x, int64_t n) { return in_order(x, 0, n); }
+static float dot(const float *x, const float *y, int64_t n) { return in_order(x, y, n); }
+static float root_under_one(float variance, float eps) { return 1.0f / __builtin_sqrtf(variance + eps); }
+
+/* -- by layers -- */
+
 static void normalise_row(
-    const float *restrict x, const float *restrict ones, const float *restrict gain, const float *restrict shift,
-    float *restrict out, float *mean, float *scale, int64_t n, float eps
+    const float *restrict x, const float *restrict gain, const float *restrict shift, float *restrict out,
+    float *mean, float *scale, int64_t n, float eps
 ) {
-    float middle = *mean = dot(x, ones, n) / (float)n;
+    float middle = *mean = total(x, n) / (float)n;
     for (int64_t i = 0; i < n; i++) out[i] = x[i] - middle;
-    float factor = *scale = 1.0f / __builtin_sqrtf(dot(out, out, n) / (float)n + eps);
+    float factor = *scale = root_under_one(dot(out, out, n) / (float)n, eps);
     for (int64_t i = 0; i < n; i++) out[i] = out[i] * factor * gain[i] + shift[i];
 }
 
-/* `ones` are n of them. */
 void laconic_layer_norm(
-    const float *x, const float *ones, const float *gain, const float *shift, float *out, float *means, float *scales,
-    int64_t models, int64_t count, int64_t n, float eps
+    const float *x, const float *gain, const float *shift, float *out, float *means, float *scales, int64_t models,
+    int64_t count, int64_t n, float eps
 ) {
     for (int64_t row = 0; row < models * count; row++) {
         int64_t at = row * n, own = row / count * n;
-        normalise_row(x + at, ones, gain + own, shift + own, out + at, means + row, scales + row, n, eps);
+        normalise_row(x + at, gain + own, shift + own, out + at, means + row, scales + row, n, eps);
     }
 }
 
 static void return_row(
-    const float *restrict gradient, const float *restrict x, const float *restrict ones, const float *restrict gain,
-    float mean, float scale, float *restrict of_x, float *restrict of_gain, float *restrict of_shift,
-    float *restrict normal, int64_t n
+    const float *restrict gradient, const float *restrict x, const float *restrict gain, float mean, float scale,
+    float *restrict of_x, float *restrict of_gain, float *restrict of_shift, float *restrict normal, int64_t n
 ) {
     for (int64_t i = 0; i < n; i++) {
         normal[i] = (x[i] - mean) * scale;
@@ -50,20 +69,191 @@ static void return_row(
         of_gain[i] = of_gain[i] + gradient[i] * normal[i];
         of_shift[i] = of_shift[i] + gradient[i];
     }
-    float first = dot(of_x, ones, n) / (float)n, second = dot(of_x, normal, n) / (float)n;
+    float first = total(of_x, n) / (float)n, second = dot(of_x, normal, n) / (float)n;
     for (int64_t i = 0; i < n; i++) of_x[i] = scale * (of_x[i] - first - normal[i] * second);
 }
 
 /* of_gain and of_shift are added to; `normal` is room for one row. */
 void laconic_layer_norm_back(
-    const float *gradient, const float *x, const float *ones, const float *gain, const float *means,
-    const float *scales, float *of_x, float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count,
-    int64_t n
+    const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
+    float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count, int64_t n
 ) {
     for (int64_t row = 0; row < models * count; row++) {
         int64_t at = row * n, own = row / count * n;
         return_row(
-            gradient + at, x + at, ones, gain + own, means[row], scales[row], of_x + at, of_gain + own, of_shift + own,
+            gradient + at, x + at, gain + own, means[row], scales[row], of_x + at, of_gain + own, of_shift + own,
             normal, n);
     }
+}
+
+/* -- by groups and by channels: `parts` blocks of `places` numbers, `step` from each to the next -- */
+
+static void moments(
+    const float *restrict x, int64_t step, int64_t parts, int64_t places, float *mean, float *variance,
+    float *restrict room
+) {
+    double sum = 0.0, squares = 0.0, count = (double)(parts * places);
+    for (int64_t part = 0; part < parts; part++) sum += (double)total(x + part * step, places);
+    float middle = *mean = (float)(sum / count);
+    for (int64_t part = 0; part < parts; part++) {
+        const float *block = x + part * step;
+        for (int64_t i = 0; i < places; i++) room[i] = block[i] - middle;
+        squares += (double)dot(room, room, places);
+    }
+    *variance = (float)(squares / count);
+}
+
+INLINE void scale_block(
+    const float *restrict x, float *restrict out, int64_t places, float mean, float factor, float shift
+) {
+    for (int64_t i = 0; i < places; i++) out[i] = (x[i] - mean) * factor + shift;
+}
+
+/* The sums of a block's gradient, as it is and times what was normalised. */
+INLINE void sums(
+    const float *restrict gradient, const float *restrict x, int64_t places, float mean, float scale, float *plain,
+    float *weighted, float *restrict room
+) {
+    for (int64_t i = 0; i < places; i++) room[i] = (x[i] - mean) * scale;
+    *plain = total(gradient, places);
+    *weighted = dot(gradient, room, places);
+}
+
+INLINE void return_block(
+    const float *restrict gradient, const float *restrict x, float *restrict of_x, int64_t places, float mean,
+    float factor, float first, float second
+) {
+    for (int64_t i = 0; i < places; i++) of_x[i] = gradient[i] * factor - (first + (x[i] - mean) * second);
+}
+
+/* x may lie apart, or be the same for all of an axis; what is written is dense. `room` is for a group's numbers. */
+void laconic_group_norm(
+    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances, float *room,
+    int64_t outer, int64_t inner, int64_t models_inner, int64_t groups, int64_t parts, int64_t places,
+    int64_t x_outer, int64_t x_inner, float eps
+) {
+    int64_t channels = groups * parts;
+    for (int64_t row = 0; row < outer * inner; row++) {
+        const float *from = x + row / inner * x_outer + row % inner * x_inner;
+        const int64_t model = (models_inner ? row % inner : row / inner) * channels;
+        for (int64_t group = 0; group < groups; group++) {
+            int64_t set = row * groups + group, at = group * parts * places;
+            if (row % inner && !x_inner) {
+                means[set] = means[set - groups];
+                variances[set] = variances[set - groups];
+            } else moments(from + at, 0, 1, parts * places, means + set, variances + set, room);
+            float scale = root_under_one(variances[set], eps);
+            for (int64_t part = 0; part < parts; part++) {
+                int64_t own = model + group * parts + part, block = at + part * places;
+                scale_block(
+                    from + block, out + row * channels * places + block, places, means[set], scale * gain[own],
+                    shift[own]);
+            }
+        }
+    }
+}
+
+/* of_gain and of_shift are added to; of_x may be missing; `room` is for a block and twice a group's parts. */
+void laconic_group_norm_back(
+    const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
+    float *of_gain, float *of_shift, float *room, int64_t outer, int64_t inner, int64_t models_inner, int64_t groups,
+    int64_t parts, int64_t places, int64_t x_outer, int64_t x_inner, float eps
+) {
+    int64_t channels = groups * parts;
+    double count = (double)(parts * places);
+    for (int64_t row = 0; row < outer * inner; row++) {
+        const float *from = x + row / inner * x_outer + row % inner * x_inner;
+        const int64_t model = (models_inner ? row % inner : row / inner) * channels;
+        for (int64_t group = 0; group < groups; group++) {
+            int64_t set = row * groups + group, at = group * parts * places, to = row * channels * places + at;
+            float mean = means[set], scale = root_under_one(variances[set], eps);
+            double first = 0.0, second = 0.0;
+            for (int64_t part = 0; part < parts; part++) {
+                int64_t own = model + group * parts + part, block = part * places;
+                float plain, weighted;
+                sums(gradient + to + block, from + at + block, places, mean, scale, &plain, &weighted, room);
+                of_shift[own] = of_shift[own] + plain;
+                of_gain[own] = of_gain[own] + weighted;
+                first += (double)(plain * gain[own]);
+                second += (double)(weighted * gain[own]);
+            }
+            if (!of_x) continue;
+            float all = scale * (float)(first / count), some = scale * scale * (float)(second / count);
+            for (int64_t part = 0; part < parts; part++) {
+                int64_t own = model + group * parts + part, block = part * places;
+                return_block(
+                    gradient + to + block, from + at + block, of_x + to + block, places, mean, scale * gain[own], all,
+                    some);
+            }
+        }
+    }
+}
+
+/* Where a channel of a model begins and how far its samples are apart, in x and in what is dense. */
+typedef struct {
+    int64_t models, samples, from_model, from_sample, to_model, to_sample;
+} layout;
+
+static layout laid_out(
+    int64_t outer, int64_t inner, int64_t models_inner, int64_t row, int64_t x_outer, int64_t x_inner
+) {
+    if (models_inner) return (layout){inner, outer, x_inner, x_outer, row, inner * row};
+    return (layout){outer, inner, x_outer, x_inner, inner * row, row};
+}
+
+/* As by groups; `room` is for the places. */
+void laconic_batch_norm(
+    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances, float *room,
+    int64_t outer, int64_t inner, int64_t models_inner, int64_t channels, int64_t places, int64_t x_outer,
+    int64_t x_inner, float eps
+) {
+    layout way = laid_out(outer, inner, models_inner, channels * places, x_outer, x_inner);
+    for (int64_t channel = 0; channel < channels; channel++)
+        for (int64_t model = 0; model < way.models; model++) {
+            int64_t set = model * channels + channel, at = channel * places;
+            const float *from = x + model * way.from_model + at;
+            if (model && !way.from_model) {
+                means[set] = means[channel];
+                variances[set] = variances[channel];
+            } else moments(from, way.from_sample, way.samples, places, means + set, variances + set, room);
+            float factor = root_under_one(variances[set], eps) * gain[set];
+            float *to = out + model * way.to_model + at;
+            for (int64_t sample = 0; sample < way.samples; sample++)
+                scale_block(
+                    from + sample * way.from_sample, to + sample * way.to_sample, places, means[set], factor,
+                    shift[set]);
+        }
+}
+
+void laconic_batch_norm_back(
+    const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
+    float *of_gain, float *of_shift, float *room, int64_t outer, int64_t inner, int64_t models_inner,
+    int64_t channels, int64_t places, int64_t x_outer, int64_t x_inner, float eps
+) {
+    layout way = laid_out(outer, inner, models_inner, channels * places, x_outer, x_inner);
+    double count = (double)(way.samples * places);
+    for (int64_t channel = 0; channel < channels; channel++)
+        for (int64_t model = 0; model < way.models; model++) {
+            int64_t set = model * channels + channel, at = channel * places;
+            const float *from = x + model * way.from_model + at, *back = gradient + model * way.to_model + at;
+            float mean = means[set], scale = root_under_one(variances[set], eps);
+            double first = 0.0, second = 0.0;
+            for (int64_t sample = 0; sample < way.samples; sample++) {
+                float plain, weighted;
+                sums(
+                    back + sample * way.to_sample, from + sample * way.from_sample, places, mean, scale, &plain,
+                    &weighted, room);
+                first += (double)plain;
+                second += (double)weighted;
+            }
+            of_shift[set] = (float)first;
+            of_gain[set] = (float)second;
+            if (!of_x) continue;
+            float factor = scale * gain[set];
+            float all = factor * (float)(first / count), some = scale * factor * (float)(second / count);
+            for (int64_t sample = 0; sample < way.samples; sample++)
+                return_block(
+                    back + sample * way.to_sample, from + sample * way.from_sample,
+                    of_x + model * way.to_model + at + sample * way.to_sample, places, mean, factor, all, some);
+        }
 }

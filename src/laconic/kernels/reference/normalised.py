@@ -1,4 +1,4 @@
-"""Layer normalisation of many models, by torch: rows [models, count, n], each model with its own gain and shift."""
+"""Normalisation of many models by torch, each with its own gain and shift: what the compiled kernels must equal."""
 
 from __future__ import annotations
 
@@ -30,22 +30,105 @@ def layer_norm_back(
     return factor * (of_x - first - normal * second), of_gain, of_shift
 
 
+def group_norm(x: Tensor, gain: Tensor, shift: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `layer_norm`, of [models, samples, channels, places]; means and variances are [models, samples, groups]."""
+    mean, variance = _moments(x.unflatten(2, (groups, 1, -1)).flatten(4))
+    apart = x.unflatten(2, (groups, -1))
+    factor = _scale(variance, eps).unsqueeze(3) * gain.unflatten(1, (groups, -1)).unsqueeze(1)
+    found = (apart - mean[..., None, None]) * factor.unsqueeze(4) + _among_groups(shift, groups)
+    return found.flatten(2, 3), mean, variance
+
+
+def group_norm_back(
+    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, the gain and the shift; each of the latter two is added up sample after sample."""
+    apart, back = x.unflatten(2, (groups, -1)), gradient.unflatten(2, (groups, -1))
+    own, scale = gain.unflatten(1, (groups, -1)).unsqueeze(1), _scale(variance, eps).unsqueeze(3)
+    centred = apart - mean[..., None, None]
+    plain, weighted = _total(back).squeeze(4), _total(back * (centred * scale.unsqueeze(4))).squeeze(4)
+    first, second = (_shares(each * own, apart[0, 0, 0].numel()) for each in (plain, weighted))
+    all, some = scale * first.unsqueeze(3), scale * scale * second.unsqueeze(3)
+    of_x = back * (scale * own).unsqueeze(4) - (all.unsqueeze(4) + centred * some.unsqueeze(4))
+    of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
+    for sample in range(x.shape[1]):
+        of_gain = of_gain + weighted[:, sample].flatten(1)
+        of_shift = of_shift + plain[:, sample].flatten(1)
+    return of_x.flatten(2, 3), of_gain, of_shift
+
+
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `group_norm`, over all samples; means and variances are [models, channels]."""
+    mean, variance = _moments(x.transpose(1, 2))
+    factor = _scale(variance, eps) * gain
+    found = (x - _per_channel(mean)) * _per_channel(factor) + _per_channel(shift)
+    return found, mean, variance
+
+
+def batch_norm_back(
+    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, the gain and the shift."""
+    scale, centred = _scale(variance, eps), x - _per_channel(mean)
+    plain = _total(gradient).squeeze(3).transpose(1, 2)
+    weighted = _total(gradient * (centred * _per_channel(scale))).squeeze(3).transpose(1, 2)
+    factor = scale * gain
+    first, second = (_shares(each, x[0, :, 0].numel()) for each in (plain, weighted))
+    all, some = factor * first, scale * factor * second
+    of_x = gradient * _per_channel(factor) - (_per_channel(all) + centred * _per_channel(some))
+    return of_x, _in_double(weighted).float(), _in_double(plain).float()
+
+
+def _moments(sets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [..., parts, places], each part's sum in single and their total in double precision."""
+    count = sets.shape[-2] * sets.shape[-1]
+    mean = _shares(_total(sets).squeeze(-1), count)
+    centred = sets - mean[..., None, None]
+    return mean, _shares(_total(centred * centred).squeeze(-1), count)
+
+
+def _shares(parts: Tensor, count: int) -> Tensor:
+    return (_in_double(parts) / count).float()
+
+
+def _in_double(parts: Tensor) -> Tensor:
+    """The sum along the last axis, one after another."""
+    total = parts.new_zeros(parts.shape[:-1], dtype=torch.float64)
+    for part in parts.double().unbind(-1):
+        total = total + part
+    return total
+
+
+def _scale(variance: Tensor, eps: float) -> Tensor:
+    return 1 / rooted(variance + eps)
+
+
+def _among_groups(value: Tensor, groups: int) -> Tensor:
+    """[models, channels] beside [models, samples, groups, parts, places]."""
+    return value.unflatten(1, (groups, -1)).unsqueeze(1).unsqueeze(4)
+
+
+def _per_channel(value: Tensor) -> Tensor:
+    """[models, channels] beside [models, samples, channels, places]."""
+    return value.unsqueeze(1).unsqueeze(3)
+
+
 def _width(x: Tensor) -> Tensor:
     return torch.tensor(float(x.shape[2]), device=x.device)
 
 
 def _total(x: Tensor) -> Tensor:
-    """The sum along the last axis, [models, count, 1], in the order of the compiled kernel."""
-    whole = x.shape[2] // (8 * LANES) * 8 * LANES
-    sums = x.new_zeros(*x.shape[:2], LANES)
-    for block in x[..., :whole].split(8 * LANES, 2) if whole else ():
-        rows = block.unflatten(2, (8, LANES))
+    """The sum along the last axis, which is kept, in the order of the compiled kernel."""
+    whole = x.shape[-1] // (8 * LANES) * 8 * LANES
+    sums = x.new_zeros(*x.shape[:-1], LANES)
+    for block in x[..., :whole].split(8 * LANES, -1) if whole else ():
+        rows = block.unflatten(-1, (8, LANES))
         for _ in range(3):
-            rows = rows[:, :, ::2] + rows[:, :, 1::2]
-        sums = sums + rows[:, :, 0]
-    for lanes in x[..., whole:].split(LANES, 2) if whole < x.shape[2] else ():
-        sums = sums + torch.nn.functional.pad(lanes, (0, LANES - lanes.shape[2]))
-    while sums.shape[2] > 1:
-        half = sums.shape[2] // 2
+            rows = rows[..., ::2, :] + rows[..., 1::2, :]
+        sums = sums + rows[..., 0, :]
+    for lanes in x[..., whole:].split(LANES, -1) if whole < x.shape[-1] else ():
+        sums = sums + torch.nn.functional.pad(lanes, (0, LANES - lanes.shape[-1]))
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
         sums = sums[..., :half] + sums[..., half:]
     return sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from laconic.emulate import available
@@ -33,6 +33,7 @@ class Scale:
         evaluations: on held-out data, of each.
         timed_model: the size of the model whose pace counts.
         timed_steps: of the runs whose pace counts.
+        timed_rounds: how often each of these is run, taking turns.
         batch_size: of these, a step and worker.
         links: over which they run.
         peers: torch's own methods beside them.
@@ -42,7 +43,8 @@ class Scale:
     rounds: int = 3
     evaluations: int = 12
     timed_model: str = "6m"
-    timed_steps: int = 36
+    timed_steps: int = 18
+    timed_rounds: int = 3
     batch_size: int = 4
     links: tuple[str, ...] = (_SLOW, _FAST)
     peers: tuple[str, ...] = (DDP, POWER)
@@ -53,7 +55,7 @@ class Scale:
         return (ALONE, *self.peers, OURS)
 
 
-QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, links=(_SLOW,), peers=(DDP,))
+QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=1, links=(_SLOW,), peers=(DDP,))
 
 
 def warm_up(steps: int) -> int:
@@ -96,7 +98,7 @@ def _timed(attempt: Attempt, scale: Scale, link: str, begin: Begin) -> Compariso
     recipes = [texts[name] for name in scale.timed]
     asked = {"model": scale.timed_model, "steps": scale.timed_steps, "batch_size": scale.batch_size, "link": link}
     more = {"eval_every": scale.timed_steps, "eval_limit": 16}
-    return _compared(attempt, begin, f"pace-{link}", recipes, {**asked, **more}, 1)
+    return _compared(attempt, begin, f"pace-{link}", recipes, {**asked, **more}, scale.timed_rounds)
 
 
 def _compared(
@@ -122,8 +124,10 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
     stages = stages_of(learned, 1, warm_up(scale.steps))
     coded, whole = (min(getattr(each, name) for each in stages) for name in ("coded_volume", "volume"))
     seconds = {link: _seconds(done, scale) for link, done in timed.items()}
-    paces = {link: each[OURS] / each[ALONE] for link, each in seconds.items()}
-    gains = {link: each[DDP] / each[OURS] for link, each in seconds.items()}
+    every_pace = {link: _ratios(each[OURS], each[ALONE]) for link, each in seconds.items()}
+    every_gain = {link: _ratios(each[DDP], each[OURS]) for link, each in seconds.items()}
+    paces, gains = ({link: median(found) for link, found in each.items()} for each in (every_pace, every_gain))
+    middle = {link: {name: median(found) for name, found in each.items()} for link, each in seconds.items()}
     swift = paces.get(_SLOW, 0.0) <= _PACE and gains.get(_FAST, _GAIN) >= _GAIN
     return Result(
         holds=fmean(ratios) <= _LOSS and coded >= _VOLUME and swift,
@@ -144,19 +148,32 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
             "volume once frozen, against bf16": f"{coded / 2:.2f}",
             **{
                 f"seconds per step over {link}, {name}": f"{s:.4f}"
-                for link in seconds
-                for name, s in seconds[link].items()
+                for link in middle
+                for name, s in middle[link].items()
             },
-            **_with_warm_up(seconds, timed, scale),
-            "pace of": f"a model of {scale.timed_model} parameters, {scale.timed_steps} steps, "
-            f"{scale.batch_size} passages a step and worker",
+            **{
+                f"over {link}, by round: of a step without communication": _listed(every_pace[link]) for link in seconds
+            },
+            **{f"over {link}, by round: times faster than DDP": _listed(every_gain[link]) for link in seconds},
+            **_with_warm_up(middle, timed, scale),
+            "pace of": f"a model of {scale.timed_model} parameters, {scale.timed_rounds} rounds of {scale.timed_steps} "
+            f"steps, methods taking turns, ratios within rounds, {scale.batch_size} passages a step and worker",
             "links": ", ".join(seconds) or "none: namespaces are not available here",
-            "pictures": ", ".join(_drawn(attempt, curves, seconds, scale)) or "none: matplotlib is missing",
+            "pictures": ", ".join(_drawn(attempt, curves, middle, scale)) or "none: matplotlib is missing",
         },
     )
 
 
-def _seconds(done: Comparison, scale: Scale) -> dict[str, float]:
+def _ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _seconds(done: Comparison, scale: Scale) -> dict[str, list[float]]:
+    """The time of each method's steps, round by round."""
     skipped = warm_up(scale.timed_steps) + 1
     return {name: step_seconds(done, place, skipped) for place, name in enumerate(scale.timed)}
 
@@ -167,8 +184,8 @@ def _with_warm_up(
     """How many times faster than DDP a run is whose first sixth sends gradients."""
     found: dict[str, str] = {}
     for link, each in seconds.items():
-        (stages,) = stages_of(timed[link], scale.timed.index(OURS), warm_up(scale.timed_steps))
-        mean = _SHARE * stages.warm_seconds + (1 - _SHARE) * each[OURS]
+        stages = stages_of(timed[link], scale.timed.index(OURS), warm_up(scale.timed_steps))
+        mean = _SHARE * median(one.warm_seconds for one in stages) + (1 - _SHARE) * each[OURS]
         found[f"times faster than DDP over {link}, warm-up counted"] = f"{each[DDP] / mean:.2f}"
     return found
 

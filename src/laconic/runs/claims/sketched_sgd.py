@@ -20,7 +20,6 @@ from laconic.strategies.sketched import SketchedSGD
 from laconic.tasks import Task, load
 
 _LOSS, _FLAT = 0.01, 1.1
-_MOST_READ = 64  # workers that say their own largest coordinates, where their accuracy is measured
 DENSE, SKETCHED, TOP_K = "dense SGD", "Sketched SGD", "local top-k"
 AS_THREADS = "Sketched SGD, as threads"
 WIDE, HEAVY, FETCH = "Sketched SGD, 5 rows", "Sketched SGD, momentum 0.9", "FetchSGD"
@@ -90,10 +89,9 @@ def methods(plan: Scale) -> dict[str, Method]:
     }
 
 
-def on_many(plan: Scale, workers: int = 0) -> dict[str, Method]:
+def on_many(plan: Scale) -> dict[str, Method]:
     """What is compared on more workers; where time is short, only what the verdict needs."""
-    reads_all = plan.seeds > 1 and workers <= _MOST_READ
-    return {name: method for name, method in methods(plan).items() if reads_all or name != TOP_K}
+    return {name: method for name, method in methods(plan).items() if plan.seeds > 1 or name != TOP_K}
 
 
 def variants(plan: Scale) -> dict[str, Method]:
@@ -161,7 +159,7 @@ def _by_threads(task: Task, plan: Scale, rates: Mapping[str, float], begin: Begi
     """On more workers, a thread each."""
     found = dict[tuple[int, str], Sequence[Learned]]()
     for workers in plan.workers[1:]:
-        for name, method in on_many(plan, workers).items():
+        for name, method in on_many(plan).items():
             begin(f"{workers} threads: {name}")
             runs = [_run(task, method, rates[name], plan, workers, seed) for seed in range(plan.many_seeds)]
             found[workers, name] = runs
@@ -218,7 +216,7 @@ def judge(
             "data": "; ".join(
                 f"{plan.task}, {plan.steps} steps, {plan.batch_size} examples a step; {plan.workers[0]} workers as "
                 f"processes (seeds: {plan.seeds}), {' and '.join(map(str, plan.workers[1:]))} as threads (seeds: "
-                f"{plan.many_seeds}), {TOP_K} on at most {_MOST_READ}, for each of n workers reads what n say"
+                f"{plan.many_seeds})"
                 for plan in plans
             ),
             "recipes": "; ".join(

@@ -50,11 +50,9 @@ def stages_of(done: Comparison, place: int, warm_steps: int) -> list[Stages]:
     return [_stages(folder, warm_steps) for folder in _folders(done, place)]
 
 
-def step_seconds(done: Comparison, place: int, skipped_steps: int) -> float:
-    """The median time of the steps of a strategy, all rounds together, without the first ones of each."""
-    return median(
-        seconds for folder in _folders(done, place) for seconds in _column(folder, "step_seconds")[skipped_steps:]
-    )
+def step_seconds(done: Comparison, place: int, skipped_steps: int) -> list[float]:
+    """The median time of a strategy's steps without the first ones, of every round."""
+    return [median(_column(folder, "step_seconds")[skipped_steps:]) for folder in _folders(done, place)]
 
 
 def _stages(folder: Path, warm_steps: int) -> Stages:
