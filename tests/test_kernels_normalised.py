@@ -123,6 +123,8 @@ def test_groups_and_channels_are_bit_by_bit_those_of_torch(groups: int | None, l
         back(gradient, x, gain, *found[1:], *settings.values()),
     )
     assert all(same(one.contiguous(), other.contiguous()) for one, other in zip(ours, wanted, strict=True))
+    apart = [torch.stack([each, each], -1)[..., 0] for each in found[1:]]
+    assert all(map(same, backward(gradient, x, gain, *apart, **settings)[1:], ours[1:]))
     nothing, *others = backward(gradient, x, gain, *found[1:], **settings, trained=False)
     assert nothing is None and all(map(same, others, ours[1:]))
 
@@ -161,6 +163,7 @@ def test_blocks_that_cannot_be_normalised_are_refused() -> None:
         ((x[0], gain, shift), "shapes"),
         ((x, gain[:, :1], shift), r"\[3, 1\]"),
         ((x.double(), gain, shift), "float64"),
+        ((x[:, :0], gain, shift), "no numbers"),
         ((x.transpose(2, 3).contiguous().transpose(2, 3), gain, shift), "contiguous"),
     ):
         with pytest.raises(ConfigError, match=words):

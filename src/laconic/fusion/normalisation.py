@@ -33,13 +33,13 @@ def batch_norm(
     """The models' channels side by side; running statistics are updated in their own rows."""
     settings = (training, momentum, eps)
     values = (input, running_mean, running_var, weight, bias)
-    ways: dict[str, Way] = {}
+    first, last = dict[str, Way](), dict[str, Way]()
     own = not isinstance(running_mean, Tensor) and not isinstance(running_var, Tensor)
     if training and own and isinstance(input, Tensor) and not _casts(input):
-        ways["once"] = partial(_once, context.size, momentum, eps)
+        first["once"] = partial(_once, context.size, momentum, eps)
     if training and own and _count(input) > 1 and has_kernel(input, weight, bias):
-        ways["by kernel"] = partial(_by_kernel, context.size, momentum, eps)
-    return _side_by_side(context, function, values, settings, ways)
+        last["by kernel"] = partial(_by_kernel, context.size, momentum, eps)
+    return _side_by_side(context, function, values, settings, first, last)
 
 
 def _once(size: int, momentum: float, eps: float, input: Tensor, *others: Value | None) -> Batch:
@@ -98,11 +98,16 @@ def instance_norm(
 ) -> Batch:
     """As `batch_norm`, per sample."""
     values = (input, running_mean, running_var, weight, bias)
-    return _side_by_side(context, function, values, (use_input_stats, momentum, eps), {})
+    return _side_by_side(context, function, values, (use_input_stats, momentum, eps), {}, {})
 
 
 def _side_by_side(
-    context: Context, function: Any, values: Sequence[Value | None], settings: Any, ways: dict[str, Way]
+    context: Context,
+    function: Any,
+    values: Sequence[Value | None],
+    settings: Any,
+    first: dict[str, Way],
+    last: dict[str, Way],
 ) -> Batch:
     size = context.size
 
@@ -114,7 +119,7 @@ def _side_by_side(
     def loop(*own: Value | None) -> Batch:
         return each(function, size, *own, *settings)
 
-    return fastest(function.__name__, {**ways, "channels": channels, "loop": loop}, values, settings)
+    return fastest(function.__name__, {**first, "channels": channels, "loop": loop, **last}, values, settings)
 
 
 def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def group_norm(x: Tensor, gain: Tensor, shift: Tensor, *, groups: int, eps: floa
     if library is None:
         return reference.group_norm(x, gain, shift, groups, eps)
     found, inside = _like(x)
-    mean, variance = (_by_rows(x, (groups,), inside) for _ in range(2))
+    mean, variance = (_like(x, groups)[0] for _ in range(2))
     every = (x, gain, shift, found, mean, variance, x.new_empty(x[0, 0].numel() // groups))
     sizes = *_axes(x, inside), groups, x.shape[2] // groups, x.shape[3], *_steps(x, inside)
     library.laconic_group_norm(*_addresses(every), *sizes, eps)
@@ -133,7 +133,8 @@ def group_norm_back(
         return found[0] if trained else None, *found[1:]
     of_x, inside, back = _ready(gradient, x, trained)
     of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
-    every = (back, x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
+    moments = _rows(mean, inside), _rows(variance, inside)
+    every = (back, x, gain, *moments, of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
     sizes = *_axes(x, inside), groups, x.shape[2] // groups, x.shape[3], *_steps(x, inside)
     library.laconic_group_norm_back(*_addresses(every), *sizes, eps)
     return of_x, of_gain, of_shift
@@ -174,7 +175,7 @@ def batch_norm_back(
         return found[0] if trained else None, *found[1:]
     of_x, inside, back = _ready(gradient, x, trained)
     of_gain, of_shift = torch.empty_like(gain), torch.empty_like(gain)
-    every = (back, x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
+    every = (back, x, gain, mean.contiguous(), variance.contiguous(), of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
     library.laconic_batch_norm_back(*_addresses(every), *_axes(x, inside), *x.shape[2:], *_steps(x, inside), eps)
     return of_x, of_gain, of_shift
 
@@ -184,24 +185,26 @@ def _models_inside(x: Tensor) -> bool:
     return x.stride(0) <= x.stride(1)
 
 
-def _like(x: Tensor) -> tuple[Tensor, bool]:
-    """Dense room for [models, samples, ...] that lies as x does, and whether the models are inside."""
+def _like(x: Tensor, *each: int) -> tuple[Tensor, bool]:
+    """Dense room for [models, samples, ...] that lies as x does, of x's own numbers or so many of a sample.
+
+    Also whether the models are inside.
+    """
     models, samples, *rest = x.shape
     if _models_inside(x):
-        return x.new_empty(samples, models, *rest).transpose(0, 1), True
-    return x.new_empty(x.shape), False
-
-
-def _by_rows(x: Tensor, rest: tuple[int, ...], inside: bool) -> Tensor:
-    models, samples = x.shape[:2]
-    return x.new_empty(samples, models, *rest).transpose(0, 1) if inside else x.new_empty(models, samples, *rest)
+        return x.new_empty(samples, models, *(each or rest)).transpose(0, 1), True
+    return x.new_empty(models, samples, *(each or rest)), False
 
 
 def _ready(gradient: Tensor, x: Tensor, trained: bool) -> tuple[Tensor | None, bool, Tensor]:
     """Room for the input's gradient, whether the models are inside, and the gradient as the kernels read it."""
     inside = _models_inside(x)
-    back = gradient.transpose(0, 1).contiguous() if inside else gradient.contiguous()
-    return _like(x)[0] if trained else None, inside, back
+    return _like(x)[0] if trained else None, inside, _rows(gradient, inside)
+
+
+def _rows(value: Tensor, inside: bool) -> Tensor:
+    """Of [models, samples, ...] dense rows in the order of memory."""
+    return (value.transpose(0, 1) if inside else value).contiguous()
 
 
 def _axes(x: Tensor, inside: bool) -> tuple[int, int, int]:
@@ -228,6 +231,8 @@ def _check_channels(x: Tensor, gain: Tensor, shift: Tensor) -> None:
     if x.dim() != 4 or gain.shape != (x.shape[0], x.shape[2]) or shift.shape != gain.shape:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gain, shift))
         raise ConfigError(f"shapes {shapes}: must be [models, samples, channels, places], and [models, channels] twice")
+    if not x.numel():
+        raise ConfigError(f"an input of shape {list(x.shape)}: has no numbers to normalise")
     for tensor in (x[0, 0], gain, shift):
         _check_dense(tensor)
 
