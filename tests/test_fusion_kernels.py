@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic.fusion import Each, choice, choices, forget_choices, fuse, measuring, remembered
+from laconic.fusion import Each, choice, choices, forget_choices, fuse, measuring, normalised, remembered
 from laconic.fusion.batch import Batch, each
 from laconic.kernels.base import compiled
 
@@ -126,6 +127,18 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, tolerance
     for one, other in zip(ours, theirs, strict=True):
         scale = float(other.detach().abs().max())
         torch.testing.assert_close(one[place], other, rtol=tolerance, atol=tolerance * max(scale, 1.0))
+
+
+def test_what_a_kernel_normalised_is_told_where_it_lies() -> None:
+    if compiled(torch.zeros(1)) is None:
+        pytest.skip("no C compiler")
+    x, affine = torch.ones(MODELS, 4, 6, 5), Batch(torch.ones(MODELS, 6), 0)
+    for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 1)):
+        for found in (
+            normalised.by_groups(MODELS, 2, 1e-5, given, affine, affine),
+            normalised.by_channels(MODELS, 1e-5, given, affine, affine)[0],
+        ):
+            assert found.axis == axis and found.shape == (4, 6, 5) and found.tensor.is_contiguous()
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -280,6 +293,27 @@ def test_a_case_is_measured_when_it_has_been_met_as_often_as_pays_for_it(offered
     with measuring():
         assert offered(4, "guess", "best") == "best"
     assert list(choices().values()) == ["best", "best"]
+
+
+def test_a_way_that_is_slow_at_first_use_alone_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_choices()
+    now, used = [0.0], Counter[str]()
+    monkeypatch.setattr(choice, "thread_time", lambda: now[0])
+    monkeypatch.setattr(choice, "perf_counter", lambda: now[0])
+
+    def way(name: str, seconds: float) -> Callable[[Tensor], Batch]:
+        def work(x: Tensor) -> Batch:
+            now[0] += 10.0 if name == "slow at first" and not used[name] else seconds
+            used[name] += 1
+            return Batch(x, 0)
+
+        return work
+
+    ways = {"steady": way("steady", 2.0), "slow at first": way("slow at first", 1.0), "slow": way("slow", 9.0)}
+    with measuring():
+        choice.fastest("test", ways, (torch.zeros(2, 3),))
+    assert list(choices().values()) == ["slow at first"]
+    assert used["slow"] == 2
 
 
 def test_the_next_process_knows_what_was_measured(offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
