@@ -18,7 +18,9 @@ from laconic.fusion import keep_memory
 kept = sys.argv[1] == "kept" and keep_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(1 << 23)
+# What small blocks leave behind, before their caches are full, may be in a large one's way.
+for _ in range(24):
+    torch.ones(1 << 23)
 before = faults()
 for _ in range(8):
     torch.ones(1 << 23)
@@ -27,7 +29,7 @@ print(json.dumps([kept, faults() - before]))
 
 
 def faults(way: str) -> tuple[bool, int]:
-    """Whether it was taken, and pages that eight tensors of 32 MiB, one after another, are given by the system."""
+    """Whether it was taken, and the pages that the system gives to eight more tensors of 32 MiB, one after another."""
     done = subprocess.run([sys.executable, "-c", LARGE, way], capture_output=True, text=True, check=True, timeout=60)
     kept, count = json.loads(done.stdout)
     return kept, count

@@ -13,6 +13,14 @@ from tests.emulate_samples import BARE_PYTHON, SLEEP, comes_true, is_alive, star
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """A shell starts what runs in its background deaf to them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run(code, workers, **options):
     lines = []
     exits = run_workers(

@@ -15,7 +15,8 @@ def keep_memory() -> bool:
     glibc takes large blocks from the system one by one and gives them back when they are freed, and the system clears
     every page anew at its first touch. Tensors of one model are often small enough to be kept, those of sixteen are
     not, so that an array pays for pages where a loop over its models does not. Call this before the first array is
-    made, in a process that does nothing else with its memory. `laconic sweep` does so.
+    made, in a process that does nothing else with its memory. `laconic sweep` does so. A size that is new to the
+    process may be placed anew a few times before its place is found again.
 
     Returns:
         Whether the C library took it: that of other systems than Linux, and others than glibc, know no such settings.
