@@ -227,14 +227,18 @@ def _check_groups(x: Tensor, gain: Tensor, shift: Tensor, groups: int) -> None:
 
 
 def _check_channels(x: Tensor, gain: Tensor, shift: Tensor) -> None:
-    check_same_device(x, gain, shift)
-    if x.dim() != 4 or gain.shape != (x.shape[0], x.shape[2]) or shift.shape != gain.shape:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gain, shift))
-        raise ConfigError(f"shapes {shapes}: must be [models, samples, channels, places], and [models, channels] twice")
+    _check_shapes(x, gain, shift, "models", "samples", "channels", "places")
     if not x.numel():
         raise ConfigError(f"an input of shape {list(x.shape)}: has no numbers to normalise")
-    for tensor in (x[0, 0], gain, shift):
-        _check_dense(tensor)
+    _check_dense(x[0, 0], gain, shift)
+
+
+def _check_shapes(x: Tensor, gain: Tensor, shift: Tensor, *axes: str) -> None:
+    """Gain and shift are of the first and the third axis."""
+    check_same_device(x, gain, shift)
+    if x.dim() != len(axes) or gain.shape != (x.shape[0], x.shape[2]) or shift.shape != gain.shape:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gain, shift))
+        raise ConfigError(f"shapes {shapes}: must be [{', '.join(axes)}], and [{axes[0]}, {axes[2]}] twice")
 
 
 def _check_gradient(gradient: Tensor, x: Tensor) -> None:
@@ -244,15 +248,12 @@ def _check_gradient(gradient: Tensor, x: Tensor) -> None:
     check_same_device(x, gradient)
 
 
-def _check_dense(tensor: Tensor) -> None:
-    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
+def _check_dense(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
 
 
 def _check(x: Tensor, gain: Tensor, shift: Tensor) -> None:
-    check_same_device(x, gain, shift)
-    if x.dim() != 3 or gain.shape != (x.shape[0], x.shape[2]) or shift.shape != gain.shape:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gain, shift))
-        raise ConfigError(f"shapes {shapes}: must be [models, count, n], and [models, n] twice")
-    for tensor in (x, gain, shift):
-        _check_dense(tensor)
+    _check_shapes(x, gain, shift, "models", "count", "n")
+    _check_dense(x, gain, shift)

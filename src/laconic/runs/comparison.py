@@ -64,7 +64,8 @@ def compare(
         begin: told of each run before it starts: its strategy, and its place among all runs, from 0.
 
     Raises:
-        ConfigError: a strategy that cannot serve these settings, before anything is run.
+        ConfigError: a recipe that cannot be, or not with so many workers, before anything is run; an optimizer that a
+            strategy cannot take, when its turn comes.
         LaconicError: what ended a run; those before it keep their folders.
     """
     if rounds < 1:
