@@ -94,6 +94,8 @@ def test_train_refuses_what_cannot_work_before_anything_starts(tmp_path, capsys,
         (["--strategies", "ddp; ddp"], "twice"),
         (["--strategies", "ddp; AllReduc()"], "did you mean AllReduce"),
         (["--strategies", "ddp; Gossip(Hypercube())", "--workers", "3"], "power of two"),
+        (["--strategies", "ddp; SketchedSGD()", "--momentum", "0.9"], "SGD without momentum"),
+        (["--strategies", "ddp; CompressedMomentum()", "--optimizer", "adamw"], "OneBitLamb or OneBitAdam"),
         (["--rounds", "0"], "--rounds 0"),
     ],
 )

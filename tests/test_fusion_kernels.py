@@ -73,15 +73,17 @@ CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]]
     ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped"]),
     ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded"]),
     ("transposed", lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1), (3, 2, 4, 4), ["loop", "grouped"]),
+    ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products"]),
+    ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side"]),
 ]
-# The rest: what is normalised once is shared, and the kernel of layer normalisation is of inputs that are not.
-ONLY_SHARED, NEVER_SHARED = {("once", "batch norm"), ("once", "batch norm of vectors")}, {("by kernel", "layer norm")}
+# Of what is each model's own there is nothing to do once.
+ONLY_SHARED = {("once", "batch norm"), ("once", "batch norm of vectors"), ("side by side", "linear")}
 EVERY = [
     pytest.param(factory, shape, way, given, id=f"{name}, {way}, {given}")
     for name, factory, shape, ways in [*NORMALISED, *CONVOLVED]
     for way in ways
     for given in ("models first", "samples first", "shared")
-    if (way, name) not in (NEVER_SHARED if given == "shared" else ONLY_SHARED)
+    if given == "shared" or (way, name) not in ONLY_SHARED
 ]
 
 
@@ -120,6 +122,28 @@ def test_every_way_has_torchs_first_and_second_derivatives(
         for place, (model, parameter) in enumerate(zip(models, theirs, strict=True)):
             wanted = torch.autograd.grad(model(x[place] if own else x).pow(3).sum(), parameter)
             same([slopes], wanted, place, tolerance)
+
+
+@pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
+def test_what_every_way_returns_may_be_changed_in_place(
+    factory: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    way: str,
+    given: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, own = by_way(monkeypatch, way), given != "shared"
+    models = [nn.Sequential(changed(factory(), place), nn.ReLU(inplace=True)) for place in range(MODELS)]
+    x = drawn(*((MODELS, *shape) if own else shape)).float()
+    x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
+    array = fuse(models)
+    found = array(Each(x) if own else x)
+    slopes = torch.autograd.grad(found.square().sum(), list(array.parameters()))
+    assert taken or compiled(x) is None
+    for place, model in enumerate(models):
+        wanted = model(x[place] if own else x)
+        theirs = torch.autograd.grad(wanted.square().sum(), list(model.parameters()))
+        same([found, *slopes], [wanted, *theirs], place, 2e-4)
 
 
 def same(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, tolerance: float) -> None:

@@ -16,10 +16,10 @@ from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
 from laconic.runs.claims.onebit_lamb import ALONE, DDP, OURS, POWER, QUICK, Scale, judge, warm_up
 from laconic.runs.comparison import Comparison
+from laconic.runs.optimizer import make_optimizer
 from laconic.runs.reproductions import Attempt, claim
 from laconic.runs.settings import Settings
 from laconic.runs.studies.onebit_stages import stages_of, step_seconds, volume_by_formula
-from laconic.runs.worker import make_optimizer
 from tests.engine import net
 
 

@@ -19,9 +19,9 @@ import laconic.fusion.convolution  # pyright: ignore[reportUnusedImport]
 import laconic.fusion.dense  # pyright: ignore[reportUnusedImport]
 import laconic.fusion.losses  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from laconic.errors import ConfigError
-from laconic.fusion.batch import Batch, Each, is_batch, leave, wrap
+from laconic.fusion.batch import Batch, Each, Together, is_batch, leave, wrap
 from laconic.fusion.chance import Rates
-from laconic.fusion.looping import Loop, assigned, filled
+from laconic.fusion.looping import Filled, Loop, assigned
 from laconic.fusion.normalisation import cumulative_batch_norm
 from laconic.fusion.refusals import refusal
 from laconic.fusion.routing import Context, Router
@@ -269,10 +269,10 @@ class FusedArray:
         places = self._places if function is self._skeleton else []
         tensors = self._store.tensors if places else {}
         try:
-            with self._router.entered() as level:
+            with Together(self.size) as level, self._router.at(level):
                 named = {name: wrap(Batch(tensor, 0), level) for name, tensor in tensors.items()}
                 args, kwargs = _wrapped(given, level)
-                with filled(places, named):
+                with Filled(places, named):
                     found, form = _leaves(function(*args, **kwargs))
                     replaced = assigned(places, named)
                 results = [leave(leaf, level, self.size) if isinstance(leaf, Tensor) else leaf for leaf in found]

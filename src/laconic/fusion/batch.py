@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,6 +57,15 @@ def along(value: Value, axis: int, size: int) -> Tensor:
     return value.unsqueeze(axis).expand(*value.shape[:axis], size, *value.shape[axis:])
 
 
+def dense(batch: Batch) -> tuple[Tensor, int]:
+    """A contiguous tensor with the models along its first or second axis, and which; a view where there is one."""
+    for axis in (batch.axis, 1 - batch.axis) if batch.axis < 2 else (1,):
+        found = batch.at(axis)
+        if found.is_contiguous():
+            return found, axis
+    return batch.at(1).contiguous(), 1
+
+
 def flat(value: Value | None, size: int) -> Tensor | None:
     """The models and the first axis of each in one: [models * channels, ...]."""
     return None if value is None else along(value, 0, size).flatten(0, 1)
@@ -70,7 +78,7 @@ def current_level() -> int:
 
 def unwrap(value: Any, level: int) -> Any:
     """A `Batch` for what vmap holds at `level`; anything else as it is."""
-    if isinstance(value, Tensor) and functorch.is_batchedtensor(value) and functorch.maybe_get_level(value) == level:
+    if isinstance(value, Tensor) and functorch.maybe_get_level(value) == level:
         return Batch(functorch.get_unwrapped(value), cast(int, functorch.maybe_get_bdim(value)))
     return value
 
@@ -82,30 +90,45 @@ def wrap(value: Any, level: int) -> Any:
     return value
 
 
-@contextmanager
-def together(size: int) -> Generator[int]:
-    """Inside, code for one model runs for all of them, as within `torch.vmap`; yields the transform's number."""
-    lazy_load_decompositions()
-    level = functorch._vmap_increment_nesting(size, "different")
-    try:
-        yield level
-    finally:
+class Together:
+    """Inside, code for one model runs for all of them, as within `torch.vmap`; its value is the transform's number.
+
+    Args:
+        size: the number of models.
+    """
+
+    __slots__ = ("_size",)
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> int:
+        """Begin the transform."""
+        lazy_load_decompositions()
+        return functorch._vmap_increment_nesting(self._size, "different")
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
         functorch._vmap_decrement_nesting()
 
 
 def leave(tensor: Tensor, level: int, size: int) -> Tensor:
-    """What `together` made, with the models first: [models, ...]."""
+    """What `Together` made, with the models first: [models, ...]."""
     return functorch._remove_batch_dim(tensor, level, size, 0)
 
 
-@contextmanager
-def outside() -> Generator[None]:
+class Outside:
     """Inside, torch is without the innermost transform: tensors are plain, and random draws are allowed."""
-    held = functorch.pop_dynamic_layer_stack()
-    try:
-        yield
-    finally:
-        functorch.push_dynamic_layer_stack(held)
+
+    __slots__ = ("_held",)
+
+    def __enter__(self) -> None:
+        """Leave the transform aside."""
+        self._held = functorch.pop_dynamic_layer_stack()
+
+    def __exit__(self, *_: object) -> None:
+        """Take it up again."""
+        functorch.push_dynamic_layer_stack(self._held)
 
 
 def is_batch(value: object) -> bool:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from laconic.fusion.batch import is_batch, join, outside, rows, unwrap, wrap
+from laconic.fusion.batch import Outside, is_batch, join, rows, unwrap, wrap
 from laconic.fusion.routing import Router
 from laconic.fusion.structure import Place
 
 
-@contextmanager
-def filled(every: Sequence[Place], values: Mapping[str, Any]) -> Generator[None]:
-    """Inside, the places hold these values; afterwards what they held."""
-    held = [place.holder[place.key] for place in every]
-    try:
-        for place in every:
-            place.holder[place.key] = values[place.name]
-        yield
-    finally:
-        for place, tensor in zip(every, held, strict=True):
+class Filled:
+    """Inside, places hold other values; afterwards what they held.
+
+    Args:
+        every: the places.
+        values: by the places' names.
+    """
+
+    __slots__ = ("_every", "_held", "_values")
+
+    def __init__(self, every: Sequence[Place], values: Mapping[str, Any]) -> None:
+        self._every, self._values = every, values
+
+    def __enter__(self) -> None:
+        """Put the values in."""
+        self._held = [place.holder[place.key] for place in self._every]
+        for place in self._every:
+            place.holder[place.key] = self._values[place.name]
+
+    def __exit__(self, *_: object) -> None:
+        """Put back what was there."""
+        for place, tensor in zip(self._every, self._held, strict=True):
             place.holder[place.key] = tensor
 
 
 def assigned(every: Sequence[Place], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that a forward pass has replaced, by name; to be asked before `filled` ends."""
+    """The buffers that a forward pass has replaced, by name; to be asked before `Filled` ends."""
     held = ((place.name, place.holder[place.key]) for place in every if not place.trained)
     return {name: tensor for name, tensor in held if tensor is not None and tensor is not values[name]}
 
@@ -59,7 +70,7 @@ class Loop:
         """Run all bodies on each model's part of the arguments; from within the array's vmap."""
         level = self.router.level
         given = pytree.tree_map(lambda leaf: unwrap(leaf, level), (args, kwargs))
-        with outside():
+        with Outside():
             found = self.run(given)
         return pytree.tree_map(lambda leaf: wrap(leaf, level), found, is_leaf=is_batch)
 
@@ -76,7 +87,7 @@ class Loop:
 
     def _one(self, model: int, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         body, every, values = self.bodies[model], self.every[model], self.values(model)
-        with filled(every, values), self.router:
+        with Filled(every, values), self.router:
             _refresh(body)
             found = (function or partial(type(body).forward, body))(*args, **kwargs)
             replaced = assigned(every, values)

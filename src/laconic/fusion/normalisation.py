@@ -182,8 +182,8 @@ def layer_norm(
         "apart": partial(_apart, partial(function, eps=eps), context.size, shape),
         "loop": lambda x, gain, shift: each(function, context.size, x, shape, gain, shift, eps),
     }
-    if isinstance(input, Batch) and has_kernel(input, weight, bias):
-        ways["by kernel"] = partial(by_layers, context.size, shape, eps)
+    if has_kernel(input, weight, bias):
+        ways["by kernel"] = partial(by_layers, context.size, eps)
     return fastest("layer_norm", ways, (input, weight, bias), (eps,))
 
 

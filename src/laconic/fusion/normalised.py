@@ -6,14 +6,13 @@ Derivatives of derivatives are by torch's arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.fusion.batch import Batch, Value, along
+from laconic.fusion.batch import Batch, Value, along, dense
 from laconic.kernels import normalised as kernels
 from laconic.kernels.base import compiled
 
@@ -27,45 +26,36 @@ def has_kernel(input: Value, *affine: Value | None) -> bool:
     return plain and None not in affine and compiled(tensor) is not None
 
 
-def by_layers(size: int, shape: tuple[int, ...], eps: float, input: Batch, weight: Value, bias: Value) -> Batch:
-    """Layer normalisation of inputs that are each model's own."""
-    every = input.at(0).contiguous()
-    gain, shift = (along(value, 0, size).reshape(size, -1).contiguous() for value in (weight, bias))
-    found = _ByLayers.apply(every.view(size, -1, prod(shape)), gain, shift, eps)
-    return Batch(found.view_as(every), 0)
+def by_layers(size: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
+    """Layer normalisation over the last axes, as many as the gain has."""
+    x = input.at(0).contiguous() if isinstance(input, Batch) else along(input, 0, size)
+    return Batch(_ByLayers.apply(x, *_dense(size, weight, bias), eps), 0)
 
 
 def by_groups(size: int, groups: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
     """Group normalisation of [n, channels, places...], of one model."""
-    gain, shift = (along(value, 0, size).contiguous() for value in (weight, bias))
-    return _as_given(_ByGroups.apply(_in_blocks(input, size), gain, shift, groups, eps), input)
+    x, axis = _blocks(input, size)
+    return Batch(_ByGroups.apply(x, *_dense(size, weight, bias), axis, groups, eps), axis)
 
 
 def by_channels(size: int, eps: float, input: Value, weight: Value, bias: Value) -> tuple[Batch, Tensor, Tensor]:
     """Batch normalisation in training of [n, channels, places...], of one model; means and variances besides."""
-    gain, shift = (along(value, 0, size).contiguous() for value in (weight, bias))
-    found, mean, variance = _ByChannels.apply(_in_blocks(input, size), gain, shift, eps)
-    return _as_given(found, input), mean, variance
+    x, axis = _blocks(input, size)
+    found, mean, variance = _ByChannels.apply(x, *_dense(size, weight, bias), axis, eps)
+    return Batch(found, axis), mean, variance
 
 
-def _in_blocks(input: Value, size: int) -> Tensor:
-    """[models, n, channels, places], the last two dense; what is shared is not repeated."""
-    every = along(input, 0, size)
-    every = every.flatten(3) if every.dim() > 3 else every.unsqueeze(3)
-    one = every[0, 0]
-    return every if one.is_contiguous() else every.contiguous()
+def _dense(size: int, *affine: Value) -> list[Tensor]:
+    return [along(value, 0, size).contiguous() for value in affine]
 
 
-def _as_given(found: Tensor, input: Value) -> Batch:
-    """The models' axis is told where it lies in memory."""
-    places = input.shape[2:]
-    axis = int(found.stride(0) < found.stride(1))
-    found = found.transpose(0, axis)
-    return Batch(found.unflatten(3, places) if places else found.squeeze(3), axis)
+def _blocks(input: Value, size: int) -> tuple[Tensor, int]:
+    """As the kernels take it, and the models' axis; what is shared is not repeated."""
+    return dense(input) if isinstance(input, Batch) else (along(input, 1, size), 1)
 
 
 class _ByLayers(torch.autograd.Function):
-    """Of [models, count, n]."""
+    """Of [models, ..., n]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -81,18 +71,18 @@ class _ByLayers(torch.autograd.Function):
         (gradient,), (x, gain, shift, mean, scale) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():
             return _again(ctx, _layers_by_torch, gradient, (x, gain, shift), ctx.eps)
-        return *kernels.layer_norm_back(gradient.contiguous(), x, gain, mean, scale), None
+        return *kernels.layer_norm_back(gradient, x, gain, mean, scale, trained=ctx.needs_input_grad[0]), None
 
 
 class _ByGroups(torch.autograd.Function):
-    """Of [models, n, channels, places]."""
+    """Of [models, n, channels, places...], or with samples first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, groups: int, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
         """One pass over memory."""
-        found, mean, variance = kernels.group_norm(x, gain, shift, groups=groups, eps=eps)
+        found, mean, variance = kernels.group_norm(x, gain, shift, axis=axis, groups=groups, eps=eps)
         ctx.save_for_backward(x, gain, shift, mean, variance)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.settings = axis, groups, eps
         return found
 
     @staticmethod
@@ -100,21 +90,26 @@ class _ByGroups(torch.autograd.Function):
         """One pass again."""
         (gradient,), (x, gain, shift, mean, variance) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, _groups_by_torch, gradient, (x, gain, shift), ctx.groups, ctx.eps)
-        trained, settings = ctx.needs_input_grad[0], {"groups": ctx.groups, "eps": ctx.eps}
-        return *kernels.group_norm_back(gradient, x, gain, mean, variance, trained=trained, **settings), None, None
+            return _again(ctx, _groups_by_torch, gradient, (x, gain, shift), *ctx.settings)
+        (axis, groups, eps), trained = ctx.settings, ctx.needs_input_grad[0]
+        found = kernels.group_norm_back(
+            gradient, x, gain, mean, variance, axis=axis, groups=groups, eps=eps, trained=trained
+        )
+        return *found, None, None, None
 
 
 class _ByChannels(torch.autograd.Function):
-    """Of [models, n, channels, places]; means and variances come without gradients."""
+    """Of [models, n, channels, places...], or with samples first; means and variances come without gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One pass over memory."""
-        found, mean, variance = kernels.batch_norm(x, gain, shift, eps=eps)
+        found, mean, variance = kernels.batch_norm(x, gain, shift, axis=axis, eps=eps)
         ctx.save_for_backward(x, gain, shift, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
-        ctx.eps = eps
+        ctx.settings = axis, eps
         return found, mean, variance
 
     @staticmethod
@@ -122,25 +117,32 @@ class _ByChannels(torch.autograd.Function):
         """One pass again."""
         gradient, (x, gain, shift, mean, variance) = gradients[0], ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, _channels_by_torch, gradient, (x, gain, shift), ctx.eps)
-        trained = ctx.needs_input_grad[0]
-        return *kernels.batch_norm_back(gradient, x, gain, mean, variance, eps=ctx.eps, trained=trained), None
+            return _again(ctx, _channels_by_torch, gradient, (x, gain, shift), *ctx.settings)
+        (axis, eps), trained = ctx.settings, ctx.needs_input_grad[0]
+        found = kernels.batch_norm_back(gradient, x, gain, mean, variance, axis=axis, eps=eps, trained=trained)
+        return *found, None, None
 
 
 def _layers_by_torch(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[2:], eps=eps) * gain.unsqueeze(1) + shift.unsqueeze(1)
+    own, moved = (value.view(len(x), *[1] * (x.dim() - value.dim()), *value.shape[1:]) for value in (gain, shift))
+    return F.layer_norm(x, gain.shape[1:], eps=eps) * own + moved
 
 
-def _groups_by_torch(x: Tensor, gain: Tensor, shift: Tensor, groups: int, eps: float) -> Tensor:
-    merged = x.transpose(0, 1).flatten(1, 2)
-    found = F.group_norm(merged, len(x) * groups, gain.flatten(), shift.flatten(), eps)
-    return found.unflatten(1, gain.shape).transpose(0, 1)
+def _groups_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
+    merged = _samples_first(x, axis).flatten(1, 2)
+    found = F.group_norm(merged, len(gain) * groups, gain.flatten(), shift.flatten(), eps)
+    return _samples_first(found.unflatten(1, gain.shape), axis)
 
 
-def _channels_by_torch(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
-    merged = x.transpose(0, 1).flatten(1, 2)
+def _channels_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> Tensor:
+    merged = _samples_first(x, axis).flatten(1, 2)
     found = F.batch_norm(merged, None, None, gain.flatten(), shift.flatten(), training=True, eps=eps)
-    return found.unflatten(1, gain.shape).transpose(0, 1)
+    return _samples_first(found.unflatten(1, gain.shape), axis)
+
+
+def _samples_first(x: Tensor, axis: int) -> Tensor:
+    """With the models second, where they are not; and the reverse."""
+    return x if axis else x.transpose(0, 1)
 
 
 def _again(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.fusion.batch import Batch, Value, along
+from laconic.fusion.batch import Batch, Value, along, dense
 
 Steps = int | tuple[int, ...]
 
@@ -35,76 +35,72 @@ def pointwise(size: int, input: Value, weight: Batch, bias: Value | None) -> Bat
     shift = None if bias is None else along(bias, 0, size)
     if isinstance(input, Tensor):
         merged = None if shift is None else shift.reshape(1, -1)
-        found = _multiply(input.flatten(2).unsqueeze(1), filters.reshape(1, -1, filters.shape[2]), merged)
+        found = _multiply(input.unsqueeze(1).contiguous(), filters.reshape(1, -1, filters.shape[2]), merged, 1)
         return Batch(found.view(len(input), size, -1, *input.shape[2:]), 1)
-    found = _multiply(_in_rows(input.at(1).flatten(3)), filters, shift)
-    return Batch(found.unflatten(3, input.shape[2:]), 1)
+    x, axis = dense(input)
+    return Batch(_multiply(x, filters, shift, axis), axis)
 
 
-def _multiply(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
-    """[n, models, channels, places] by [models, filters, channels], and [models, filters] added, laid out as x is."""
+def _multiply(x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> Tensor:
+    """Products of [models, filters, channels] with [models, n, channels, places...], or with samples first, as x is.
+
+    And [models, filters] added; the models of x are along `axis`.
+    """
     if x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or x.dtype not in (torch.float32, torch.float64):
-        found = weight @ x
-        return found if shift is None else found + shift.unsqueeze(-1)
-    return _Products.apply(x, weight, shift)
+        found = _beside(weight, axis) @ x.flatten(3)
+        found = found if shift is None else found + _beside(shift, axis).unsqueeze(-1)
+        return found.unflatten(3, x.shape[3:])
+    return _Products.apply(x, weight, shift, axis)
+
+
+def _beside(value: Tensor, axis: int) -> Tensor:
+    """[models, ...] beside what has its models along `axis` and samples along the other."""
+    return value if axis else value.unsqueeze(1)
 
 
 class _Products(torch.autograd.Function):
     """Products into their place, a sample or a model at a time: no weights are repeated, and nothing is moved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> Tensor:
         """Keep what the products of the way back need."""
         ctx.save_for_backward(x, weight)
-        return _into_place(x, weight, shift)
+        ctx.axis = axis
+        return _into_place(x, weight, shift, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Products again; differentiable once more."""
-        gradient, (x, weight) = _in_rows(gradients[0]), ctx.saved_tensors
-        of_x, of_weight, of_shift = ctx.needs_input_grad
-        back = weight.transpose(1, 2)
+        gradient, (x, weight), axis = gradients[0].contiguous(), ctx.saved_tensors, ctx.axis
+        of_x, of_weight, of_shift = ctx.needs_input_grad[:3]
+        back, rows, columns = weight.transpose(1, 2), gradient.flatten(3), x.flatten(3)
         if torch.is_grad_enabled():
-            found = back @ gradient, (gradient @ x.transpose(2, 3)).sum(0)
+            of_input = (_beside(back, axis) @ rows).view_as(x)
+            of_filters = (rows @ columns.transpose(2, 3)).sum(1 - axis)
         else:
-            found = _into_place(gradient, back, None) if of_x else None, _over_samples(gradient, x)
-        return found[0], found[1] if of_weight else None, gradient.sum((0, 3)) if of_shift else None
+            of_input = _into_place(gradient, back, None, axis) if of_x else None
+            of_filters = _over_samples(rows, columns, axis) if of_weight else None
+        return of_input, of_filters, rows.sum((1 - axis, 3)) if of_shift else None, None
 
 
-def _into_place(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
-    """[n, models, rows, places]: where x has its samples first in memory, sample by sample, else model by model."""
-    samples, models, _, places = x.shape
-    if _samples_lie_first(x):
-        found = x.new_empty(samples, models, weight.shape[1], places)
-        for one, into in zip(x, found, strict=True):
-            _product(one, weight, None if shift is None else shift.unsqueeze(2), into)
-        return found
-    found = x.new_empty(models, samples, weight.shape[1], places)
-    for model, into in enumerate(found):
-        own = None if shift is None else shift[model].view(1, -1, 1)
-        _product(x[:, model], weight[model].expand(samples, -1, -1), own, into)
-    return found.transpose(0, 1)
+def _into_place(x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> Tensor:
+    """Where x has its samples first, sample by sample, else model by model."""
+    found = x.new_empty(*x.shape[:2], weight.shape[1], *x.shape[3:])
+    added = None if shift is None else shift.unsqueeze(2)
+    for place, (one, into) in enumerate(zip(x.flatten(3), found.flatten(3), strict=True)):
+        own, moved = weight, added
+        if axis == 0:
+            own, moved = weight[place].expand(len(one), -1, -1), None if added is None else added[place]
+        if moved is None:
+            torch.bmm(own, one, out=into)
+        else:
+            torch.baddbmm(moved, own, one, out=into)
+    return found
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """With the places beside each other in memory."""
-    return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
-
-
-def _samples_lie_first(x: Tensor) -> bool:
-    return x.stride(0) >= x.stride(1)
-
-
-def _product(x: Tensor, weight: Tensor, shift: Tensor | None, into: Tensor) -> None:
-    if shift is None:
-        torch.bmm(weight, x, out=into)
-    else:
-        torch.baddbmm(shift, weight, x, out=into)
-
-
-def _over_samples(gradient: Tensor, x: Tensor) -> Tensor:
+def _over_samples(gradient: Tensor, x: Tensor, axis: int) -> Tensor:
     """[models, filters, channels]: the products of every sample, added up."""
-    total = x.new_zeros(x.shape[1], gradient.shape[2], x.shape[2])
-    for one, own in zip(gradient, x, strict=True):
+    total = x.new_zeros(x.shape[axis], gradient.shape[2], x.shape[2])
+    for one, own in zip(gradient.unbind(1 - axis), x.unbind(1 - axis), strict=True):
         total.baddbmm_(one, own.transpose(1, 2))
     return total

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from laconic.fusion.batch import Batch, current_level, is_batch, outside, together, unwrap, wrap
+from laconic.fusion.batch import Batch, Outside, current_level, is_batch, unwrap, wrap
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -57,13 +56,10 @@ class Router(TorchFunctionMode):
         self.context = context
         self.level = 0
 
-    @contextmanager
-    def entered(self) -> Generator[int]:
-        """Inside, code for one model runs for all of them, and its calls are led; yields the transform's number."""
-        with together(self.context.size) as level:
-            self.level = level
-            with self:
-                yield level
+    def at(self, level: int) -> Router:
+        """To be entered within the transform of that number: code for one model runs there, and its calls are led."""
+        self.level = level
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +85,7 @@ class Router(TorchFunctionMode):
             return func(*args, **kwargs)
         if current_level() != level:
             return func(*args, **kwargs)
-        with outside():
+        with Outside():
             result = found(self.context, func, *plain, **named)
         if isinstance(result, Batch):
             return wrap(result, level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,84 +18,86 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
     Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450, equations 3 and 4.
 
     Args:
-        x: fp32 [models, count, n], contiguous.
+        x: fp32 [models, ..., n], contiguous, or of stride 0 along the models, which then all see the same; a row may
+            have several axes.
         gain: $\gamma$, fp32 [models, n], contiguous.
         shift: $\beta$, as gain.
         eps: $\epsilon$; more bounds the scale of rows that hardly vary.
 
     Returns:
-        y as x, and each row's $\mu$ and $1/\sqrt{\sigma^2 + \epsilon}$, fp32 [models, count].
+        y as x, and each row's $\mu$ and $1/\sqrt{\sigma^2 + \epsilon}$, fp32 [models, rows].
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
-    _check(x, gain, shift)
+    sizes = _rows(x, gain, shift)
     library = compiled(x)
     if library is None:
         return reference.layer_norm(x, gain, shift, eps)
-    found, mean, scale = torch.empty_like(x), x.new_empty(x.shape[:2]), x.new_empty(x.shape[:2])
-    every = (x, gain, shift, found, mean, scale)
-    library.laconic_layer_norm(*(tensor.data_ptr() for tensor in every), *x.shape, eps)
+    found, mean, scale = x.new_empty(x.shape), x.new_empty(sizes[:2]), x.new_empty(sizes[:2])
+    library.laconic_layer_norm(*_addresses(x, gain, shift, found, mean, scale), *sizes, eps)
     return found, mean, scale
 
 
 def layer_norm_back(
-    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, scale: Tensor, *, trained: bool = True
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """What a gradient of `layer_norm` is for the input, the gain and the shift.
 
     Args:
-        gradient: of y, as x.
+        gradient: of y, as x; copied unless it is contiguous.
         x: as it was given.
         gain: as it was given.
         mean: as it was returned.
         scale: as it was returned.
+        trained: whether the input's gradient is asked for; else it is None.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
-    _check(x, gain, gain)
-    if gradient.shape != x.shape:
-        raise ConfigError(f"a gradient of shape {list(gradient.shape)}: must be {list(x.shape)}, as the input")
-    _check(gradient, gain, gain)
+    sizes = _rows(x, gain, gain)
+    _check_gradient(gradient, x)
     library = compiled(x)
     if library is None:
-        return reference.layer_norm_back(gradient, x, gain, mean, scale)
-    of_x, of_gain, of_shift = torch.empty_like(x), torch.zeros_like(gain), torch.zeros_like(gain)
-    every = (gradient, x, gain, mean, scale, of_x, of_gain, of_shift, torch.empty(x.shape[2]))
-    library.laconic_layer_norm_back(*(tensor.data_ptr() for tensor in every), *x.shape)
+        found = reference.layer_norm_back(gradient, x, gain, mean, scale)
+        return found[0] if trained else None, *found[1:]
+    of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
+    every = (gradient.contiguous(), x, gain, mean, scale, of_x, of_gain, of_shift, x.new_empty(sizes[2]))
+    library.laconic_layer_norm_back(*_addresses(*every), *sizes)
     return of_x, of_gain, of_shift
 
 
-def group_norm(x: Tensor, gain: Tensor, shift: Tensor, *, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def group_norm(
+    x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     r"""$y_c = \gamma_{bc} (x_c - \mu) / \sqrt{\sigma^2 + \epsilon} + \beta_{bc}$, with moments of groups of channels.
 
     Wu and He, Group Normalization, arXiv:1803.08494, equations 1 to 7.
 
     Args:
-        x: fp32 [models, samples, channels, places]; the channels of a sample are dense, and stride 0 along the models
-            means that all see the same, which is read once.
+        x: fp32 [models, samples, channels, places...], or with samples first; contiguous, or of stride 0 along the
+            models, which then all see the same, and it is read once.
         gain: $\gamma$, fp32 [models, channels], contiguous.
         shift: $\beta$, as gain.
+        axis: of the models, 0 or 1.
         groups: a divisor of the channels.
         eps: $\epsilon$.
 
     Returns:
-        y, which is dense with models or samples first, as x is (with samples first where x is the same for all), and
-        $\mu$ and $\sigma^2$, [models, samples, groups].
+        y, contiguous, and $\mu$ and $\sigma^2$, [models, samples, groups], or with samples first as in x.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    _check_groups(x, gain, shift, groups)
+    blocks = _blocks(x, gain, shift, axis)
+    _check_groups(x, groups)
     library = compiled(x)
     if library is None:
-        return reference.group_norm(x, gain, shift, groups, eps)
-    found, inside = _like(x)
-    mean, variance = (_like(x, groups)[0] for _ in range(2))
-    every = (x, gain, shift, found, mean, variance, x.new_empty(x[0, 0].numel() // groups))
-    sizes = *_axes(x, inside), groups, x.shape[2] // groups, x.shape[3], *_steps(x, inside)
-    library.laconic_group_norm(*_addresses(every), *sizes, eps)
+        return reference.group_norm(x, gain, shift, axis, groups, eps)
+    found, mean, variance = x.new_empty(x.shape), *(x.new_empty(*x.shape[:2], groups) for _ in range(2))
+    room = x.new_empty(blocks.channels // groups * blocks.places)
+    sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
+    library.laconic_group_norm(*_addresses(x, gain, shift, found, mean, variance, room), *sizes, eps)
     return found, mean, variance
 
 
@@ -106,6 +108,7 @@ def group_norm_back(
     mean: Tensor,
     variance: Tensor,
     *,
+    axis: int,
     groups: int,
     eps: float,
     trained: bool = True,
@@ -113,11 +116,12 @@ def group_norm_back(
     """What a gradient of `group_norm` is for the input, the gain and the shift.
 
     Args:
-        gradient: of y, [models, samples, channels, places]; copied unless it lies as y does.
+        gradient: of y, as y; copied unless it is contiguous.
         x: as it was given.
         gain: as it was given.
         mean: as it was returned.
         variance: as it was returned.
+        axis: as given.
         groups: as given.
         eps: as given.
         trained: whether the input's gradient is asked for; else it is None.
@@ -125,22 +129,21 @@ def group_norm_back(
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    _check_groups(x, gain, gain, groups)
+    blocks = _blocks(x, gain, gain, axis)
+    _check_groups(x, groups)
     _check_gradient(gradient, x)
     library = compiled(x)
     if library is None:
-        found = reference.group_norm_back(gradient, x, gain, mean, variance, groups, eps)
+        found = reference.group_norm_back(gradient, x, gain, mean, variance, axis, groups, eps)
         return found[0] if trained else None, *found[1:]
-    of_x, inside, back = _ready(gradient, x, trained)
-    of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
-    moments = _rows(mean, inside), _rows(variance, inside)
-    every = (back, x, gain, *moments, of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
-    sizes = *_axes(x, inside), groups, x.shape[2] // groups, x.shape[3], *_steps(x, inside)
-    library.laconic_group_norm_back(*_addresses(every), *sizes, eps)
+    of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
+    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(blocks.places))
+    sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
+    library.laconic_group_norm_back(*_addresses(*every), *sizes, eps)
     return of_x, of_gain, of_shift
 
 
-def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `group_norm`, with moments over all samples and places of a channel, [models, channels].
 
     Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167, algorithm 1.
@@ -148,97 +151,101 @@ def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    _check_channels(x, gain, shift)
+    blocks = _blocks(x, gain, shift, axis)
     library = compiled(x)
     if library is None:
-        return reference.batch_norm(x, gain, shift, eps)
-    found, inside = _like(x)
-    mean, variance = torch.empty_like(gain), torch.empty_like(gain)
-    every = (x, gain, shift, found, mean, variance, x.new_empty(x.shape[3]))
-    library.laconic_batch_norm(*_addresses(every), *_axes(x, inside), *x.shape[2:], *_steps(x, inside), eps)
+        return reference.batch_norm(x, gain, shift, axis, eps)
+    found, mean, variance = x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(gain)
+    room = x.new_empty(blocks.places)
+    library.laconic_batch_norm(*_addresses(x, gain, shift, found, mean, variance, room), *blocks, eps)
     return found, mean, variance
 
 
 def batch_norm_back(
-    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, *, eps: float, trained: bool = True
+    gradient: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    *,
+    axis: int,
+    eps: float,
+    trained: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """What a gradient of `batch_norm` is for the input, the gain and the shift; arguments as of `group_norm_back`.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    _check_channels(x, gain, gain)
+    blocks = _blocks(x, gain, gain, axis)
     _check_gradient(gradient, x)
     library = compiled(x)
     if library is None:
-        found = reference.batch_norm_back(gradient, x, gain, mean, variance, eps)
+        found = reference.batch_norm_back(gradient, x, gain, mean, variance, axis, eps)
         return found[0] if trained else None, *found[1:]
-    of_x, inside, back = _ready(gradient, x, trained)
-    of_gain, of_shift = torch.empty_like(gain), torch.empty_like(gain)
-    every = (back, x, gain, mean.contiguous(), variance.contiguous(), of_x, of_gain, of_shift, x.new_empty(x.shape[3]))
-    library.laconic_batch_norm_back(*_addresses(every), *_axes(x, inside), *x.shape[2:], *_steps(x, inside), eps)
+    of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.empty_like(gain), torch.empty_like(gain)
+    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(blocks.places))
+    library.laconic_batch_norm_back(*_addresses(*every), *blocks, eps)
     return of_x, of_gain, of_shift
 
 
-def _models_inside(x: Tensor) -> bool:
-    """Whether the samples come first in memory, and the models within each."""
-    return x.stride(0) <= x.stride(1)
+class _Blocks(NamedTuple):
+    """How the places of each model's channels lie in memory, as the kernels are told."""
+
+    outer: int
+    inner: int
+    models_inner: int
+    channels: int
+    places: int
+    step_outer: int
+    step_inner: int
 
 
-def _like(x: Tensor, *each: int) -> tuple[Tensor, bool]:
-    """Dense room for [models, samples, ...] that lies as x does, of x's own numbers or so many of a sample.
-
-    Also whether the models are inside.
-    """
-    models, samples, *rest = x.shape
-    if _models_inside(x):
-        return x.new_empty(samples, models, *(each or rest)).transpose(0, 1), True
-    return x.new_empty(models, samples, *(each or rest)), False
-
-
-def _ready(gradient: Tensor, x: Tensor, trained: bool) -> tuple[Tensor | None, bool, Tensor]:
-    """Room for the input's gradient, whether the models are inside, and the gradient as the kernels read it."""
-    inside = _models_inside(x)
-    return _like(x)[0] if trained else None, inside, _rows(gradient, inside)
-
-
-def _rows(value: Tensor, inside: bool) -> Tensor:
-    """Of [models, samples, ...] dense rows in the order of memory."""
-    return (value.transpose(0, 1) if inside else value).contiguous()
-
-
-def _axes(x: Tensor, inside: bool) -> tuple[int, int, int]:
-    models, samples = x.shape[:2]
-    return (samples, models, 1) if inside else (models, samples, 0)
-
-
-def _steps(x: Tensor, inside: bool) -> tuple[int, int]:
-    return (x.stride(1), x.stride(0)) if inside else (x.stride(0), x.stride(1))
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _check_groups(x: Tensor, gain: Tensor, shift: Tensor, groups: int) -> None:
-    _check_channels(x, gain, shift)
-    if groups < 1 or x.shape[2] % groups:
-        raise ConfigError(f"groups={groups} of {x.shape[2]} channels: must be a divisor")
+def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
+    """Models, rows of each, numbers in a row, and the step from model to model.
+
+    Raises:
+        ConfigError: they cannot be normalised.
+    """
+    check_same_device(x, gain, shift)
+    own, width = gain.shape, gain.dim() - 1
+    if not 0 < width < x.dim() or x.shape[:1] + x.shape[-width:] != own or shift.shape != own:
+        raise ConfigError(f"{_shapes(x, gain, shift)}: must be [models, ..., n], and [models, n] twice")
+    _check_filled(x)
+    _check_dense(x if x.stride(0) else x[0], gain, shift)
+    return own[0], x.numel() // gain.numel(), gain.numel() // own[0], x.stride(0)
 
 
-def _check_channels(x: Tensor, gain: Tensor, shift: Tensor) -> None:
-    _check_shapes(x, gain, shift, "models", "samples", "channels", "places")
+def _blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> _Blocks:
+    """The layout of what is normalised by channels.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    check_same_device(x, gain, shift)
+    if axis not in (0, 1):
+        raise ConfigError(f"axis={axis}: the models are along axis 0 or 1")
+    if x.dim() < 3 or gain.shape != (x.shape[axis], x.shape[2]) or shift.shape != gain.shape:
+        first = "models, samples" if axis == 0 else "samples, models"
+        raise ConfigError(f"{_shapes(x, gain, shift)}: must be [{first}, channels, ...], and [models, channels] twice")
+    _check_filled(x)
+    _check_dense(x.select(axis, 0) if x.stride(axis) == 0 else x, gain, shift)
+    outer, inner, channels = x.shape[:3]
+    return _Blocks(outer, inner, axis, channels, x.numel() // (outer * inner * channels), *x.stride()[:2])
+
+
+def _check_filled(x: Tensor) -> None:
     if not x.numel():
         raise ConfigError(f"an input of shape {list(x.shape)}: has no numbers to normalise")
-    _check_dense(x[0, 0], gain, shift)
 
 
-def _check_shapes(x: Tensor, gain: Tensor, shift: Tensor, *axes: str) -> None:
-    """Gain and shift are of the first and the third axis."""
-    check_same_device(x, gain, shift)
-    if x.dim() != len(axes) or gain.shape != (x.shape[0], x.shape[2]) or shift.shape != gain.shape:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, gain, shift))
-        raise ConfigError(f"shapes {shapes}: must be [{', '.join(axes)}], and [{axes[0]}, {axes[2]}] twice")
+def _check_groups(x: Tensor, groups: int) -> None:
+    if groups < 1 or x.shape[2] % groups:
+        raise ConfigError(f"groups={groups} of {x.shape[2]} channels: must be a divisor")
 
 
 def _check_gradient(gradient: Tensor, x: Tensor) -> None:
@@ -254,6 +261,5 @@ def _check_dense(*tensors: Tensor) -> None:
             raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
 
 
-def _check(x: Tensor, gain: Tensor, shift: Tensor) -> None:
-    _check_shapes(x, gain, shift, "models", "count", "n")
-    _check_dense(x, gain, shift)
+def _shapes(*tensors: Tensor) -> str:
+    return f"shapes {', '.join(str(list(tensor.shape)) for tensor in tensors)}"

@@ -10,6 +10,8 @@ from pathlib import Path
 from laconic.errors import ConfigError
 from laconic.runs.driver import Listener, launch, unheard
 from laconic.runs.folder import Fields, RunFolder
+from laconic.runs.optimizer import check_optimizer
+from laconic.runs.recipes import parse_recipe
 from laconic.runs.resolve import check_recipe
 from laconic.runs.settings import Settings
 
@@ -64,13 +66,14 @@ def compare(
         begin: told of each run before it starts: its strategy, and its place among all runs, from 0.
 
     Raises:
-        ConfigError: a recipe that cannot be, or not with so many workers, before anything is run; an optimizer that a
-            strategy cannot take, when its turn comes.
+        ConfigError: a recipe that cannot be, or not with so many workers or this optimizer, before anything is run.
         LaconicError: what ended a run; those before it keep their folders.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: must be at least 1")
     recipes = [check_recipe(text, settings.workers) for text in strategies]
+    for recipe in recipes:
+        check_optimizer(parse_recipe(recipe), settings)
     names = _folder_names(recipes)
     home = RunFolder(folder)
     if (folder / "comparison.json").exists():

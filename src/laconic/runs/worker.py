@@ -12,20 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
 
 from laconic.attached import attach
 from laconic.comm.base import Comm
 from laconic.emulate import Straggler
 from laconic.errors import ConfigError, LaconicError
 from laconic.handshake import Facts, agree, gather_texts
-from laconic.optimizers.lamb import Lamb
-from laconic.optimizers.one_bit_adam import OneBitAdam
-from laconic.optimizers.one_bit_lamb import OneBitLamb
-from laconic.optimizers.zero_one_adam import ZeroOneAdam
 from laconic.runs.coreset import ChosenData, parse_policy
 from laconic.runs.engine import Engine, LaconicEngine
 from laconic.runs.folder import Fields, RunFolder
+from laconic.runs.optimizer import make_optimizer
 from laconic.runs.peers import Peer
 from laconic.runs.processes import joined
 from laconic.runs.recipes import Recipe, parse_recipe
@@ -40,13 +36,6 @@ from laconic.tasks import Shard, Task, load
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
 _PRIVATE = ("command", "data", "threads")
-_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
-    "adamw": AdamW,
-    "lamb": Lamb,
-    "onebit-lamb": OneBitLamb,
-    "onebit-adam": OneBitAdam,
-    "zero-one-adam": ZeroOneAdam,
-}
 
 
 def silent(_: Fields) -> None:
@@ -149,14 +138,6 @@ def _engine(
         return recipe.engine(model, optimizer, control), None
     attached = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
     return LaconicEngine(attached, optimizer), None
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer that the settings name, over all parameters."""
-    kind = _ADAPTIVE.get(settings.optimizer)
-    if kind is not None:
-        return kind(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
 
 
 def _finish(training: Training) -> Fields | None:

@@ -49,13 +49,27 @@ static void normalise_row(
     for (int64_t i = 0; i < n; i++) out[i] = out[i] * factor * gain[i] + shift[i];
 }
 
+static void scale_row(
+    const float *restrict x, const float *restrict gain, const float *restrict shift, float *restrict out, float mean,
+    float scale, int64_t n
+) {
+    for (int64_t i = 0; i < n; i++) out[i] = (x[i] - mean) * scale * gain[i] + shift[i];
+}
+
 void laconic_layer_norm(
     const float *x, const float *gain, const float *shift, float *out, float *means, float *scales, int64_t models,
-    int64_t count, int64_t n, float eps
+    int64_t count, int64_t n, int64_t step, float eps
 ) {
     for (int64_t row = 0; row < models * count; row++) {
+        const float *from = x + row / count * step + row % count * n;
         int64_t at = row * n, own = row / count * n;
-        normalise_row(x + at, gain + own, shift + own, out + at, means + row, scales + row, n, eps);
+        if (row < count || step) {
+            normalise_row(from, gain + own, shift + own, out + at, means + row, scales + row, n, eps);
+            continue;
+        }
+        means[row] = means[row - count];
+        scales[row] = scales[row - count];
+        scale_row(from, gain + own, shift + own, out + at, means[row], scales[row], n);
     }
 }
 
@@ -73,16 +87,29 @@ static void return_row(
     for (int64_t i = 0; i < n; i++) of_x[i] = scale * (of_x[i] - first - normal[i] * second);
 }
 
+static void add_row(
+    const float *restrict gradient, const float *restrict x, float mean, float scale, float *restrict of_gain,
+    float *restrict of_shift, int64_t n
+) {
+    for (int64_t i = 0; i < n; i++) {
+        of_gain[i] = of_gain[i] + gradient[i] * ((x[i] - mean) * scale);
+        of_shift[i] = of_shift[i] + gradient[i];
+    }
+}
+
 /* of_gain and of_shift are added to; `normal` is room for one row. */
 void laconic_layer_norm_back(
     const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
-    float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count, int64_t n
+    float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count, int64_t n, int64_t step
 ) {
     for (int64_t row = 0; row < models * count; row++) {
+        const float *from = x + row / count * step + row % count * n;
         int64_t at = row * n, own = row / count * n;
-        return_row(
-            gradient + at, x + at, gain + own, means[row], scales[row], of_x + at, of_gain + own, of_shift + own,
-            normal, n);
+        if (of_x)
+            return_row(
+                gradient + at, from, gain + own, means[row], scales[row], of_x + at, of_gain + own, of_shift + own,
+                normal, n);
+        else add_row(gradient + at, from, means[row], scales[row], of_gain + own, of_shift + own, n);
     }
 }
 

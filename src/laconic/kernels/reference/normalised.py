@@ -10,40 +10,48 @@ from laconic.kernels.reference.bits import LANES, rooted
 
 def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """What is normalised, and each row's mean and scale."""
-    mean = _total(x) / _width(x)
-    centred = x - mean
-    scale = 1 / rooted(_total(centred * centred) / _width(x) + eps)
-    return centred * scale * gain.unsqueeze(1) + shift.unsqueeze(1), mean.squeeze(2), scale.squeeze(2)
+    rows, own, moved = _rows(x, gain), gain.flatten(1).unsqueeze(1), shift.flatten(1).unsqueeze(1)
+    mean = _total(rows) / _width(rows)
+    centred = rows - mean
+    scale = 1 / rooted(_total(centred * centred) / _width(rows) + eps)
+    return (centred * scale * own + moved).view_as(x), mean.squeeze(2), scale.squeeze(2)
 
 
 def layer_norm_back(
     gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, the gain and the shift; each of the latter two is added up row after row."""
+    rows, back, own = _rows(x, gain), _rows(gradient, gain), gain.flatten(1)
     middle, factor = mean.unsqueeze(2), scale.unsqueeze(2)
-    normal, of_x = (x - middle) * factor, gradient * gain.unsqueeze(1)
-    of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
-    for row in range(x.shape[1]):
-        of_gain = of_gain + gradient[:, row] * normal[:, row]
-        of_shift = of_shift + gradient[:, row]
-    first, second = _total(of_x) / _width(x), _total(of_x * normal) / _width(x)
-    return factor * (of_x - first - normal * second), of_gain, of_shift
+    normal, of_x = (rows - middle) * factor, back * own.unsqueeze(1)
+    of_gain, of_shift = torch.zeros_like(own), torch.zeros_like(own)
+    for row in range(rows.shape[1]):
+        of_gain = of_gain + back[:, row] * normal[:, row]
+        of_shift = of_shift + back[:, row]
+    first, second = _total(of_x) / _width(rows), _total(of_x * normal) / _width(rows)
+    of_x = factor * (of_x - first - normal * second)
+    return of_x.view_as(x), of_gain.view_as(gain), of_shift.view_as(gain)
 
 
-def group_norm(x: Tensor, gain: Tensor, shift: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `layer_norm`, of [models, samples, channels, places]; means and variances are [models, samples, groups]."""
-    mean, variance = _moments(x.unflatten(2, (groups, 1, -1)).flatten(4))
-    apart = x.unflatten(2, (groups, -1))
+def group_norm(
+    x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `layer_norm`, by groups of channels; means and variances are [models, samples, groups], or as x."""
+    blocks = _models_first(x, axis)
+    mean, variance = _moments(blocks.unflatten(2, (groups, 1, -1)).flatten(4))
+    apart = blocks.unflatten(2, (groups, -1))
     factor = _scale(variance, eps).unsqueeze(3) * gain.unflatten(1, (groups, -1)).unsqueeze(1)
     found = (apart - mean[..., None, None]) * factor.unsqueeze(4) + _among_groups(shift, groups)
-    return found.flatten(2, 3), mean, variance
+    mean, variance = (each.transpose(0, axis).contiguous() for each in (mean, variance))
+    return _as_given(found, x, axis), mean, variance
 
 
 def group_norm_back(
-    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, groups: int, eps: float
+    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, the gain and the shift; each of the latter two is added up sample after sample."""
-    apart, back = x.unflatten(2, (groups, -1)), gradient.unflatten(2, (groups, -1))
+    mean, variance = mean.transpose(0, axis), variance.transpose(0, axis)
+    apart, back = (_models_first(each, axis).unflatten(2, (groups, -1)) for each in (x, gradient))
     own, scale = gain.unflatten(1, (groups, -1)).unsqueeze(1), _scale(variance, eps).unsqueeze(3)
     centred = apart - mean[..., None, None]
     plain, weighted = _total(back).squeeze(4), _total(back * (centred * scale.unsqueeze(4))).squeeze(4)
@@ -51,32 +59,49 @@ def group_norm_back(
     all, some = scale * first.unsqueeze(3), scale * scale * second.unsqueeze(3)
     of_x = back * (scale * own).unsqueeze(4) - (all.unsqueeze(4) + centred * some.unsqueeze(4))
     of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
-    for sample in range(x.shape[1]):
+    for sample in range(apart.shape[1]):
         of_gain = of_gain + weighted[:, sample].flatten(1)
         of_shift = of_shift + plain[:, sample].flatten(1)
-    return of_x.flatten(2, 3), of_gain, of_shift
+    return _as_given(of_x, x, axis), of_gain, of_shift
 
 
-def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `group_norm`, over all samples; means and variances are [models, channels]."""
-    mean, variance = _moments(x.transpose(1, 2))
+    blocks = _models_first(x, axis)
+    mean, variance = _moments(blocks.transpose(1, 2))
     factor = _scale(variance, eps) * gain
-    found = (x - _per_channel(mean)) * _per_channel(factor) + _per_channel(shift)
-    return found, mean, variance
+    found = (blocks - _per_channel(mean)) * _per_channel(factor) + _per_channel(shift)
+    return _as_given(found, x, axis), mean, variance
 
 
 def batch_norm_back(
-    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, eps: float
+    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, the gain and the shift."""
-    scale, centred = _scale(variance, eps), x - _per_channel(mean)
-    plain = _total(gradient).squeeze(3).transpose(1, 2)
-    weighted = _total(gradient * (centred * _per_channel(scale))).squeeze(3).transpose(1, 2)
+    blocks, back = _models_first(x, axis), _models_first(gradient, axis)
+    scale, centred = _scale(variance, eps), blocks - _per_channel(mean)
+    plain = _total(back).squeeze(3).transpose(1, 2)
+    weighted = _total(back * (centred * _per_channel(scale))).squeeze(3).transpose(1, 2)
     factor = scale * gain
-    first, second = (_shares(each, x[0, :, 0].numel()) for each in (plain, weighted))
+    first, second = (_shares(each, blocks[0, :, 0].numel()) for each in (plain, weighted))
     all, some = factor * first, scale * factor * second
-    of_x = gradient * _per_channel(factor) - (_per_channel(all) + centred * _per_channel(some))
-    return of_x, _in_double(weighted).float(), _in_double(plain).float()
+    of_x = back * _per_channel(factor) - (_per_channel(all) + centred * _per_channel(some))
+    return _as_given(of_x, x, axis), _in_double(weighted).float(), _in_double(plain).float()
+
+
+def _rows(x: Tensor, gain: Tensor) -> Tensor:
+    """[models, rows, n]."""
+    return x.reshape(len(x), -1, gain[0].numel())
+
+
+def _models_first(x: Tensor, axis: int) -> Tensor:
+    """[models, samples, channels, places]."""
+    return x.reshape(*x.shape[:3], -1).transpose(0, axis)
+
+
+def _as_given(found: Tensor, x: Tensor, axis: int) -> Tensor:
+    """The reverse of `_models_first`."""
+    return found.transpose(0, axis).reshape(x.shape).contiguous()
 
 
 def _moments(sets: Tensor) -> tuple[Tensor, Tensor]:
