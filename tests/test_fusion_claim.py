@@ -13,18 +13,19 @@ import torch
 from laconic.runs.claims.hfta import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
 from laconic.runs.studies.fused_losses import in_double, largest, losses, nudged
 from laconic.runs.studies.fused_networks import PointClassifier, clouds, workloads
-from laconic.runs.studies.fused_training import WAYS, Pace, made, main
-
-Found = Mapping[str, Mapping[int, Mapping[str, Pace]]]
-
+from laconic.runs.studies.fused_training import WAYS, Pace, Paces, in_turns, made, main
 
 pytestmark = pytest.mark.usefixtures("no_way_is_kept")
 
 
-def found(fused: float, others: float = 1.0) -> Found:
-    """One network whose array is so many times as fast as one process, at eight models."""
+def found(fused: float, others: float = 1.0) -> Paces:
+    """One network whose array is so many times as fast as one process, at eight models and in each of three rounds."""
     paces = {way: Pace(others, 100) for way in WAYS} | {"array": Pace(fused, 400), "process": Pace(1.0, 100)}
-    return {"Net": {1: dict.fromkeys(WAYS, Pace(1.0, 100)), 8: paces}}
+    # In the second round the machine is ten times as fast; in the third it is slow, but for the array.
+    rounds = {way: [pace, replace(pace, models_per_second=10 * pace.models_per_second)] for way, pace in paces.items()}
+    third = {way: replace(pace, models_per_second=pace.models_per_second / 10) for way, pace in paces.items()}
+    third["array"] = paces["array"]
+    return {"Net": {1: {way: [Pace(1.0, 100)] for way in WAYS}, 8: {way: [*rounds[way], third[way]] for way in WAYS}}}
 
 
 def apart(exact: float) -> Mapping[str, float]:
@@ -36,7 +37,8 @@ def test_a_fast_array_with_the_same_losses_holds() -> None:
     result = judge(found(5.0), {"Net": apart(1e-13)}, {})
     assert result.holds
     assert (result.value, result.least, result.most) == (5.0, 5.0, 5.0)
-    assert "x 5.00 one process after another" in result.details["Net, 8 models"]
+    assert "x 5.00 (5.00 to 50.00) one process after another" in result.details["Net, 8 models"]
+    assert "x 1.00 one process after another" in result.details["Net, 1 models"]
     assert "memory per model x 0.50" in result.details["Net, 8 models"]
     assert result.details["less than the paper's least"] == "none"
     words = result.details["Net, largest difference of the loss curves"]
@@ -96,6 +98,20 @@ def test_a_way_is_measured_by_models_and_bytes() -> None:
     pace = Pace(**json.loads(main(["pointnet-cls", "loop", "2", "0.01", str(held)])))
     assert pace.models_per_second > 0
     assert pace.nbytes > 1 << 20
+
+
+def test_ways_take_turns_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def measured(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
+        assert (name, models, seconds, threads) == ("net", 4, 0.5, 2)
+        order.append(way)
+        return Pace(float(len(order)), 1)
+
+    monkeypatch.setattr("laconic.runs.studies.fused_training.measure", measured)
+    paces = in_turns("net", 4, 0.5, 2, rounds=2)
+    assert order == [*WAYS, *reversed(WAYS)]
+    assert [pace.models_per_second for pace in paces["array"]] == [1.0, 2.0 * len(WAYS)]
 
 
 def test_points_of_a_cloud_lie_on_its_surface() -> None:

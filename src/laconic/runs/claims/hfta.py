@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
@@ -13,11 +13,10 @@ import torch
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.studies.fused_losses import Losses, largest, losses
 from laconic.runs.studies.fused_networks import workloads
-from laconic.runs.studies.fused_training import WAYS, Pace, measure
+from laconic.runs.studies.fused_training import WAYS, Pace, Paces, in_turns, speedup
 
 LEAST_SPEEDUP = 2.4
 MOST_DIFFERENCE = 1e-9
-Paces = Mapping[str, Mapping[int, Mapping[str, Pace]]]
 
 
 @dataclass(frozen=True)
@@ -29,46 +28,48 @@ class Scale:
         seconds: that each way trains for.
         steps: of the loss curves.
         curves: models whose losses are compared.
+        rounds: in which the ways take turns at the most models; once is enough for the others, which are not judged.
     """
 
     sizes: tuple[int, ...] = (1, 4, 16)
     seconds: float = 1.5
     steps: int = 60
     curves: int = 3
+    rounds: int = 3
 
 
-QUICK = Scale(sizes=(8,), seconds=0.8, steps=12)
+QUICK = Scale(sizes=(8,), seconds=0.8, steps=12, rounds=1)
 
 
 def study(attempt: Attempt) -> Result:
     """Measure every network in every way, compare the losses, draw both, and judge."""
     scale, places, threads = QUICK if attempt.quick else Scale(), count(), torch.get_num_threads()
-    paces: dict[str, dict[int, dict[str, Pace]]] = {}
+    paces: dict[str, dict[int, dict[str, list[Pace]]]] = {}
     found: dict[str, Losses] = {}
     for name, workload in workloads().items():
         attempt.begin(f"losses of {workload.title}", next(places))
         found[workload.title] = losses(workload, scale.curves, scale.steps)
         paces[workload.title] = {}
-        alone: Pace | None = None
         for size in scale.sizes:
             attempt.begin(f"{workload.title}, {size} models", next(places))
-            alone = alone or measure(name, "process", 1, scale.seconds, threads)
-            others = {way: measure(name, way, size, scale.seconds, threads) for way in WAYS if way != "process"}
-            paces[workload.title][size] = {**others, "process": alone}
+            rounds = scale.rounds if size == max(scale.sizes) else 1
+            paces[workload.title][size] = in_turns(name, size, scale.seconds, threads, rounds)
     data = {f"data of {workload.title}": workload.data for workload in workloads().values()}
-    return judge(paces, largest(found), {"threads": threads, **data, "pictures": _drawn(attempt, paces, found)})
+    how = f"{scale.rounds} rounds of {scale.seconds:g} s at the most models, ways taking turns, ratios within rounds"
+    told = {"threads": threads, "pace of": f"{how}; every process keeps its memory, as a sweep's does"}
+    return judge(paces, largest(found), {**told, **data, "pictures": _drawn(attempt, paces, found)})
 
 
 def judge(paces: Paces, differences: Mapping[str, Mapping[str, float]], details: Mapping[str, Any]) -> Result:
     """Whether every network gains what the paper's least did, at the most models, with the same losses.
 
     Args:
-        paces: by network, number of models and way.
+        paces: by network, number of models and way, round by round.
         differences: by network, those of `largest`.
         details: what else is told.
     """
     largest = {title: sizes[max(sizes)] for title, sizes in paces.items()}
-    ratios = {title: _over(found, "process") for title, found in largest.items()}
+    ratios = {title: speedup(found, "array", "process") for title, found in largest.items()}
     slow = [title for title, ratio in ratios.items() if ratio < LEAST_SPEEDUP]
     apart = [title for title, found in differences.items() if not found["fp64"] <= MOST_DIFFERENCE]
     value, best = median(ratios.values()), max(ratios, key=lambda title: ratios[title])
@@ -92,24 +93,27 @@ def _apart(found: Mapping[str, float]) -> str:
     )
 
 
-def _over(found: Mapping[str, Pace], way: str) -> float:
-    return found["array"].models_per_second / found[way].models_per_second
-
-
-def _beaten(largest: Mapping[str, Mapping[str, Pace]]) -> list[str]:
-    ratios = {title: {way: _over(found, way) for way in WAYS if way != "array"} for title, found in largest.items()}
+def _beaten(largest: Mapping[str, Mapping[str, Sequence[Pace]]]) -> list[str]:
+    others = [way for way in WAYS if way != "array"]
+    ratios = {title: {way: speedup(found, "array", way) for way in others} for title, found in largest.items()}
     worst = {title: min(every, key=lambda way: every[way]) for title, every in ratios.items()}
     return [
         f"{title} (x {ratios[title][way]:.2f} of {WAYS[way]})" for title, way in worst.items() if ratios[title][way] < 1
     ]
 
 
-def _in_words(size: int, found: Mapping[str, Pace]) -> str:
+def _in_words(size: int, found: Mapping[str, Sequence[Pace]]) -> str:
     """The array's pace over every other way's, and its memory per model over that of a process."""
-    over = ", ".join(f"x {_over(found, way):.2f} {WAYS[way]}" for way in WAYS if way != "array")
-    share = found["array"].nbytes / size / found["process"].nbytes
-    each = found["array"].models_per_second
-    return f"{each:.4g} steps/s: {over}; memory per model x {share:.2f} of a process"
+    over = ", ".join(f"x {_ratio(found, way)} {WAYS[way]}" for way in WAYS if way != "array")
+    array, alone = (max(pace.nbytes for pace in found[way]) for way in ("array", "process"))
+    each = median(pace.models_per_second for pace in found["array"])
+    return f"{each:.4g} steps/s: {over}; memory per model x {array / size / alone:.2f} of a process"
+
+
+def _ratio(found: Mapping[str, Sequence[Pace]], way: str) -> str:
+    """The median of the rounds, and where there are several, their least and greatest."""
+    each = [a.models_per_second / b.models_per_second for a, b in zip(found["array"], found[way], strict=True)]
+    return f"{median(each):.2f}" + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
 
 
 def _drawn(attempt: Attempt, paces: Paces, found: Mapping[str, Losses]) -> list[str]:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from laconic.report.palette import looks
 from laconic.report.picture import Picture, canvas, key, legend, plain
 from laconic.runs.studies.fused_losses import Losses
-from laconic.runs.studies.fused_training import WAYS, Pace
+from laconic.runs.studies.fused_training import WAYS, Paces, speedup
 
-Paces = Mapping[str, Mapping[int, Mapping[str, Pace]]]
 _LEAST = 1e-17
 
 
@@ -19,7 +18,7 @@ def pace_picture(found: Paces) -> Picture:
     panels = figure.subplots(2, 3).flat
     for axes, (title, sizes) in zip(panels, found.items(), strict=False):
         for look, way in zip(looks(list(WAYS)), WAYS, strict=True):
-            ratios = [paces[way].models_per_second / paces["process"].models_per_second for paces in sizes.values()]
+            ratios = [speedup(paces, way, "process") for paces in sizes.values()]
             axes.plot(
                 list(sizes),
                 ratios,

@@ -10,7 +10,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from laconic.emulate import run_workers
 from laconic.errors import LaconicError
-from laconic.fusion import Adam, fuse, measuring
+from laconic.fusion import Adam, fuse, keep_memory, measuring
 from laconic.runs.studies.fused_networks import Workload, workloads
 
 Step = Callable[[int], list[float]]
@@ -49,6 +49,16 @@ class Pace:
 
     models_per_second: float
     nbytes: int
+
+
+# By network, number of models and way, round by round.
+Paces = Mapping[str, Mapping[int, Mapping[str, Sequence[Pace]]]]
+
+
+def speedup(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> float:
+    """How many times the pace of another way one has: the median of the ratios within rounds."""
+    pairs = zip(found[way], found[other], strict=True)
+    return median(one.models_per_second / two.models_per_second for one, two in pairs)
 
 
 def rates(models: int) -> list[float]:
@@ -131,6 +141,15 @@ def vmap_step(workload: Workload, models: int) -> Step:
 _STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
 
 
+def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) -> dict[str, list[Pace]]:
+    """What each way took in every round, in which all take turns; arguments as of `measure`."""
+    found: dict[str, list[Pace]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            found[way].append(measure(name, way, models, seconds, threads))
+    return found
+
+
 def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
     """Train in a fresh process for some seconds.
 
@@ -163,6 +182,7 @@ def main(arguments: Sequence[str]) -> str:
     name, way = arguments[:2]
     models, seconds, threads = int(arguments[2]), float(arguments[3]), int(arguments[4])
     torch.set_num_threads(1 if way == "processes" else threads)
+    keep_memory()
     workload = _cached(workloads()[name])
     if way == "processes":
         pace = _at_once(workload, models, seconds)
