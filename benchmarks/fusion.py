@@ -54,13 +54,11 @@ def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float
     return found
 
 
-def backward(output: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Gradients of a sum."""
-    torch.autograd.grad(output, tensors, torch.ones_like(output))
-
-
 def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) -> dict[str, Work]:
-    """Forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap."""
+    """Forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap.
+
+    The gradient of every model's output is there beforehand, as it comes from the layer behind.
+    """
     models = [factory() for _ in range(size)]
     array = fuse(models)
     every = x if shared else torch.stack([x + index for index in range(size)]).requires_grad_()
@@ -69,20 +67,23 @@ def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) 
     parameters, buffers = torch.func.stack_module_state(models)
     stacked = list(parameters.values())
     skeleton = models[0]
+    above = torch.ones(size, *models[0](x).shape)
+    each_above = list(above)
+    backward = torch.autograd.grad
 
     def one(values: Any, others: Any, given: Tensor) -> Tensor:
         return torch.func.functional_call(skeleton, (values, others), (given,))
 
     def as_array() -> None:
-        backward(array(every if shared else Each(every)), own if shared else [*own, every])
+        backward(array(every if shared else Each(every)), own if shared else [*own, every], above)
 
     def as_vmap() -> None:
         mapped = torch.vmap(one, in_dims=(0, 0, None if shared else 0), randomness="different")
-        backward(mapped(parameters, buffers, every), stacked if shared else [*stacked, every])
+        backward(mapped(parameters, buffers, every), stacked if shared else [*stacked, every], above)
 
     def as_loop() -> None:
-        for model, row in zip(models, rows, strict=True):
-            backward(model(row), list(model.parameters()) if shared else [*model.parameters(), row])
+        for model, row, gradient in zip(models, rows, each_above, strict=True):
+            backward(model(row), list(model.parameters()) if shared else [*model.parameters(), row], gradient)
 
     return {"array": as_array, "loop": as_loop, "vmap": as_vmap}
 
