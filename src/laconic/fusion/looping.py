@@ -29,9 +29,10 @@ class Filled:
 
     def __enter__(self) -> None:
         """Put the values in."""
+        new = [self._values[place.name] for place in self._every]
         self._held = [place.holder[place.key] for place in self._every]
-        for place in self._every:
-            place.holder[place.key] = self._values[place.name]
+        for place, value in zip(self._every, new, strict=True):
+            place.holder[place.key] = value
 
     def __exit__(self, *_: object) -> None:
         """Put back what was there."""
