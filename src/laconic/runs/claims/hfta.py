@@ -13,7 +13,7 @@ import torch
 from laconic.runs.reproductions import Attempt, Claim, Result
 from laconic.runs.studies.fused_losses import Losses, largest, losses
 from laconic.runs.studies.fused_networks import workloads
-from laconic.runs.studies.fused_training import WAYS, Pace, Paces, in_turns, speedup
+from laconic.runs.studies.fused_training import WAYS, Pace, Paces, in_turns, ratios, speedup
 
 LEAST_SPEEDUP = 2.4
 MOST_DIFFERENCE = 1e-9
@@ -55,7 +55,7 @@ def study(attempt: Attempt) -> Result:
             rounds = scale.rounds if size == max(scale.sizes) else 1
             paces[workload.title][size] = in_turns(name, size, scale.seconds, threads, rounds)
     data = {f"data of {workload.title}": workload.data for workload in workloads().values()}
-    how = f"{scale.rounds} rounds of {scale.seconds:g} s at the most models, ways taking turns, ratios within rounds"
+    how = f"rounds at the most models: {scale.rounds}, {scale.seconds:g} s a way, in turns, ratios within rounds"
     told = {"threads": threads, "pace of": f"{how}; every process keeps its memory, as a sweep's does"}
     return judge(paces, largest(found), {**told, **data, "pictures": _drawn(attempt, paces, found)})
 
@@ -69,10 +69,10 @@ def judge(paces: Paces, differences: Mapping[str, Mapping[str, float]], details:
         details: what else is told.
     """
     largest = {title: sizes[max(sizes)] for title, sizes in paces.items()}
-    ratios = {title: speedup(found, "array", "process") for title, found in largest.items()}
-    slow = [title for title, ratio in ratios.items() if ratio < LEAST_SPEEDUP]
+    gains = {title: speedup(found, "array", "process") for title, found in largest.items()}
+    slow = [title for title, gain in gains.items() if gain < LEAST_SPEEDUP]
     apart = [title for title, found in differences.items() if not found["fp64"] <= MOST_DIFFERENCE]
-    value, best = median(ratios.values()), max(ratios, key=lambda title: ratios[title])
+    value, best = median(gains.values()), max(gains, key=lambda title: gains[title])
     rows: dict[str, Any] = {}
     for title, sizes in paces.items():
         for size, found in sizes.items():
@@ -81,8 +81,8 @@ def judge(paces: Paces, differences: Mapping[str, Mapping[str, float]], details:
     rows["other losses than separate runs, in fp64"] = ", ".join(apart) or "none"
     rows["less than the paper's least"] = ", ".join(slow) or "none"
     rows["slower than the best other way, at the most models"] = ", ".join(_beaten(largest)) or "none"
-    words = f"{value:.3g} times as many models in a second (median of {len(ratios)} networks; best: {best})"
-    low, high = min(ratios.values()), max(ratios.values())
+    words = f"{value:.3g} times as many models in a second (median of {len(gains)} networks; best: {best})"
+    low, high = min(gains.values()), max(gains.values())
     return Result(not slow and not apart, words, value, low, high, {**rows, **details})
 
 
@@ -95,10 +95,10 @@ def _apart(found: Mapping[str, float]) -> str:
 
 def _beaten(largest: Mapping[str, Mapping[str, Sequence[Pace]]]) -> list[str]:
     others = [way for way in WAYS if way != "array"]
-    ratios = {title: {way: speedup(found, "array", way) for way in others} for title, found in largest.items()}
-    worst = {title: min(every, key=lambda way: every[way]) for title, every in ratios.items()}
+    gains = {title: {way: speedup(found, "array", way) for way in others} for title, found in largest.items()}
+    worst = {title: min(every, key=lambda way: every[way]) for title, every in gains.items()}
     return [
-        f"{title} (x {ratios[title][way]:.2f} of {WAYS[way]})" for title, way in worst.items() if ratios[title][way] < 1
+        f"{title} (x {gains[title][way]:.2f} of {WAYS[way]})" for title, way in worst.items() if gains[title][way] < 1
     ]
 
 
@@ -112,7 +112,7 @@ def _in_words(size: int, found: Mapping[str, Sequence[Pace]]) -> str:
 
 def _ratio(found: Mapping[str, Sequence[Pace]], way: str) -> str:
     """The median of the rounds, and where there are several, their least and greatest."""
-    each = [a.models_per_second / b.models_per_second for a, b in zip(found["array"], found[way], strict=True)]
+    each = ratios(found, "array", way)
     return f"{median(each):.2f}" + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
 
 

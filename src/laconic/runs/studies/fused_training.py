@@ -55,10 +55,14 @@ class Pace:
 Paces = Mapping[str, Mapping[int, Mapping[str, Sequence[Pace]]]]
 
 
+def ratios(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> list[float]:
+    """How many times the pace of another way one has, round by round."""
+    return [a.models_per_second / b.models_per_second for a, b in zip(found[way], found[other], strict=True)]
+
+
 def speedup(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> float:
-    """How many times the pace of another way one has: the median of the ratios within rounds."""
-    pairs = zip(found[way], found[other], strict=True)
-    return median(one.models_per_second / two.models_per_second for one, two in pairs)
+    """The median of `ratios`."""
+    return median(ratios(found, way, other))
 
 
 def rates(models: int) -> list[float]:
