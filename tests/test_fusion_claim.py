@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from laconic.errors import LaconicError
+from laconic.fusion import choice, remembered
 from laconic.runs.claims.hfta import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
 from laconic.runs.studies.fused_losses import in_double, largest, losses, nudged
 from laconic.runs.studies.fused_networks import PointClassifier, clouds, workloads
-from laconic.runs.studies.fused_training import WAYS, Pace, Paces, in_turns, made, main
+from laconic.runs.studies.fused_training import WAYS, Pace, Paces, forked, in_turns, made, main, measure
 
 pytestmark = pytest.mark.usefixtures("no_way_is_kept")
 
@@ -94,24 +99,48 @@ def test_a_workload_in_double_is_the_same_in_double() -> None:
 
 
 def test_a_way_is_measured_by_models_and_bytes() -> None:
-    held = torch.get_num_threads()
-    pace = Pace(**json.loads(main(["pointnet-cls", "loop", "2", "0.01", str(held)])))
+    pace = forked(partial(measure, "pointnet-cls", "loop", 2, 0.01, 1))
     assert pace.models_per_second > 0
     assert pace.nbytes > 1 << 20
 
 
-def test_ways_take_turns_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-
-    def measured(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
-        assert (name, models, seconds, threads) == ("net", 4, 0.5, 2)
-        order.append(way)
-        return Pace(float(len(order)), 1)
+def test_ways_take_turns_round_by_round_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: object) -> Pace:
+        assert (given[0], *given[2:]) == ("net", 4, 0.5, 2)
+        return Pace(list(WAYS).index(str(given[1])), os.getpid())
 
     monkeypatch.setattr("laconic.runs.studies.fused_training.measure", measured)
-    paces = in_turns("net", 4, 0.5, 2, rounds=2)
-    assert order == [*WAYS, *reversed(WAYS)]
-    assert [pace.models_per_second for pace in paces["array"]] == [1.0, 2.0 * len(WAYS)]
+    turns = [json.loads(line) for line in main(["net", "4", "0.5", "2", "2"])]
+    assert [way for turn in turns for way in turn] == [*WAYS, *reversed(WAYS)]
+    assert all(pace["models_per_second"] == list(WAYS).index(way) for turn in turns for way, pace in turn.items())
+    processes = {pace["nbytes"] for turn in turns for pace in turn.values()}
+    assert len(processes) == len(turns) and os.getpid() not in processes
+
+
+def test_turns_are_collected_by_way_and_round() -> None:
+    paces = in_turns("pointnet-cls", 1, 0.01, 1, rounds=2)
+    assert list(paces) == list(WAYS)
+    assert all(pace.models_per_second > 0 for each in paces.values() for pace in each)
+    assert {len(each) for each in paces.values()} == {2}
+
+
+def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.PIN, raising=False)
+    assert not remembered.place().exists()
+    forked(partial(measure, "pointnet-cls", "array", 2, 0.01, 1))
+    assert json.loads(remembered.place().read_text())
+
+
+def test_a_process_that_fails_is_told_of_and_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaconicError, match="ended without a result"):
+        forked(lambda: Pace(1.0))  # type: ignore[call-arg]
+    with pytest.raises(LaconicError, match=r"no-such-network 1 0\.01 1 1: the process ended without a result"):
+        in_turns("no-such-network", 1, 0.01, 1, rounds=1)
+    monkeypatch.setattr("laconic.runs.studies.fused_training._DEADLINE_SECONDS", 0.05)
+    start = time.monotonic()
+    with pytest.raises(LaconicError, match=r"no result within 0\.05 s"):
+        forked(lambda: time.sleep(600) or Pace(1.0, 1))
+    assert time.monotonic() - start < 60
 
 
 def test_points_of_a_cloud_lie_on_its_surface() -> None:

@@ -157,7 +157,7 @@ def test_what_a_kernel_normalised_is_told_where_it_lies() -> None:
     if compiled(torch.zeros(1)) is None:
         pytest.skip("no C compiler")
     x, affine = torch.ones(MODELS, 4, 6, 5), Batch(torch.ones(MODELS, 6), 0)
-    for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 1)):
+    for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 0)):
         for found in (
             normalised.by_groups(MODELS, 2, 1e-5, given, affine, affine),
             normalised.by_channels(MODELS, 1e-5, given, affine, affine)[0],

@@ -5,7 +5,7 @@
 
 from laconic.fusion.array import FusedArray, fuse
 from laconic.fusion.batch import Each
-from laconic.fusion.choice import choices, forget_choices, measuring
+from laconic.fusion.choice import choices, forget_choices, measuring, remember_choices
 from laconic.fusion.laboratory import Laboratory
 from laconic.fusion.memory import keep_memory
 from laconic.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
@@ -36,4 +36,5 @@ __all__ = [
     "gradient_norms",
     "keep_memory",
     "measuring",
+    "remember_choices",
 ]

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value
 from laconic.fusion.remembered import Memory
@@ -41,6 +43,11 @@ def forget_choices() -> None:
     _CHOSEN.clear()
     _USES.clear()
     _MEMORY.forget()
+
+
+def remember_choices() -> None:
+    """Keep what was measured so far for other processes; one that ends by itself does, a forked one has to say so."""
+    _MEMORY.write()
 
 
 @contextmanager
@@ -132,9 +139,14 @@ def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[st
     """Seconds of each way: the least of several rounds, in which those that may yet win take turns."""
     copies = [_copy(value) for value in values]
     cuda = _device(values) == "cuda"
-    for way in ways.values():  # the first time loads what is loaded once
-        _once(way, copies)
-    best = {name: _seconds(way, copies, 1, cuda) for name, way in ways.items()}
+    with torch.no_grad():
+        result = next(iter(ways.values()))(*copies).at(0)
+    # The gradient comes with the models first, as it does to an array's result.
+    above = torch.ones_like(result, memory_format=torch.contiguous_format)
+    once = {name: partial(_once, way, copies, above) for name, way in ways.items()}
+    for work in once.values():  # the first time loads what is loaded once
+        work()
+    best = {name: _seconds(work, 1, cuda) for name, work in once.items()}
     near, start = _NEAR_AT_FIRST, perf_counter()
     for round in range(_MOST_ROUNDS):
         if round >= _LEAST_ROUNDS and perf_counter() - start > _ENOUGH_SECONDS:
@@ -145,19 +157,19 @@ def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[st
             break
         for name in rivals:
             again = max(1, min(20, int(_LEAST_SECONDS / best[name])))
-            best[name] = min(best[name], _seconds(ways[name], copies, again, cuda))
+            best[name] = min(best[name], _seconds(once[name], again, cuda))
         near = _NEAR
     return best
 
 
-def _seconds(way: Way, values: Sequence[Value | None], repeats: int, cuda: bool) -> float:
+def _seconds(work: Callable[[], object], repeats: int, cuda: bool) -> float:
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing
     # One thread's own time is not disturbed by other processes.
     clock = thread_time if torch.get_num_threads() == 1 and not cuda else perf_counter
     wait()
     start = clock()
     for _ in range(repeats):
-        _once(way, values)
+        work()
     wait()
     return max(clock() - start, 1e-9) / repeats
 
@@ -166,13 +178,14 @@ def _nothing() -> None:
     pass
 
 
-def _once(way: Way, values: Sequence[Value | None]) -> None:
+def _once(way: Way, values: Sequence[Value | None], above: Tensor) -> None:
+    """Forward, and backward where anything is trained, from the gradient `above`."""
     tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
     trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     with _mode(bool(trained)):
-        found = way(*values).tensor
+        found = way(*values).at(0)
         if trained:
-            gradients = torch.autograd.grad(found, trained, torch.ones_like(found))
+            gradients = torch.autograd.grad(found, trained, above)
             for tensor, gradient in zip(trained, gradients, strict=True):
                 # A parameter keeps its gradient laid out as it is itself.
                 if gradient.stride() != tensor.stride():

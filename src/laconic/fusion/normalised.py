@@ -51,7 +51,7 @@ def _dense(size: int, *affine: Value) -> list[Tensor]:
 
 def _blocks(input: Value, size: int) -> tuple[Tensor, int]:
     """As the kernels take it, and the models' axis; what is shared is not repeated."""
-    return dense(input) if isinstance(input, Batch) else (along(input, 1, size), 1)
+    return dense(input) if isinstance(input, Batch) else (along(input, 0, size), 0)
 
 
 class _ByLayers(torch.autograd.Function):

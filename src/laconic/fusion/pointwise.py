@@ -23,7 +23,7 @@ def _all(steps: Steps | str, wanted: int) -> bool:
 
 
 def pointwise(size: int, input: Value, weight: Batch, bias: Value | None) -> Batch:
-    """Each model's product at every place; on an input that is shared, the models' filters below each other.
+    """Each model's product at every place; an input that is shared is read once for every model, where it is.
 
     Args:
         size: the number of models.
@@ -31,14 +31,10 @@ def pointwise(size: int, input: Value, weight: Batch, bias: Value | None) -> Bat
         weight: [filters, channels, 1...] of one model.
         bias: [filters] of one model.
     """
-    filters = weight.at(0).flatten(2)
+    shared = isinstance(input, Tensor)
+    x, axis = (input.contiguous().expand(size, *input.shape), 0) if shared else dense(input)
     shift = None if bias is None else along(bias, 0, size)
-    if isinstance(input, Tensor):
-        merged = None if shift is None else shift.reshape(1, -1)
-        found = _multiply(input.unsqueeze(1).contiguous(), filters.reshape(1, -1, filters.shape[2]), merged, 1)
-        return Batch(found.view(len(input), size, -1, *input.shape[2:]), 1)
-    x, axis = dense(input)
-    return Batch(_multiply(x, filters, shift, axis), axis)
+    return Batch(_multiply(x, weight.at(0).flatten(2), shift, axis), axis)
 
 
 def _multiply(x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> Tensor:

@@ -165,9 +165,10 @@ void laconic_group_norm(
         const int64_t model = (models_inner ? row % inner : row / inner) * channels;
         for (int64_t group = 0; group < groups; group++) {
             int64_t set = row * groups + group, at = group * parts * places;
-            if (row % inner && !x_inner) {
-                means[set] = means[set - groups];
-                variances[set] = variances[set - groups];
+            int64_t same = row % inner && !x_inner ? groups : row / inner && !x_outer ? inner * groups : 0;
+            if (same) {
+                means[set] = means[set - same];
+                variances[set] = variances[set - same];
             } else moments(from + at, 0, 1, parts * places, means + set, variances + set, room);
             float scale = root_under_one(variances[set], eps);
             for (int64_t part = 0; part < parts; part++) {

@@ -1,6 +1,8 @@
 """Many models of one kind, trained in five ways, and what each takes.
 
-`python -m laconic.runs.studies.fused_training NAME WAY MODELS SECONDS THREADS` is one of them in a process of its own.
+`python -m laconic.runs.studies.fused_training NAME MODELS SECONDS THREADS ROUNDS` lets all ways take turns, each turn
+in a process of its own. These are forked from one that has loaded what all of them need, torch's compiler above all,
+which the first optimizer of a process would spend seconds on.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 
 from laconic.emulate import run_workers
 from laconic.errors import LaconicError
-from laconic.fusion import Adam, fuse, keep_memory, measuring
+from laconic.fusion import Adam, fuse, keep_memory, measuring, remember_choices
 from laconic.runs.studies.fused_networks import Workload, workloads
 
 Step = Callable[[int], list[float]]
@@ -146,45 +149,74 @@ _STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": 
 
 
 def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) -> dict[str, list[Pace]]:
-    """What each way took in every round, in which all take turns; arguments as of `measure`."""
-    found: dict[str, list[Pace]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            found[way].append(measure(name, way, models, seconds, threads))
-    return found
-
-
-def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
-    """Train in a fresh process for some seconds.
+    """What each way took in every round, in which all take turns.
 
     Args:
         name: of a workload.
-        way: one of `WAYS`.
         models: how many; "process" trains one, whose pace is that of many in turn.
-        seconds: to train for, after a few steps that are not counted.
+        seconds: that each way trains for, after a few steps that are not counted.
         threads: of torch; processes that run at once have one each.
+        rounds: each goes through the ways in the other direction than the one before.
 
     Raises:
-        LaconicError: the process failed.
+        LaconicError: a process failed.
     """
-    lines: list[str] = []
+    found: dict[str, list[Pace]] = {way: [] for way in WAYS}
 
     def keep(_: int, stream: str, line: str) -> None:
-        lines.append(line if stream == "stdout" else "")
+        if stream == "stdout" and line.startswith("{"):
+            way, pace = json.loads(line).popitem()
+            found[way].append(Pace(**pace))
 
-    given = [name, way, str(models), str(seconds), str(threads)]
-    command = [sys.executable, "-m", __name__, *given]
-    exits = run_workers(command, 1, on_line=keep, deadline_seconds=_DEADLINE_SECONDS)
-    found = [line for line in lines if line.startswith("{")]
-    if any(each.code for each in exits) or not found:
+    given = [name, str(models), str(seconds), str(threads), str(rounds)]
+    deadline = rounds * len(WAYS) * _DEADLINE_SECONDS
+    exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, deadline_seconds=deadline)
+    if any(each.code for each in exits) or any(len(paces) < rounds for paces in found.values()):
         raise LaconicError(f"{' '.join(given)}: the process ended without a result")
-    return Pace(**json.loads(found[-1]))
+    return found
 
 
-def main(arguments: Sequence[str]) -> str:
-    """Measure one way here; returns a `Pace` as JSON."""
-    name, way = arguments[:2]
-    models, seconds, threads = int(arguments[2]), float(arguments[3]), int(arguments[4])
+def main(arguments: Sequence[str]) -> Iterator[str]:
+    """Let all ways take turns; each turn is `{way: pace}` as JSON."""
+    name, models, seconds = arguments[0], int(arguments[1]), float(arguments[2])
+    threads, rounds = int(arguments[3]), int(arguments[4])
+    import_module("torch._dynamo")
+    for number in range(rounds):
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            yield json.dumps({way: asdict(forked(partial(measure, name, way, models, seconds, threads)))})
+
+
+def forked(work: Callable[[], Pace]) -> Pace:
+    """What is measured in a process of its own, forked from this one.
+
+    Raises:
+        LaconicError: it failed, or took too long.
+    """
+
+    def tell() -> None:
+        sender.send_bytes(json.dumps(asdict(work())).encode())
+        remember_choices()
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    other = context.Process(target=tell)
+    other.start()
+    sender.close()
+    try:
+        if not receiver.poll(_DEADLINE_SECONDS):
+            raise LaconicError(f"no result within {_DEADLINE_SECONDS:g} s")
+        pace = Pace(**json.loads(receiver.recv_bytes()))
+        other.join(_DEADLINE_SECONDS)
+        return pace
+    except EOFError:
+        raise LaconicError("the process ended without a result") from None
+    finally:
+        other.kill()
+        other.join()
+
+
+def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
+    """Train in this process; arguments as of `in_turns`."""
     torch.set_num_threads(1 if way == "processes" else threads)
     keep_memory()
     workload = _cached(workloads()[name])
@@ -193,7 +225,7 @@ def main(arguments: Sequence[str]) -> str:
     else:
         count = 1 if way == "process" else models
         pace = count / _seconds_per_step(_STEPS[way](workload, count), seconds)
-    return json.dumps(asdict(Pace(pace, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)))
+    return Pace(pace, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _cached(workload: Workload) -> Workload:
@@ -243,4 +275,6 @@ def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any) -> No
 
 
 if __name__ == "__main__":
-    sys.stdout.write(main(sys.argv[1:]) + "\n")
+    for line in main(sys.argv[1:]):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
