@@ -30,34 +30,44 @@ from laconic.tasks import load
 
 Row = tuple[str, ...]
 Work = Callable[[], object]
+_TURN_SECONDS = 5e-3
 
 
 def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float = 0.0) -> dict[str, list[float]]:
     """CPU seconds of each contender, taking turns for some rounds and some time.
 
-    The first two rounds, and the choice of kernels, are not counted.
+    A turn is as many uses as take five milliseconds, so that little of it is what the contender before has left in the
+    caches. The first two rounds, and the choice of kernels, are not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     with measuring():
         for work in contenders.values():
             work()
+    uses = {name: max(2, round(_TURN_SECONDS / _timed(work, 2))) for name, work in contenders.items()}
     begin = time.perf_counter()
-    for round in count():
-        if round >= rounds + 2 and time.perf_counter() - begin >= least_seconds:
+    for round_ in count():
+        if round_ >= rounds + 2 and time.perf_counter() - begin >= least_seconds:
             break
         for name, work in contenders.items():
-            start = time.process_time()
-            work()
-            work()
-            if round >= 2:
-                found[name].append((time.process_time() - start) / 2)
+            taken = _timed(work, uses[name])
+            if round_ >= 2:
+                found[name].append(taken)
     return found
+
+
+def _timed(work: Work, uses: int) -> float:
+    """CPU seconds of one use."""
+    start = time.process_time()
+    for _ in range(uses):
+        work()
+    return (time.process_time() - start) / uses
 
 
 def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) -> dict[str, Work]:
     """Forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap.
 
-    The gradient of every model's output is there beforehand, as it comes from the layer behind.
+    The gradient of every model's output is there beforehand, as it comes from the layer behind, and gradients of
+    parameters are kept until the model's next pass, as training keeps them.
     """
     models = [factory() for _ in range(size)]
     array = fuse(models)
@@ -69,21 +79,27 @@ def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) 
     skeleton = models[0]
     above = torch.ones(size, *models[0](x).shape)
     each_above = list(above)
-    backward = torch.autograd.grad
+    held: list[tuple[Tensor, ...]] = [()] * size
 
     def one(values: Any, others: Any, given: Tensor) -> Tensor:
         return torch.func.functional_call(skeleton, (values, others), (given,))
 
+    def keep(place: int, found: Tensor, given: list[Tensor], above: Tensor) -> None:
+        held[place] = torch.autograd.grad(found, given, above)[: len(own)]
+
     def as_array() -> None:
-        backward(array(every if shared else Each(every)), own if shared else [*own, every], above)
+        held[0] = ()
+        keep(0, array(every if shared else Each(every)), own if shared else [*own, every], above)
 
     def as_vmap() -> None:
+        held[0] = ()
         mapped = torch.vmap(one, in_dims=(0, 0, None if shared else 0), randomness="different")
-        backward(mapped(parameters, buffers, every), stacked if shared else [*stacked, every], above)
+        keep(0, mapped(parameters, buffers, every), stacked if shared else [*stacked, every], above)
 
     def as_loop() -> None:
-        for model, row, gradient in zip(models, rows, each_above, strict=True):
-            backward(model(row), list(model.parameters()) if shared else [*model.parameters(), row], gradient)
+        for place, (model, row, gradient) in enumerate(zip(models, rows, each_above, strict=True)):
+            held[place] = ()
+            keep(place, model(row), list(model.parameters()) if shared else [*model.parameters(), row], gradient)
 
     return {"array": as_array, "loop": as_loop, "vmap": as_vmap}
 

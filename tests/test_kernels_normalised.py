@@ -31,7 +31,7 @@ def rows_to_normalise(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("n", [1, 7, 16, 33, 128, 200, 1000])
+@pytest.mark.parametrize("n", [1, 7, 16, 33, 64, 112, 128, 200, 1000])
 def test_layer_normalisation_is_bit_by_bit_that_of_torch(n: int, shared: bool) -> None:
     x, gain, shift, gradient = rows_to_normalise(n)
     x = x[:1].expand_as(x) if shared else x

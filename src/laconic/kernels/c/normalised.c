@@ -37,12 +37,66 @@ static float total(const float *x, int64_t n) { return in_order(x, 0, n); }
 static float dot(const float *x, const float *y, int64_t n) { return in_order(x, y, n); }
 static float root_under_one(float variance, float eps) { return 1.0f / __builtin_sqrtf(variance + eps); }
 
-/* -- by layers -- */
+/* -- by layers: a row of less than eight whole vectors stays in registers, its sums in the order of `in_order` -- */
+
+INLINE void normalise_vectors(
+    const float *x, const float *gain, const float *shift, float *out, float *mean, float *scale, int count, float eps
+) {
+    const float n = (float)(count * LANES);
+    floats row[7], sum = {}, squares = {};
+    for (int k = 0; k < count; k++) {
+        row[k] = load(x + k * LANES);
+        sum = sum + row[k];
+    }
+    const float middle = *mean = halved(sum) / n;
+    for (int k = 0; k < count; k++) {
+        row[k] = row[k] - middle;
+        squares = squares + row[k] * row[k];
+    }
+    const float factor = *scale = root_under_one(halved(squares) / n, eps);
+    for (int k = 0; k < count; k++)
+        store(out + k * LANES, row[k] * factor * load(gain + k * LANES) + load(shift + k * LANES));
+}
+
+INLINE void return_vectors(
+    const float *gradient, const float *x, const float *gain, float mean, float scale, float *of_x, float *of_gain,
+    float *of_shift, int count
+) {
+    const float n = (float)(count * LANES);
+    floats normal[7], slope[7], plain = {}, weighted = {};
+    for (int k = 0; k < count; k++) {
+        const int at = k * LANES;
+        const floats given = load(gradient + at);
+        normal[k] = (load(x + at) - mean) * scale;
+        slope[k] = given * load(gain + at);
+        store(of_gain + at, load(of_gain + at) + given * normal[k]);
+        store(of_shift + at, load(of_shift + at) + given);
+        plain = plain + slope[k];
+        weighted = weighted + slope[k] * normal[k];
+    }
+    const float first = halved(plain) / n, second = halved(weighted) / n;
+    for (int k = 0; k < count; k++) store(of_x + k * LANES, scale * (slope[k] - first - normal[k] * second));
+}
+
+/* Returns what is named, with the number of vectors as a constant, where a row of n numbers is so short. */
+#define IN_REGISTERS(n, named)                                                                                        \
+    switch ((n) % LANES ? 0 : (n) / LANES) {                                                                          \
+        case 1: named(1); return;                                                                                     \
+        case 2: named(2); return;                                                                                     \
+        case 3: named(3); return;                                                                                     \
+        case 4: named(4); return;                                                                                     \
+        case 5: named(5); return;                                                                                     \
+        case 6: named(6); return;                                                                                     \
+        case 7: named(7); return;                                                                                     \
+    }
 
 static void normalise_row(
     const float *restrict x, const float *restrict gain, const float *restrict shift, float *restrict out,
     float *mean, float *scale, int64_t n, float eps
 ) {
+#define WITH(count) normalise_vectors(x, gain, shift, out, mean, scale, count, eps)
+    IN_REGISTERS(n, WITH)
+#undef WITH
     float middle = *mean = total(x, n) / (float)n;
     for (int64_t i = 0; i < n; i++) out[i] = x[i] - middle;
     float factor = *scale = root_under_one(dot(out, out, n) / (float)n, eps);
@@ -77,6 +131,9 @@ static void return_row(
     const float *restrict gradient, const float *restrict x, const float *restrict gain, float mean, float scale,
     float *restrict of_x, float *restrict of_gain, float *restrict of_shift, float *restrict normal, int64_t n
 ) {
+#define WITH(count) return_vectors(gradient, x, gain, mean, scale, of_x, of_gain, of_shift, count)
+    IN_REGISTERS(n, WITH)
+#undef WITH
     for (int64_t i = 0; i < n; i++) {
         normal[i] = (x[i] - mean) * scale;
         of_x[i] = gradient[i] * gain[i];
