@@ -36,8 +36,8 @@ _TURN_SECONDS = 5e-3
 def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float = 0.0) -> dict[str, list[float]]:
     """CPU seconds of each contender, taking turns for some rounds and some time.
 
-    A turn is as many uses as take five milliseconds, so that little of it is what the contender before has left in the
-    caches. The first two rounds, and the choice of kernels, are not counted.
+    A turn is as many uses as take five milliseconds, after one that is not counted: it finds in the caches what the
+    contender before has left there. The first two rounds, and the choice of kernels, are not counted either.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     with measuring():
@@ -49,6 +49,7 @@ def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float
         if round_ >= rounds + 2 and time.perf_counter() - begin >= least_seconds:
             break
         for name, work in contenders.items():
+            work()
             taken = _timed(work, uses[name])
             if round_ >= 2:
                 found[name].append(taken)

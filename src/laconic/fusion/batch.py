@@ -153,4 +153,17 @@ def join(results: Sequence[Any]) -> Any:
 
 def each(function: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:
     """Call a function once per model, and put the results together: the plain loop."""
-    return join([function(*own, **named) for own, named in rows((args, kwargs), size)])
+    if kwargs or any(map(_is_tree, args)):
+        return join([function(*own, **named) for own, named in rows((args, kwargs), size)])
+    columns = (arg.tensor.unbind(arg.axis) if isinstance(arg, Batch) else (arg,) * size for arg in args)
+    results = [function(*own) for own in zip(*columns, strict=True)]
+    return Batch(torch.stack(results), 0) if isinstance(results[0], Tensor) else join(results)
+
+
+def _is_tree(value: object) -> bool:
+    """Whether a value may hold batches in itself; one of tensors or numbers is passed on whole."""
+    return isinstance(value, dict) or (isinstance(value, list | tuple) and not all(map(_is_number, value)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)

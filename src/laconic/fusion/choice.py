@@ -144,8 +144,6 @@ def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[st
     # The gradient comes with the models first, as it does to an array's result.
     above = torch.ones_like(result, memory_format=torch.contiguous_format)
     once = {name: partial(_once, way, copies, above) for name, way in ways.items()}
-    for work in once.values():  # the first time loads what is loaded once
-        work()
     best = {name: _seconds(work, 1, cuda) for name, work in once.items()}
     near, start = _NEAR_AT_FIRST, perf_counter()
     for round in range(_MOST_ROUNDS):
@@ -163,9 +161,11 @@ def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[st
 
 
 def _seconds(work: Callable[[], object], repeats: int, cuda: bool) -> float:
+    """Of one use, after one that is not counted: it finds in the caches what another way has left there."""
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing
     # One thread's own time is not disturbed by other processes.
     clock = thread_time if torch.get_num_threads() == 1 and not cuda else perf_counter
+    work()
     wait()
     start = clock()
     for _ in range(repeats):

@@ -95,9 +95,8 @@ def group_norm(
     if library is None:
         return reference.group_norm(x, gain, shift, axis, groups, eps)
     found, mean, variance = x.new_empty(x.shape), *(x.new_empty(*x.shape[:2], groups) for _ in range(2))
-    room = x.new_empty(blocks.channels // groups * blocks.places)
     sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
-    library.laconic_group_norm(*_addresses(x, gain, shift, found, mean, variance, room), *sizes, eps)
+    library.laconic_group_norm(*_addresses(x, gain, shift, found, mean, variance), *sizes, eps)
     return found, mean, variance
 
 
@@ -137,7 +136,7 @@ def group_norm_back(
         found = reference.group_norm_back(gradient, x, gain, mean, variance, axis, groups, eps)
         return found[0] if trained else None, *found[1:]
     of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
-    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(blocks.places))
+    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift)
     sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
     library.laconic_group_norm_back(*_addresses(*every), *sizes, eps)
     return of_x, of_gain, of_shift
@@ -156,8 +155,7 @@ def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float)
     if library is None:
         return reference.batch_norm(x, gain, shift, axis, eps)
     found, mean, variance = x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(gain)
-    room = x.new_empty(blocks.places)
-    library.laconic_batch_norm(*_addresses(x, gain, shift, found, mean, variance, room), *blocks, eps)
+    library.laconic_batch_norm(*_addresses(x, gain, shift, found, mean, variance), *blocks, eps)
     return found, mean, variance
 
 
@@ -184,7 +182,7 @@ def batch_norm_back(
         found = reference.batch_norm_back(gradient, x, gain, mean, variance, axis, eps)
         return found[0] if trained else None, *found[1:]
     of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.empty_like(gain), torch.empty_like(gain)
-    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift, x.new_empty(blocks.places))
+    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift)
     library.laconic_batch_norm_back(*_addresses(*every), *blocks, eps)
     return of_x, of_gain, of_shift
 

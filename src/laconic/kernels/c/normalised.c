@@ -16,25 +16,45 @@ INLINE float halved(floats sum) {
     return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
 }
 
+/* What is added up: x, x * y, (x - mean)^2, or y * ((x - mean) * scale). */
+typedef enum { ITSELF, PRODUCT, SQUARE, NORMAL } term;
+
+INLINE floats terms(term what, const float *x, const float *y, float mean, float scale) {
+    floats found = load(x);
+    if (what == PRODUCT) return found * load(y);
+    if (what == ITSELF) return found;
+    found = found - mean;
+    return what == SQUARE ? found * found : load(y) * (found * scale);
+}
+
 /* Blocks of eight vectors by neighbours, one block after another; then the lanes, halves first. */
-INLINE float in_order(const float *x, const float *y, int64_t n) {
+INLINE float in_order(term what, const float *x, const float *y, float mean, float scale, int64_t n) {
     floats sum = {};
     int64_t i = 0;
     for (; i + 8 * LANES <= n; i += 8 * LANES) {
         floats row[8];
-        for (int k = 0; k < 8; k++) {
-            row[k] = load(x + i + k * LANES);
-            if (y) row[k] = row[k] * load(y + i + k * LANES);
-        }
+        for (int k = 0; k < 8; k++) row[k] = terms(what, x + i + k * LANES, y + i + k * LANES, mean, scale);
         sum = sum + (((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7])));
     }
-    for (; i + LANES <= n; i += LANES) sum = sum + (y ? load(x + i) * load(y + i) : load(x + i));
-    if (i < n) sum = sum + (y ? load_some(x + i, n - i) * load_some(y + i, n - i) : load_some(x + i, n - i));
+    for (; i + LANES <= n; i += LANES) sum = sum + terms(what, x + i, y + i, mean, scale);
+    if (i < n) {
+        const size_t left = (size_t)(n - i) * sizeof(float);
+        float one[LANES] = {0}, other[LANES] = {0}, rest[LANES] = {0};
+        memcpy(one, x + i, left);
+        if (what == PRODUCT || what == NORMAL) memcpy(other, y + i, left);
+        const floats found = terms(what, one, other, mean, scale);
+        memcpy(rest, &found, left);
+        sum = sum + load(rest);
+    }
     return halved(sum);
 }
 
-static float total(const float *x, int64_t n) { return in_order(x, 0, n); }
-static float dot(const float *x, const float *y, int64_t n) { return in_order(x, y, n); }
+static float total(const float *x, int64_t n) { return in_order(ITSELF, x, x, 0.0f, 0.0f, n); }
+static float dot(const float *x, const float *y, int64_t n) { return in_order(PRODUCT, x, y, 0.0f, 0.0f, n); }
+static float squares_about(const float *x, float mean, int64_t n) { return in_order(SQUARE, x, x, mean, 0.0f, n); }
+static float normal_dot(const float *y, const float *x, float mean, float scale, int64_t n) {
+    return in_order(NORMAL, x, y, mean, scale, n);
+}
 static float root_under_one(float variance, float eps) { return 1.0f / __builtin_sqrtf(variance + eps); }
 
 /* -- by layers: a row of less than eight whole vectors stays in registers, its sums in the order of `in_order` -- */
@@ -172,18 +192,12 @@ void laconic_layer_norm_back(
 
 /* -- by groups and by channels: `parts` blocks of `places` numbers, `step` from each to the next -- */
 
-static void moments(
-    const float *restrict x, int64_t step, int64_t parts, int64_t places, float *mean, float *variance,
-    float *restrict room
-) {
+static void moments(const float *x, int64_t step, int64_t parts, int64_t places, float *mean, float *variance) {
     double sum = 0.0, squares = 0.0, count = (double)(parts * places);
     for (int64_t part = 0; part < parts; part++) sum += (double)total(x + part * step, places);
     float middle = *mean = (float)(sum / count);
-    for (int64_t part = 0; part < parts; part++) {
-        const float *block = x + part * step;
-        for (int64_t i = 0; i < places; i++) room[i] = block[i] - middle;
-        squares += (double)dot(room, room, places);
-    }
+    for (int64_t part = 0; part < parts; part++)
+        squares += (double)squares_about(x + part * step, middle, places);
     *variance = (float)(squares / count);
 }
 
@@ -193,16 +207,6 @@ INLINE void scale_block(
     for (int64_t i = 0; i < places; i++) out[i] = (x[i] - mean) * factor + shift;
 }
 
-/* The sums of a block's gradient, as it is and times what was normalised. */
-INLINE void sums(
-    const float *restrict gradient, const float *restrict x, int64_t places, float mean, float scale, float *plain,
-    float *weighted, float *restrict room
-) {
-    for (int64_t i = 0; i < places; i++) room[i] = (x[i] - mean) * scale;
-    *plain = total(gradient, places);
-    *weighted = dot(gradient, room, places);
-}
-
 INLINE void return_block(
     const float *restrict gradient, const float *restrict x, float *restrict of_x, int64_t places, float mean,
     float factor, float first, float second
@@ -210,9 +214,9 @@ INLINE void return_block(
     for (int64_t i = 0; i < places; i++) of_x[i] = gradient[i] * factor - (first + (x[i] - mean) * second);
 }
 
-/* x may lie apart, or be the same for all of an axis; what is written is dense. `room` is for a group's numbers. */
+/* x may lie apart, or be the same for all of an axis; what is written is dense. */
 void laconic_group_norm(
-    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances, float *room,
+    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances,
     int64_t outer, int64_t inner, int64_t models_inner, int64_t groups, int64_t parts, int64_t places,
     int64_t x_outer, int64_t x_inner, float eps
 ) {
@@ -226,7 +230,7 @@ void laconic_group_norm(
             if (same) {
                 means[set] = means[set - same];
                 variances[set] = variances[set - same];
-            } else moments(from + at, 0, 1, parts * places, means + set, variances + set, room);
+            } else moments(from + at, 0, 1, parts * places, means + set, variances + set);
             float scale = root_under_one(variances[set], eps);
             for (int64_t part = 0; part < parts; part++) {
                 int64_t own = model + group * parts + part, block = at + part * places;
@@ -238,10 +242,10 @@ void laconic_group_norm(
     }
 }
 
-/* of_gain and of_shift are added to; of_x may be missing; `room` is for a block and twice a group's parts. */
+/* of_gain and of_shift are added to; of_x may be missing. */
 void laconic_group_norm_back(
     const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
-    float *of_gain, float *of_shift, float *room, int64_t outer, int64_t inner, int64_t models_inner, int64_t groups,
+    float *of_gain, float *of_shift, int64_t outer, int64_t inner, int64_t models_inner, int64_t groups,
     int64_t parts, int64_t places, int64_t x_outer, int64_t x_inner, float eps
 ) {
     int64_t channels = groups * parts;
@@ -255,8 +259,9 @@ void laconic_group_norm_back(
             double first = 0.0, second = 0.0;
             for (int64_t part = 0; part < parts; part++) {
                 int64_t own = model + group * parts + part, block = part * places;
-                float plain, weighted;
-                sums(gradient + to + block, from + at + block, places, mean, scale, &plain, &weighted, room);
+                const float *back = gradient + to + block;
+                float plain = total(back, places);
+                float weighted = normal_dot(back, from + at + block, mean, scale, places);
                 of_shift[own] = of_shift[own] + plain;
                 of_gain[own] = of_gain[own] + weighted;
                 first += (double)(plain * gain[own]);
@@ -286,9 +291,9 @@ static layout laid_out(
     return (layout){outer, inner, x_outer, x_inner, inner * row, row};
 }
 
-/* As by groups; `room` is for the places. */
+/* As by groups. */
 void laconic_batch_norm(
-    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances, float *room,
+    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances,
     int64_t outer, int64_t inner, int64_t models_inner, int64_t channels, int64_t places, int64_t x_outer,
     int64_t x_inner, float eps
 ) {
@@ -300,7 +305,7 @@ void laconic_batch_norm(
             if (model && !way.from_model) {
                 means[set] = means[channel];
                 variances[set] = variances[channel];
-            } else moments(from, way.from_sample, way.samples, places, means + set, variances + set, room);
+            } else moments(from, way.from_sample, way.samples, places, means + set, variances + set);
             float factor = root_under_one(variances[set], eps) * gain[set];
             float *to = out + model * way.to_model + at;
             for (int64_t sample = 0; sample < way.samples; sample++)
@@ -312,7 +317,7 @@ void laconic_batch_norm(
 
 void laconic_batch_norm_back(
     const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
-    float *of_gain, float *of_shift, float *room, int64_t outer, int64_t inner, int64_t models_inner,
+    float *of_gain, float *of_shift, int64_t outer, int64_t inner, int64_t models_inner,
     int64_t channels, int64_t places, int64_t x_outer, int64_t x_inner, float eps
 ) {
     layout way = laid_out(outer, inner, models_inner, channels * places, x_outer, x_inner);
@@ -324,12 +329,9 @@ void laconic_batch_norm_back(
             float mean = means[set], scale = root_under_one(variances[set], eps);
             double first = 0.0, second = 0.0;
             for (int64_t sample = 0; sample < way.samples; sample++) {
-                float plain, weighted;
-                sums(
-                    back + sample * way.to_sample, from + sample * way.from_sample, places, mean, scale, &plain,
-                    &weighted, room);
-                first += (double)plain;
-                second += (double)weighted;
+                const float *one = back + sample * way.to_sample;
+                first += (double)total(one, places);
+                second += (double)normal_dot(one, from + sample * way.from_sample, mean, scale, places);
             }
             of_shift[set] = (float)first;
             of_gain[set] = (float)second;
