@@ -37,6 +37,10 @@ def by_way(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[str]:
     """From now on that way is taken wherever it is offered; returns the names of what it was taken for."""
     taken: list[str] = []
 
+    if wanted == "in turn":
+        monkeypatch.setattr("laconic.fusion.convolution._LARGE_BYTES", 0)
+        wanted = "loop"
+
     def only(name: str, ways: dict[str, Callable[..., Batch]], values: Any, settings: Any = ()) -> Batch:
         if wanted in ways:
             taken.append(name)
@@ -70,9 +74,9 @@ NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]
     ("batch norm of vectors", lambda: nn.BatchNorm1d(4), (6, 4), ["channels", "loop", "by kernel", "once"]),
 ]
 CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
-    ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped"]),
-    ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded"]),
-    ("transposed", lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1), (3, 2, 4, 4), ["loop", "grouped"]),
+    ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped", "in turn"]),
+    ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded", "in turn"]),
+    ("transposed", lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1), (3, 2, 4, 4), ["loop", "grouped", "in turn"]),
     ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products"]),
     ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side"]),
 ]

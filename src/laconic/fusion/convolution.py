@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
+from laconic.fusion.in_turn import in_turn
 from laconic.fusion.pointwise import Steps, is_pointwise, pointwise
 from laconic.fusion.routing import Context, rule
 
+# Of all models' inputs: about where they no longer fit the caches.
+_LARGE_BYTES = 8 << 20
 _POOLS = (
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
@@ -39,8 +42,8 @@ def convolve(
     """Each model's filters on its own channels; on an input that is shared they are simply more filters."""
     settings = (stride, padding, dilation, groups)
     size, shared = context.size, not isinstance(input, Batch)
-    convolution = partial(_grouped, function, size, settings)
-    ways: dict[str, Way] = {"grouped": convolution, "loop": partial(_looped, function, size, settings)}
+    loop = partial(_looped, function, size, settings, (stride, padding, dilation, False, 0, groups))
+    ways: dict[str, Way] = {"grouped": partial(_grouped, function, size, settings), "loop": loop}
     if not isinstance(weight, Batch):
         ways = {"folded": partial(_folded, function, size, settings)}
     elif shared and groups == 1:
@@ -67,10 +70,8 @@ def convolve_back(
 ) -> Batch:
     """The transposed convolution, as `convolve`."""
     size, settings = context.size, (stride, padding, output_padding, groups, dilation)
-    ways: dict[str, Way] = {
-        "grouped": partial(_grouped, function, size, settings),
-        "loop": partial(_looped, function, size, settings),
-    }
+    loop = partial(_looped, function, size, settings, (stride, padding, dilation, True, output_padding, groups))
+    ways: dict[str, Way] = {"grouped": partial(_grouped, function, size, settings), "loop": loop}
     if not isinstance(weight, Batch):
         ways = {"folded": partial(_folded, function, size, settings)}
     elif not isinstance(input, Batch) and groups == 1:
@@ -110,7 +111,14 @@ def _side_by_side_back(
     return Batch(found.unflatten(1, (size, -1)), 1)
 
 
-def _looped(function: Any, size: int, settings: Any, input: Value, weight: Batch, bias: Value | None) -> Batch:
+def _looped(
+    function: Any, size: int, settings: Any, whole: Any, input: Value, weight: Batch, bias: Value | None
+) -> Batch:
+    """One model after another; of what exceeds the caches each result is put into its place while it is in them."""
+    large = isinstance(input, Batch) and input.tensor.nbytes >= _LARGE_BYTES
+    plain = not isinstance(whole[1], str) and not torch.is_autocast_enabled(weight.tensor.device.type)
+    if large and plain:
+        return in_turn(size, whole, input, weight, bias)
     return each(function, size, input, weight, bias, *settings)
 
 

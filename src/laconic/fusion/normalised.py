@@ -5,7 +5,6 @@ Derivatives of derivatives are by torch's arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value, along, dense
+from laconic.fusion.derivatives import Gradients, again
 from laconic.kernels import normalised as kernels
 from laconic.kernels.base import compiled
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def has_kernel(input: Value, *affine: Value | None) -> bool:
@@ -70,7 +68,7 @@ class _ByLayers(torch.autograd.Function):
         """One pass again."""
         (gradient,), (x, gain, shift, mean, scale) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, _layers_by_torch, gradient, (x, gain, shift), ctx.eps)
+            return again(ctx, _layers_by_torch, gradient, (x, gain, shift), ctx.eps)
         return *kernels.layer_norm_back(gradient, x, gain, mean, scale, trained=ctx.needs_input_grad[0]), None
 
 
@@ -90,7 +88,7 @@ class _ByGroups(torch.autograd.Function):
         """One pass again."""
         (gradient,), (x, gain, shift, mean, variance) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, _groups_by_torch, gradient, (x, gain, shift), *ctx.settings)
+            return again(ctx, _groups_by_torch, gradient, (x, gain, shift), *ctx.settings)
         (axis, groups, eps), trained = ctx.settings, ctx.needs_input_grad[0]
         found = kernels.group_norm_back(
             gradient, x, gain, mean, variance, axis=axis, groups=groups, eps=eps, trained=trained
@@ -117,7 +115,7 @@ class _ByChannels(torch.autograd.Function):
         """One pass again."""
         gradient, (x, gain, shift, mean, variance) = gradients[0], ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _again(ctx, _channels_by_torch, gradient, (x, gain, shift), *ctx.settings)
+            return again(ctx, _channels_by_torch, gradient, (x, gain, shift), *ctx.settings)
         (axis, eps), trained = ctx.settings, ctx.needs_input_grad[0]
         found = kernels.batch_norm_back(gradient, x, gain, mean, variance, axis=axis, eps=eps, trained=trained)
         return *found, None, None
@@ -143,13 +141,3 @@ def _channels_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: f
 def _samples_first(x: Tensor, axis: int) -> Tensor:
     """With the models second, where they are not; and the reverse."""
     return x if axis else x.transpose(0, 1)
-
-
-def _again(
-    ctx: Any, plain: Callable[..., Tensor], gradient: Tensor, inputs: Sequence[Tensor], *settings: Any
-) -> Gradients:
-    """First derivatives that can be differentiated, and None for each of the settings."""
-    asked = ctx.needs_input_grad[: len(inputs)]
-    wanted = [x for x, needed in zip(inputs, asked, strict=True) if needed]
-    found = iter(torch.autograd.grad(plain(*inputs, *settings), wanted, gradient, create_graph=True))
-    return *(next(found) if needed else None for needed in asked), *[None] * len(settings)
