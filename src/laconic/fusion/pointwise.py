@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,15 +69,12 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Products again; differentiable once more."""
         gradient, (x, weight), axis = gradients[0].contiguous(), ctx.saved_tensors, ctx.axis
-        of_x, of_weight, of_shift = ctx.needs_input_grad[:3]
-        back, rows, columns = weight.transpose(1, 2), gradient.flatten(3), x.flatten(3)
-        if torch.is_grad_enabled():
-            of_input = (_beside(back, axis) @ rows).view_as(x)
-            of_filters = (rows @ columns.transpose(2, 3)).sum(1 - axis)
-        else:
-            of_input = _into_place(gradient, back, None, axis) if of_x else None
-            of_filters = _over_samples(rows, columns, axis) if of_weight else None
-        return of_input, of_filters, rows.sum((1 - axis, 3)) if of_shift else None, None
+        if not torch.is_grad_enabled():
+            return *_back(gradient, x, weight, axis, ctx.needs_input_grad), None
+        rows, columns = gradient.flatten(3), x.flatten(3)
+        of_x = (_beside(weight.transpose(1, 2), axis) @ rows).view_as(x)
+        of_weight = (rows @ columns.transpose(2, 3)).sum(1 - axis)
+        return of_x, of_weight, rows.sum((1 - axis, 3)) if ctx.needs_input_grad[2] else None, None
 
 
 def _into_place(x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> Tensor:
@@ -94,9 +92,22 @@ def _into_place(x: Tensor, weight: Tensor, shift: Tensor | None, axis: int) -> T
     return found
 
 
-def _over_samples(gradient: Tensor, x: Tensor, axis: int) -> Tensor:
-    """[models, filters, channels]: the products of every sample, added up."""
-    total = x.new_zeros(x.shape[axis], gradient.shape[2], x.shape[2])
-    for one, own in zip(gradient.unbind(1 - axis), x.unbind(1 - axis), strict=True):
-        total.baddbmm_(one, own.transpose(1, 2))
-    return total
+def _back(
+    gradient: Tensor, x: Tensor, weight: Tensor, axis: int, asked: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a gradient is for all three, sample by sample or model by model, while each is in the caches."""
+    of_x = x.new_empty(x.shape) if asked[0] else None
+    of_weight = weight.new_zeros(weight.shape) if asked[1] else None
+    of_shift = weight.new_zeros(weight.shape[:2]) if asked[2] else None
+    back = weight.transpose(1, 2)
+    for place, (above, one) in enumerate(zip(gradient.flatten(3), x.flatten(3), strict=True)):
+        if of_x is not None:
+            own = back if axis else back[place].expand(len(above), -1, -1)
+            torch.bmm(own, above, out=of_x[place].flatten(2))
+        if of_weight is not None and axis:
+            of_weight.baddbmm_(above, one.transpose(1, 2))
+        elif of_weight is not None:
+            of_weight[place].addbmm_(above, one.transpose(1, 2))
+        if of_shift is not None:
+            (of_shift if axis else of_shift[place]).add_(above.sum(2 if axis else (0, 2)))
+    return of_x, of_weight, of_shift
