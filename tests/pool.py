@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from laconic.emulate.meeting import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo when they are made, which costs half a second.
@@ -26,12 +27,6 @@ _context.set_forkserver_preload(
         "tests.pool",
     ]
 )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Worker:

@@ -25,9 +25,9 @@ from examples.own_strategy import run as run_own
 
 import laconic
 from laconic import strategies
+from laconic.emulate.meeting import free_port
 from laconic.recipe import WORDS
 from laconic.runs.recipes import PEERS, parse_recipe
-from tests.pool import free_port
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
