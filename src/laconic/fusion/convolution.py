@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
+from laconic.fusion.convolved import convolved, convolved_back, has_kernel
 from laconic.fusion.in_turn import in_turn
 from laconic.fusion.pointwise import Steps, is_pointwise, pointwise
 from laconic.fusion.routing import Context, rule
@@ -51,7 +52,9 @@ def convolve(
     if isinstance(weight, Batch) and function is F.conv2d and groups == 1 and not isinstance(padding, str):
         ways["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
     if isinstance(weight, Batch) and is_pointwise(weight, stride, padding, groups):
-        ways = {**ways, "products": partial(pointwise, size)}
+        ways["products"] = partial(pointwise, size)
+    if isinstance(weight, Batch) and not isinstance(padding, str) and has_kernel(input, weight, groups):
+        ways = {"by kernel": partial(convolved, size, stride, padding, dilation), **ways}
     return _with_samples(function, ways, input, weight, bias, settings)
 
 
@@ -76,6 +79,8 @@ def convolve_back(
         ways = {"folded": partial(_folded, function, size, settings)}
     elif not isinstance(input, Batch) and groups == 1:
         ways = {"side by side": partial(_side_by_side_back, function, size, settings), **ways}
+    if isinstance(weight, Batch) and has_kernel(input, weight, groups):
+        ways = {"by kernel": partial(convolved_back, size, stride, padding, dilation, output_padding), **ways}
     return _with_samples(function, ways, input, weight, bias, settings)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +24,10 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 if platform.machine() == "x86_64":
     # Compilers shun the widest vectors; for loops that do much with each element these pay.
     FLAGS.append("-mprefer-vector-width=512")
-_SOURCES = ("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c", "normalised.c", "adaptive.c")
+_SOURCES = (
+    *("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c"),
+    *("normalised.c", "products.c", "convolved.c", "filters.c", "adaptive.c"),
+)
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
 
 _ARGUMENTS = {
@@ -44,12 +49,15 @@ _ARGUMENTS = {
     "group_norm_back": [*[_at] * 8, *[_long] * 8, _float],
     "batch_norm": [*[_at] * 6, *[_long] * 7, _float],
     "batch_norm_back": [*[_at] * 8, *[_long] * 7, _float],
+    "convolve": [*[_at] * 5, _long, _at],
+    "convolve_transposed": [*[_at] * 5, _long, _at],
+    "convolve_filters": [*[_at] * 5, _long, _at],
     "turn": [*[_at] * 5, _long, _at, _at],
     "descend": [_at, _at, _long, _float, _float],
     "adam_descend": [*[_at] * 4, _long, *[_float] * 3],
     **{f"sgd_rows{dtype}": [*[_at] * 3, *[_long] * 4, _at, _at] for dtype in ("", "_double")},
 }
-_COUNTING = ("top_k", "heavy")
+_COUNTING = ("top_k", "heavy", "convolve", "convolve_transposed", "convolve_filters")
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
@@ -74,6 +82,18 @@ def load(flags: list[str]) -> ctypes.CDLL | None:
         function = getattr(found, f"laconic_{name}")
         function.argtypes, function.restype = arguments, _long if name in _COUNTING else None
     return found
+
+
+def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
+    """Do what is to be done for 0 to n in so many threads, each from one number up to another."""
+    if parts < 2:
+        work(0, n)
+        return
+    ends = [n * part // parts for part in range(parts + 1)]
+    with ThreadPoolExecutor(parts) as threads:
+        moves = [threads.submit(work, *span) for span in pairwise(ends)]
+    for move in moves:
+        move.result()
 
 
 def on_gpu(x: Tensor) -> bool:

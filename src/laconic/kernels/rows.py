@@ -6,14 +6,12 @@ No row sees another's numbers. Elements may be shared out to threads, which chan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.kernels.base import check_length, check_same_device, compiled
+from laconic.kernels.base import check_length, check_same_device, compiled, shared_out
 from laconic.kernels.reference import rows
 
 _REALS = (torch.float32, torch.float64)
@@ -105,11 +103,4 @@ def _share_out(kernel: Callable[..., None], tensors: Sequence[Tensor | None], nu
     places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     more = numbers.data_ptr(), going.data_ptr()
     parts = min(torch.get_num_threads(), x.numel() // _PART)
-    if parts < 2:
-        kernel(*places, models, n, 0, n, *more)
-        return
-    ends = [n * part // parts for part in range(parts + 1)]
-    with ThreadPoolExecutor(parts) as threads:
-        moves = [threads.submit(kernel, *places, models, n, *span, *more) for span in pairwise(ends)]
-    for move in moves:
-        move.result()
+    shared_out(n, parts, lambda begin, end: kernel(*places, models, n, begin, end, *more))

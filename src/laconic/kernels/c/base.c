@@ -1,7 +1,8 @@
 /* What the kernels share: sixteen numbers at a time, in whatever vectors the processor has.
 
    No sum is reassociated and no product fused with a sum, so that the results are, bit by bit, those of torch.
-   With LACONIC_PORTABLE no instruction is named; the results are the same. */
+   With LACONIC_PORTABLE no instruction is named; the results are the same. Convolutions alone are equal but for
+   rounding. */
 
 #include <stdint.h>
 #include <string.h>
@@ -19,6 +20,7 @@ typedef floats anywhere __attribute__((aligned(4), may_alias));
 
 static const words SIGN_PLACES = {31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16};
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE floats load(const float *x) { return *(const anywhere *)x; }
 INLINE void store(float *x, floats value) { *(anywhere *)x = value; }
 INLINE floats all(float x) { return x - (floats){}; }

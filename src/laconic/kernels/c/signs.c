@@ -2,7 +2,6 @@
 
 #define STRETCH 4096
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The signs of elements begin.. to bits begin.. of a stream that is zero so far. */
 static void write_signs(const float *x, int64_t begin, int64_t count, uint8_t *stream) {

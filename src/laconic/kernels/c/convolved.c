@@ -1,0 +1,306 @@
+/* Convolutions of many models, each with its own filters, as products of filters with the patches that they see.
+
+   Patches are not written out for a whole image, as `unfold` does: where sixteen neighbours lie together they are read
+   from the image itself, and elsewhere gathered for a few places at a time, which stay in the nearest cache. Every
+   result goes to its place at once. */
+
+/* The most weights of which patches are gathered at once: with their filters they fit the nearest cache. */
+#define DEPTH 192
+
+/* What a convolution looks like, and how far its models and samples lie apart; rows first, then columns. */
+typedef struct {
+    int64_t samples, channels, filters;
+    int64_t in[2], out[2], window[2], stride[2], padding[2], dilation[2];
+    int64_t x_model, x_sample, y_model, y_sample;
+} shape;
+
+INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* Room of the caller's, in whole vectors. */
+static void *taken(char **room, int64_t bytes) {
+    char *found = *room;
+    *room += rounded(bytes, 64);
+    return found;
+}
+
+/* -- images in a frame of zeros; less than none of it cuts the image -- */
+
+/* Where every s-th column is looked at, columns of one remainder lie together. */
+typedef struct {
+    int64_t plane, part, row, size;
+} frame;
+
+INLINE int64_t reach(const shape *s, int i) {
+    const int64_t needed = (s->out[i] - 1) * s->stride[i] + s->dilation[i] * (s->window[i] - 1) + 1;
+    return needed > s->in[i] + s->padding[i] ? needed : s->in[i] + s->padding[i];
+}
+
+static frame framed(const shape *s) {
+    const int64_t row = rounded(reach(s, 1), s->stride[1]) / s->stride[1], part = row * reach(s, 0);
+    /* An odd number of cache lines, that channels do not fall on each other. */
+    const int64_t plane = (rounded(part * s->stride[1], LANES) / LANES | 1) * LANES;
+    return (frame){plane, part, row, plane * s->channels + COLUMNS};
+}
+
+INLINE void copy_row(const float *from, int64_t n, float *to) {
+    if (n < LANES) {
+        if (n > 0) memcpy(to, from, (size_t)n * sizeof(float));
+    } else {
+        for (int64_t j = 0; j + LANES < n; j += LANES) store(to + j, load(from + j));
+        store(to + n - LANES, load(from + n - LANES));
+    }
+}
+
+static void put_into_frame(const shape *s, frame f, const float *x, float *into) {
+    const int64_t step = s->stride[1], over = s->padding[0] < 0 ? -s->padding[0] : 0;
+    const int64_t first = s->padding[1] < 0 ? -s->padding[1] : 0;
+    for (int64_t c = 0; c < s->channels; c++)
+        for (int64_t i = over; i < s->in[0]; i++) {
+            float *to = into + c * f.plane + (i + s->padding[0]) * f.row;
+            const float *from = x + (c * s->in[0] + i) * s->in[1];
+            if (step == 1) copy_row(from + first, s->in[1] - first, to + s->padding[1] + first);
+            else
+                for (int64_t j = first; j < s->in[1]; j++) {
+                    const int64_t place = j + s->padding[1];
+                    to[place % step * f.part + place / step] = from[j];
+                }
+        }
+}
+
+/* Where in the frame each weight of a filter finds its number, for the first place. */
+static void taps(const shape *s, frame f, int32_t *at) {
+    const int64_t step = s->stride[1];
+    for (int64_t c = 0; c < s->channels; c++)
+        for (int64_t i = 0; i < s->window[0]; i++)
+            for (int64_t j = 0; j < s->window[1]; j++) {
+                const int64_t right = j * s->dilation[1];
+                *at++ = (int32_t)(c * f.plane + right % step * f.part + i * s->dilation[0] * f.row + right / step);
+            }
+}
+
+/* Neighbours among the places of a block: where they are, at most LANES of them together. */
+typedef struct {
+    int32_t from, to;
+} run;
+
+INLINE int64_t columns_from(int64_t begin, int64_t places) {
+    return least(LANES * vectors_of(rounded(places - begin, LANES) / LANES), places - begin);
+}
+
+static void runs_of(const shape *s, frame f, run *every, int32_t *first) {
+    const int64_t places = s->out[0] * s->out[1];
+    int32_t count = 0;
+    for (int64_t begin = 0, end; begin < places; begin = end) {
+        *first++ = count;
+        end = begin + columns_from(begin, places);
+        for (int64_t place = begin; place < end;) {
+            const int64_t i = place / s->out[1], j = place % s->out[1];
+            every[count++] = (run){(int32_t)(i * s->stride[0] * f.row + j), (int32_t)(place - begin)};
+            place += least(s->out[1] - j, LANES);
+        }
+    }
+    *first = count;
+}
+
+/* Whether the vectors of a block are whole and equally far apart, and how far; else zero. */
+static int64_t apart(const run *every, int64_t runs, int64_t columns) {
+    if (columns != runs * LANES) return 0;
+    const int64_t far = runs > 1 ? every[1].from - every[0].from : LANES;
+    for (int64_t k = 0; k < runs; k++)
+        if (every[k].from != every[0].from + k * far) return 0;
+    return far;
+}
+
+/* Numbers beyond a run's end are overwritten by the next. */
+static void gather(const float *from, const int32_t *at, int64_t count, const run *every, int64_t runs, float *to) {
+    for (int64_t i = 0; i < count; i++, to += COLUMNS)
+        for (int64_t k = 0; k < runs; k++) store(to + every[k].to, load(from + at[i] + every[k].from));
+}
+
+/* -- forward -- */
+
+/* What serves all images of a call; one that needs no frame is read where it is. */
+typedef struct {
+    shape s;
+    frame f;
+    int bare;
+    int32_t *at, *first;
+    run *every;
+    float *inside, *patches;
+    int32_t steps[DEPTH];
+} plan;
+
+static void prepare(plan *p, const shape *s, char **room) {
+    const int64_t weights = s->channels * s->window[0] * s->window[1], places = s->out[0] * s->out[1];
+    const int real = *room != 0;
+    p->s = *s;
+    p->bare = !s->padding[0] && !s->padding[1] && s->stride[1] == 1 && s->out[1] % LANES == 0 &&
+              reach(s, 0) == s->in[0] && reach(s, 1) == s->in[1];
+    p->f = p->bare ? (frame){s->in[0] * s->in[1], 0, s->in[1], 0} : framed(s);
+    p->inside = taken(room, p->f.size * 4), p->patches = taken(room, (DEPTH * COLUMNS + LANES) * 4);
+    p->at = taken(room, weights * 4), p->first = taken(room, (rounded(places, LANES) / LANES + 1) * 4);
+    p->every = taken(room, (places + rounded(places, LANES) / LANES) * (int64_t)sizeof(run));
+    if (!real) return;
+    memset(p->inside, 0, (size_t)((char *)p->at - (char *)p->inside));
+    for (int32_t i = 0; i < DEPTH; i++) p->steps[i] = i * COLUMNS;
+    taps(s, p->f, p->at);
+    runs_of(s, p->f, p->every, p->first);
+}
+
+/* One block of places of all filters, from patches whose vectors are `far` apart. */
+static void block_of(
+    const float *patches, const int32_t *at, int64_t depth, int64_t far, const float *w, int64_t weights,
+    const float *shift, int first, int64_t filters, float *y, int64_t places, int64_t columns
+) {
+    const int64_t vectors = rounded(columns, LANES) / LANES;
+    for (int64_t o = 0; o < filters; o += ROWS) {
+        const int64_t rows = least(filters - o, ROWS);
+        const float *factors[ROWS];
+        float start[ROWS] = {0}, rest[ROWS * COLUMNS], *to = y + o * places;
+        const int whole = columns == vectors * LANES && (rows == ROWS || rows == FEW);
+        rows_at(w + o * weights, weights, rows, factors);
+        if (first && shift)
+            for (int64_t r = 0; r < rows; r++) start[r] = shift[o + r];
+        if (!whole && !first)
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(rest + r * COLUMNS, to + r * places, (size_t)columns * sizeof(float));
+        (rows <= FEW ? FEW_PRODUCTS : PRODUCTS)[vectors - 1](
+            factors, patches, at, depth, far, first ? start : 0, whole ? to : rest, whole ? places : COLUMNS
+        );
+        if (!whole)
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(to + r * places, rest + r * COLUMNS, (size_t)columns * sizeof(float));
+    }
+}
+
+static void one_image(const plan *p, const float *x, const float *w, const float *shift, float *y) {
+    const shape *s = &p->s;
+    const int64_t places = s->out[0] * s->out[1], weights = s->channels * s->window[0] * s->window[1];
+    if (!p->bare) put_into_frame(s, p->f, x, p->inside);
+    const float *image = p->bare ? x : p->inside;
+    for (int64_t begin = 0, block = 0, columns; begin < places; begin += columns, block++) {
+        const run *every = p->every + p->first[block];
+        const int64_t runs = p->first[block + 1] - p->first[block];
+        columns = columns_from(begin, places);
+        const int64_t far = p->bare ? 0 : apart(every, runs, columns);
+        if (far) {
+            const float *patches = image + every[0].from;
+            block_of(patches, p->at, weights, far, w, weights, shift, 1, s->filters, y + begin, places, columns);
+            continue;
+        }
+        for (int64_t done = 0; done < weights; done += DEPTH) {
+            const int64_t depth = least(weights - done, DEPTH);
+            const float *own = w + done;
+            gather(image, p->at + done, depth, every, runs, p->patches);
+            block_of(
+                p->patches, p->steps, depth, LANES, own, weights, shift, !done, s->filters, y + begin, places, columns
+            );
+        }
+    }
+}
+
+/* y of each model; without room, the bytes of it that are needed. */
+int64_t laconic_convolve(
+    const float *x, const float *w, const float *shift, float *y, const shape *s, int64_t models, char *room
+) {
+    char *begin = room;
+    plan p;
+    prepare(&p, s, &room);
+    if (!begin) return room - begin;
+    const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
+    for (int64_t b = 0; b < models; b++) {
+        const float *moved = shift ? shift + b * s->filters : 0;
+        for (int64_t n = 0; n < s->samples; n++)
+            one_image(
+                &p, x + b * s->x_model + n * s->x_sample, w + b * weights, moved, y + b * s->y_model + n * s->y_sample
+            );
+    }
+    return 0;
+}
+
+/* -- back to images: of those places that are `at` apart from a multiple of the stride, a convolution of the gradient
+   with the weights that reach them, turned round -- */
+
+/* The weights that reach a place, first and last and every how many; along rows or columns. */
+typedef struct {
+    int64_t first, step, count;
+} reaching;
+
+static reaching reaching_to(const shape *s, int i, int64_t at) {
+    reaching found = {-1, s->stride[i], 0};
+    for (int64_t k = 0, last = -1; k < s->window[i]; k++)
+        if ((at + s->padding[i] - s->dilation[i] * k) % s->stride[i] == 0) {
+            if (found.count++) found.step = k - last;
+            else found.first = k;
+            last = k;
+        }
+    return found;
+}
+
+/* The convolution that leads back to places `at` apart from a multiple of the stride. */
+static shape leading_back(const shape *s, const reaching *taps, const int64_t *at) {
+    shape back = *s;
+    back.channels = s->filters, back.filters = s->channels;
+    for (int i = 0; i < 2; i++) {
+        const int64_t last = taps[i].first + (taps[i].count - 1) * taps[i].step;
+        back.in[i] = s->out[i], back.out[i] = (s->in[i] - at[i] + s->stride[i] - 1) / s->stride[i];
+        back.window[i] = taps[i].count, back.stride[i] = 1;
+        back.dilation[i] = s->dilation[i] * taps[i].step / s->stride[i];
+        back.padding[i] = (s->dilation[i] * last - at[i] - s->padding[i]) / s->stride[i];
+    }
+    back.x_model = s->y_model, back.x_sample = s->y_sample;
+    back.y_model = s->x_model, back.y_sample = s->x_sample;
+    return back;
+}
+
+/* Filters [filters][channels][window] as [channels][filters][those that reach a place, the last first]. */
+static void turn_filters(const float *w, const shape *s, const reaching *taps, float *to) {
+    for (int64_t c = 0; c < s->channels; c++)
+        for (int64_t o = 0; o < s->filters; o++)
+            for (int64_t i = taps[0].count; i-- > 0;)
+                for (int64_t j = taps[1].count; j-- > 0;) {
+                    const int64_t row = taps[0].first + i * taps[0].step, column = taps[1].first + j * taps[1].step;
+                    *to++ = w[((o * s->channels + c) * s->window[0] + row) * s->window[1] + column];
+                }
+}
+
+/* Results, or where there are none the shifts, to every s-th place. */
+static void spread(const shape *s, const int64_t *at, const float *found, const float *shift, float *to) {
+    for (int64_t c = 0; c < s->channels; c++)
+        for (int64_t i = at[0]; i < s->in[0]; i += s->stride[0])
+            for (int64_t j = at[1]; j < s->in[1]; j += s->stride[1])
+                to[(c * s->in[0] + i) * s->in[1] + j] = found ? *found++ : shift ? shift[c] : 0.0f;
+}
+
+/* The transposed convolution, which is the gradient of x from that of y, and shifts added for each channel; without
+   room, the bytes of it that are needed. */
+int64_t laconic_convolve_transposed(
+    const float *gradient, const float *w, const float *shift, float *of_x, const shape *s, int64_t models, char *room
+) {
+    const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
+    const int apart = s->stride[0] > 1 || s->stride[1] > 1;
+    int64_t most = 0, at[2];
+    for (at[0] = 0; at[0] < least(s->stride[0], s->in[0]); at[0]++)
+        for (at[1] = 0; at[1] < least(s->stride[1], s->in[1]); at[1]++) {
+            const reaching taps[2] = {reaching_to(s, 0, at[0]), reaching_to(s, 1, at[1])};
+            const int any = taps[0].count && taps[1].count;
+            const shape back = any ? leading_back(s, taps, at) : *s;
+            char *free = room;
+            plan p;
+            if (any) prepare(&p, &back, &free);
+            float *turned = taken(&free, weights * 4);
+            float *found = any && apart ? taken(&free, s->channels * back.out[0] * back.out[1] * 4) : 0;
+            most = free - room > most ? free - room : most;
+            for (int64_t b = 0; room && b < models; b++) {
+                const float *moved = shift ? shift + b * s->channels : 0;
+                if (any) turn_filters(w + b * weights, s, taps, turned);
+                for (int64_t n = 0; n < s->samples; n++) {
+                    const float *above = gradient + b * s->y_model + n * s->y_sample;
+                    float *to = of_x + b * s->x_model + n * s->x_sample;
+                    if (any) one_image(&p, above, turned, moved, apart ? found : to);
+                    if (apart) spread(s, at, found, moved, to);
+                }
+            }
+        }
+    return most;
+}

@@ -1,0 +1,105 @@
+/* The gradients of filters, of many models: products over places, with channels beside each other. */
+
+typedef float octet __attribute__((vector_size(32)));
+typedef octet octet_anywhere __attribute__((aligned(4), may_alias));
+
+#if defined(__clang__)
+#define MIX(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+typedef int32_t order __attribute__((vector_size(32)));
+#define MIX(A, B, ...) __builtin_shuffle(A, B, (order){__VA_ARGS__})
+#endif
+
+INLINE void transpose_square(const float *from, int64_t from_step, float *to, int64_t to_step) {
+    octet a[8], b[8];
+    EVERY for (int k = 0; k < 8; k++) a[k] = *(const octet_anywhere *)(from + k * from_step);
+    EVERY for (int k = 0; k < 8; k += 2) {
+        b[k] = MIX(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        b[k + 1] = MIX(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    EVERY for (int k = 0; k < 8; k++)
+        a[k] = k & 2 ? MIX(b[k & ~2], b[k | 2], 2, 3, 10, 11, 6, 7, 14, 15)
+                     : MIX(b[k & ~2], b[k | 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    EVERY for (int k = 0; k < 8; k++)
+        b[k] = k & 4 ? MIX(a[k & ~4], a[k | 4], 4, 5, 6, 7, 12, 13, 14, 15)
+                     : MIX(a[k & ~4], a[k | 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    EVERY for (int k = 0; k < 8; k++) *(octet_anywhere *)(to + k * to_step) = b[k];
+}
+
+/* Rows become columns, in squares of eight as far as they go. */
+static void transpose(const float *from, int64_t rows, int64_t columns, int64_t from_step, float *to, int64_t to_step) {
+    const int64_t high = rows / 8 * 8, broad = columns / 8 * 8;
+    for (int64_t j = 0; j < broad; j += 8)
+        for (int64_t i = 0; i < high; i += 8)
+            transpose_square(from + i * from_step + j, from_step, to + j * to_step + i, to_step);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = i < high ? broad : 0; j < columns; j++) to[j * to_step + i] = from[i * from_step + j];
+}
+
+/* One image's part of the gradient of all filters, [filters][width], in `stretches` of neighbours. */
+static void add_image(
+    const shape *s, const float *inside, int64_t row, const float *above, const int32_t *at, int64_t stretches,
+    int64_t stretch, float *sums
+) {
+    const int64_t places = s->out[0] * s->out[1], width = stretches * stretch, per_row = stretches / s->window[0];
+    /* A stretch of one vector for each row of the window: three rows at a time. */
+    const int rows_together = WIDEST == 3 && stretch == LANES && per_row == 1 && s->window[0] % WIDEST == 0;
+    const int64_t down = s->dilation[0] * row;
+    for (int64_t o = 0; o < s->filters; o += ROWS) {
+        const float *factors[ROWS];
+        float *to = sums + o * width;
+        rows_at(above + o * places, places, least(s->filters - o, ROWS), factors);
+        for (int64_t t = 0; t < stretches; t += rows_together ? WIDEST : 1) {
+            const float *from = inside + t / per_row * down + t % per_row * s->dilation[1] * s->channels;
+            for (int64_t v = 0, now; v < stretch; v += now * LANES) {
+                now = rows_together ? WIDEST : vectors_of((stretch - v) / LANES);
+                PRODUCTS[now - 1](
+                    factors, from + v, at, places, rows_together ? down : LANES, 0, to + t * stretch + v, width
+                );
+            }
+        }
+    }
+}
+
+/* The gradients of w and of the shifts from that of y; without room, the bytes of it that are needed. */
+int64_t laconic_convolve_filters(
+    const float *x, const float *gradient, float *of_w, float *of_shift, const shape *s, int64_t models, char *room
+) {
+    char *begin = room;
+    const int64_t channels = s->channels, places = s->out[0] * s->out[1], window = s->window[0] * s->window[1];
+    const int64_t row = (s->in[1] + 2 * s->padding[1]) * channels;
+    const int64_t size = row * (s->in[0] + 2 * s->padding[0]) + 3 * LANES;
+    /* Columns of the window lie together, unless there are gaps between them. */
+    const int64_t together = s->dilation[1] == 1 ? s->window[1] : 1, stretches = window / together;
+    const int64_t stretch = rounded(together * channels, LANES), width = stretches * stretch;
+    const int64_t all_sums = rounded(s->filters, ROWS) * width;
+    float *inside = taken(&room, size * 4), *sums = taken(&room, all_sums * 4);
+    int32_t *at = taken(&room, places * 4);
+    if (!begin) return room - begin;
+    memset(inside, 0, (size_t)size * sizeof(float));
+    for (int64_t i = 0, place = 0; i < s->out[0]; i++)
+        for (int64_t j = 0; j < s->out[1]; j++, place++)
+            at[place] = (int32_t)(i * s->stride[0] * row + j * s->stride[1] * channels);
+    for (int64_t b = 0; b < models; b++) {
+        memset(sums, 0, (size_t)all_sums * sizeof(float));
+        float *shifts = of_shift ? of_shift + b * s->filters : 0;
+        if (shifts) memset(shifts, 0, (size_t)s->filters * sizeof(float));
+        for (int64_t n = 0; n < s->samples; n++) {
+            const float *image = x + b * s->x_model + n * s->x_sample;
+            const float *above = gradient + b * s->y_model + n * s->y_sample;
+            float *to = inside + s->padding[0] * row + s->padding[1] * channels;
+            for (int64_t i = 0; i < s->in[0]; i++)
+                transpose(image + i * s->in[1], channels, s->in[1], s->in[0] * s->in[1], to + i * row, channels);
+            add_image(s, inside, row, above, at, stretches, stretch, sums);
+            if (shifts)
+                for (int64_t o = 0; o < s->filters; o++) shifts[o] += total(above + o * places, places);
+        }
+        for (int64_t o = 0; o < s->filters; o++)
+            for (int64_t t = 0; t < stretches; t++)
+                transpose(
+                    sums + o * width + t * stretch, together, channels, channels,
+                    of_w + (b * s->filters + o) * channels * window + t * together, window
+                );
+    }
+    return 0;
+}
