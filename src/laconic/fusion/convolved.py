@@ -90,15 +90,15 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """The same again, to images and to filters."""
+        """The same again, to images and to filters, while a model's gradient is in the caches."""
         gradient, (x, filters, shift), (axis, steps) = gradients[0], ctx.saved_tensors, ctx.settings
         if torch.is_grad_enabled():
             return again(ctx, by_torch.convolve, gradient, (x, filters, shift), axis, steps)
-        above, how = gradient.contiguous(), {"axis": axis, "steps": steps}
-        of_image, *of_own = ctx.needs_input_grad[:3]
-        image = kernels.convolve_transposed(above, filters, None, size=x.shape[3:], **how) if of_image else None
-        found = kernels.filters_between(x, above, window=filters.shape[3:], **how) if any(of_own) else (None, None)
-        return image, *_asked(found, of_own), None, None
+        trained, *asked = ctx.needs_input_grad[:3]
+        image, *found = kernels.convolve_back(
+            gradient.contiguous(), x, filters, axis=axis, steps=steps, trained=trained
+        )
+        return image, *(each if wanted else None for each, wanted in zip(found, asked, strict=True)), None, None
 
 
 class _Transposed(torch.autograd.Function):
@@ -124,7 +124,3 @@ class _Transposed(torch.autograd.Function):
         found = kernels.filters_between(above, x, window=filters.shape[3:], **how)[0] if asked[1] else None
         of_shift = above.sum((1 - axis, *range(3, above.dim()))) if asked[2] else None
         return image, found, of_shift, None, None, None
-
-
-def _asked(found: tuple[Tensor | None, ...], asked: list[bool]) -> Gradients:
-    return tuple(each if wanted else None for each, wanted in zip(found, asked, strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,13 @@ from laconic.kernels.reference import convolved as reference
 Lengths = tuple[int, ...]
 # So many products take longer than beginning another thread.
 _PART = 1 << 22
+# Numbers that a cache keeps between one work and the next.
+_FEW = 1 << 18
+# Results of all models that drive each other out of the caches.
+_AWAY_BYTES = 8 << 20
 # Places within an image are counted in 32 bits.
 _MOST = 1 << 28
-_NUMBERS = ctypes.c_int64 * 19
+_NUMBERS = ctypes.c_int64 * 20
 
 
 class Steps(NamedTuple):
@@ -60,7 +64,7 @@ def convolve(image: Tensor, filters: Tensor, shift: Tensor | None, *, axis: int,
     if compiled(image) is None:
         return reference.convolve(image, filters, shift, axis, steps)
     found = image.new_empty(call.sent)
-    call.run("convolve", image, found, (image, axis), (filters, 0), (shift, 0), (found, axis))
+    call.run(call.work("convolve", image, found, (image, axis), (filters, 0), (shift, 0), (found, axis)))
     return found
 
 
@@ -88,18 +92,49 @@ def convolve_transposed(
     if compiled(sent) is None:
         return reference.convolve_transposed(sent, filters, shift, size, axis, steps)
     found = sent.new_empty(call.image)
-    call.run("convolve_transposed", found, sent, (sent, axis), (filters, 0), (shift, 0), (found, axis))
+    call.run(call.work("convolve_transposed", found, sent, (sent, axis), (filters, 0), (shift, 0), (found, axis)))
     return found
+
+
+def convolve_back(
+    sent: Tensor, image: Tensor, filters: Tensor, *, axis: int, steps: Steps, trained: bool = True
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What a gradient of `convolve` is for the image, the filters and the shift.
+
+    Args:
+        sent: the gradient of what `convolve` returned, laid out so.
+        image: as it was given.
+        filters: as they were given.
+        axis: as given.
+        steps: as given.
+        trained: whether the image's gradient is asked for; else it is None.
+
+    Raises:
+        ConfigError: as `convolve`.
+    """
+    call = _Call(image.shape, filters.shape, axis, steps)
+    call.check((image, call.image), (sent, call.sent), (filters, call.filters))
+    if compiled(image) is None:
+        of_image = reference.convolve_transposed(sent, filters, None, image.shape[3:], axis, steps) if trained else None
+        return of_image, *reference.filters_between(image, sent, filters.shape[3:], axis, steps)
+    of_image, of_filters = image.new_empty(call.image) if trained else None, filters.new_empty(call.filters)
+    of_shift = filters.new_empty(call.filters[:2])
+    works = [call.work("convolve_filters", image, sent, (image, axis), (sent, axis), (of_filters, 0), (of_shift, 0))]
+    if of_image is not None:
+        places = (sent, axis), (filters, 0), (None, 0), (of_image, axis)
+        works.insert(0, call.work("convolve_transposed", of_image, sent, *places))
+    call.run(*works)
+    return of_image, of_filters, of_shift
 
 
 def filters_between(
     image: Tensor, sent: Tensor, *, window: Sequence[int], axis: int, steps: Steps
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the filters and of the shift of `convolve`, from that of its result.
+    """The gradients of the filters and of the shift of `convolve`, as of `convolve_back`.
 
     Args:
         image: as `convolve` takes it.
-        sent: the result's gradient, as the result; or of stride 0 along the models.
+        sent: as `convolve` returns it; or of stride 0 along the models.
         window: places of a filter along each axis.
         axis: of the models, 0 or 1.
         steps: of the window.
@@ -116,7 +151,7 @@ def filters_between(
     if compiled(image) is None:
         return reference.filters_between(image, sent, window, axis, steps)
     found, of_shift = image.new_empty(call.filters), image.new_empty(call.filters[:2])
-    call.run("convolve_filters", image, sent, (image, axis), (sent, axis), (found, 0), (of_shift, 0))
+    call.run(call.work("convolve_filters", image, sent, (image, axis), (sent, axis), (found, 0), (of_shift, 0)))
     return found, of_shift
 
 
@@ -166,22 +201,37 @@ class _Call:
                 found = f"{list(tensor.shape)} of {tensor.dtype}{'' if dense else ', not contiguous'}"
                 raise ConfigError(f"a tensor {found}: must be {list(shape)}, contiguous and torch.float32")
 
-    def run(self, name: str, image: Tensor, sent: Tensor, *every: tuple[Tensor | None, int]) -> None:
-        """Call a kernel for all models, in as many threads as pay; tensors come with the axis of their models."""
-        kernel, axis = getattr(compiled(image), f"laconic_{name}"), self.axis
-        models, samples = self.filters[0], self.image[1 - axis]
-        lie = image.stride(axis), image.stride(1 - axis), sent.stride(axis), sent.stride(1 - axis)
-        looks = _NUMBERS(samples, self.filters[2], self.filters[1], *self._planes(), *lie)
-        nbytes = kernel(*[None] * len(every), looks, models, None)
-        places = [(None, 0) if each is None else (each.data_ptr(), 4 * each.stride(along)) for each, along in every]
+    def run(self, *works: Callable[[int, int], None]) -> None:
+        """Do works for all models: one work after the other for each few of them, in as many threads as pay."""
+        models, samples = self.filters[0], self.image[1 - self.axis]
+        products = samples * math.prod(self.filters) * math.prod(self.sent[3:])
+        few = models if len(works) < 2 else max(1, _FEW * models // math.prod(self.sent))
 
         def some(begin: int, end: int) -> None:
+            for first in range(begin, end, few):
+                for work in works:
+                    work(first, min(first + few, end))
+
+        shared_out(models, min(torch.get_num_threads(), models, products // _PART), some)
+
+    def work(
+        self, name: str, image: Tensor, sent: Tensor, *every: tuple[Tensor | None, int]
+    ) -> Callable[[int, int], None]:
+        """What a kernel does for models from one number up to another; tensors come with the axis of their models."""
+        kernel, axis = getattr(compiled(image), f"laconic_{name}"), self.axis
+        lie = image.stride(axis), image.stride(1 - axis), sent.stride(axis), sent.stride(1 - axis)
+        result = every[-1][0]
+        away = result is not None and result.nbytes >= _AWAY_BYTES
+        looks = _NUMBERS(self.image[1 - axis], self.filters[2], self.filters[1], *self._planes(), *lie, away)
+        nbytes = kernel(*[None] * len(every), looks, 1, None)
+        places = [(None, 0) if each is None else (each.data_ptr(), 4 * each.stride(along)) for each, along in every]
+
+        def work(begin: int, end: int) -> None:
             room = torch.empty(nbytes, dtype=torch.uint8)
             own = (at if at is None else at + begin * step for at, step in places)
             kernel(*own, looks, end - begin, room.data_ptr())
 
-        products = samples * math.prod(self.filters) * math.prod(self.sent[3:])
-        shared_out(models, min(torch.get_num_threads(), models, products // _PART), some)
+        return work
 
     def _planes(self) -> Lengths:
         """Of rows and columns: the image, what is sent on, the window, strides, paddings and dilations.

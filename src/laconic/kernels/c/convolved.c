@@ -12,6 +12,7 @@ typedef struct {
     int64_t samples, channels, filters;
     int64_t in[2], out[2], window[2], stride[2], padding[2], dilation[2];
     int64_t x_model, x_sample, y_model, y_sample;
+    int64_t away; /* whether results are more than caches hold */
 } shape;
 
 INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -21,6 +22,12 @@ static void *taken(char **room, int64_t bytes) {
     char *found = *room;
     *room += rounded(bytes, 64);
     return found;
+}
+
+/* Call a part of what comes next into the cache: it lies too far apart for the processor to foresee. */
+INLINE void call(const float *next, int64_t n, int64_t part, int64_t parts) {
+    const int64_t end = next ? n * (part + 1) / parts : 0;
+    for (int64_t i = n * part / parts; i < end; i += LANES) __builtin_prefetch(next + i, 0, 2);
 }
 
 /* -- images in a frame of zeros; less than none of it cuts the image -- */
@@ -150,7 +157,7 @@ static void prepare(plan *p, const shape *s, char **room) {
 /* One block of places of all filters, from patches whose vectors are `far` apart. */
 static void block_of(
     const float *patches, const int32_t *at, int64_t depth, int64_t far, const float *w, int64_t weights,
-    const float *shift, int first, int64_t filters, float *y, int64_t places, int64_t columns
+    const float *shift, int first, int away, int64_t filters, float *y, int64_t places, int64_t columns
 ) {
     const int64_t vectors = rounded(columns, LANES) / LANES;
     for (int64_t o = 0; o < filters; o += ROWS) {
@@ -165,7 +172,8 @@ static void block_of(
             for (int64_t r = 0; r < rows; r++)
                 memcpy(rest + r * COLUMNS, to + r * places, (size_t)columns * sizeof(float));
         (rows <= FEW ? FEW_PRODUCTS : PRODUCTS)[vectors - 1](
-            factors, patches, at, depth, far, first ? start : 0, whole ? to : rest, whole ? places : COLUMNS
+            factors, patches, at, depth, far, first ? start : 0, whole ? to : rest, whole ? places : COLUMNS,
+            away && whole && !(places % LANES) && !((uintptr_t)to % sizeof(floats))
         );
         if (!whole)
             for (int64_t r = 0; r < rows; r++)
@@ -173,8 +181,12 @@ static void block_of(
     }
 }
 
-static void one_image(const plan *p, const float *x, const float *w, const float *shift, float *y) {
+static void one_image(
+    const plan *p, const float *x, const float *next, const float *w, const float *shift, float *y
+) {
     const shape *s = &p->s;
+    const int64_t size = s->channels * s->in[0] * s->in[1];
+    const int away = s->away != 0;
     const int64_t places = s->out[0] * s->out[1], weights = s->channels * s->window[0] * s->window[1];
     if (!p->bare) put_into_frame(s, p->f, x, p->inside);
     const float *image = p->bare ? x : p->inside;
@@ -182,18 +194,20 @@ static void one_image(const plan *p, const float *x, const float *w, const float
         const run *every = p->every + p->first[block];
         const int64_t runs = p->first[block + 1] - p->first[block];
         columns = columns_from(begin, places);
+        call(next, size, block, rounded(places, COLUMNS) / COLUMNS);
         const int64_t far = p->bare ? 0 : apart(every, runs, columns);
         if (far) {
             const float *patches = image + every[0].from;
-            block_of(patches, p->at, weights, far, w, weights, shift, 1, s->filters, y + begin, places, columns);
+            block_of(patches, p->at, weights, far, w, weights, shift, 1, away, s->filters, y + begin, places, columns);
             continue;
         }
         for (int64_t done = 0; done < weights; done += DEPTH) {
             const int64_t depth = least(weights - done, DEPTH);
-            const float *own = w + done;
+            const int last = done + depth == weights;
             gather(image, p->at + done, depth, every, runs, p->patches);
             block_of(
-                p->patches, p->steps, depth, LANES, own, weights, shift, !done, s->filters, y + begin, places, columns
+                p->patches, p->steps, depth, LANES, w + done, weights, shift, !done, away && last, s->filters, y + begin,
+                places, columns
             );
         }
     }
@@ -210,11 +224,13 @@ int64_t laconic_convolve(
     const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
     for (int64_t b = 0; b < models; b++) {
         const float *moved = shift ? shift + b * s->filters : 0;
-        for (int64_t n = 0; n < s->samples; n++)
-            one_image(
-                &p, x + b * s->x_model + n * s->x_sample, w + b * weights, moved, y + b * s->y_model + n * s->y_sample
-            );
+        for (int64_t n = 0; n < s->samples; n++) {
+            const float *image = x + b * s->x_model + n * s->x_sample;
+            const float *next = n + 1 < s->samples ? image + s->x_sample : 0;
+            one_image(&p, image, next, w + b * weights, moved, y + b * s->y_model + n * s->y_sample);
+        }
     }
+    settle();
     return 0;
 }
 
@@ -250,6 +266,7 @@ static shape leading_back(const shape *s, const reaching *taps, const int64_t *a
     }
     back.x_model = s->y_model, back.x_sample = s->y_sample;
     back.y_model = s->x_model, back.y_sample = s->x_sample;
+    back.away = s->away && s->stride[0] == 1 && s->stride[1] == 1;
     return back;
 }
 
@@ -297,10 +314,12 @@ int64_t laconic_convolve_transposed(
                 for (int64_t n = 0; n < s->samples; n++) {
                     const float *above = gradient + b * s->y_model + n * s->y_sample;
                     float *to = of_x + b * s->x_model + n * s->x_sample;
-                    if (any) one_image(&p, above, turned, moved, apart ? found : to);
+                    const float *next = n + 1 < s->samples ? above + s->y_sample : 0;
+                    if (any) one_image(&p, above, next, turned, moved, apart ? found : to);
                     if (apart) spread(s, at, found, moved, to);
                 }
             }
         }
+    settle();
     return most;
 }

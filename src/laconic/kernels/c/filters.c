@@ -36,11 +36,13 @@ static void transpose(const float *from, int64_t rows, int64_t columns, int64_t 
         for (int64_t j = i < high ? broad : 0; j < columns; j++) to[j * to_step + i] = from[i * from_step + j];
 }
 
-/* One image's part of the gradient of all filters, [filters][width], in `stretches` of neighbours. */
+/* One image's part of the gradient of all filters, [filters][width], in `stretches` of neighbours; and the call of
+   another image, with what is above it. */
 static void add_image(
-    const shape *s, const float *inside, int64_t row, const float *above, const int32_t *at, int64_t stretches,
-    int64_t stretch, float *sums
+    const shape *s, const float *inside, int64_t row, const float *above, const float *next, const float *next_above,
+    const int32_t *at, int64_t stretches, int64_t stretch, float *sums
 ) {
+    const int64_t groups = rounded(s->filters, ROWS) / ROWS;
     const int64_t places = s->out[0] * s->out[1], width = stretches * stretch, per_row = stretches / s->window[0];
     /* A stretch of one vector for each row of the window: three rows at a time. */
     const int rows_together = WIDEST == 3 && stretch == LANES && per_row == 1 && s->window[0] % WIDEST == 0;
@@ -48,13 +50,15 @@ static void add_image(
     for (int64_t o = 0; o < s->filters; o += ROWS) {
         const float *factors[ROWS];
         float *to = sums + o * width;
+        call(next, s->channels * s->in[0] * s->in[1], o / ROWS, groups);
+        call(next_above, s->filters * places, o / ROWS, groups);
         rows_at(above + o * places, places, least(s->filters - o, ROWS), factors);
         for (int64_t t = 0; t < stretches; t += rows_together ? WIDEST : 1) {
             const float *from = inside + t / per_row * down + t % per_row * s->dilation[1] * s->channels;
             for (int64_t v = 0, now; v < stretch; v += now * LANES) {
                 now = rows_together ? WIDEST : vectors_of((stretch - v) / LANES);
                 PRODUCTS[now - 1](
-                    factors, from + v, at, places, rows_together ? down : LANES, 0, to + t * stretch + v, width
+                    factors, from + v, at, places, rows_together ? down : LANES, 0, to + t * stretch + v, width, 0
                 );
             }
         }
@@ -87,10 +91,14 @@ int64_t laconic_convolve_filters(
         for (int64_t n = 0; n < s->samples; n++) {
             const float *image = x + b * s->x_model + n * s->x_sample;
             const float *above = gradient + b * s->y_model + n * s->y_sample;
+            const int last = n + 1 == s->samples;
             float *to = inside + s->padding[0] * row + s->padding[1] * channels;
             for (int64_t i = 0; i < s->in[0]; i++)
                 transpose(image + i * s->in[1], channels, s->in[1], s->in[0] * s->in[1], to + i * row, channels);
-            add_image(s, inside, row, above, at, stretches, stretch, sums);
+            add_image(
+                s, inside, row, above, last ? 0 : image + s->x_sample, last ? 0 : above + s->y_sample, at, stretches,
+                stretch, sums
+            );
             if (shifts)
                 for (int64_t o = 0; o < s->filters; o++) shifts[o] += total(above + o * places, places);
         }

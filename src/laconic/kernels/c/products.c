@@ -25,15 +25,31 @@ INLINE floats fused(float a, floats b, floats c) {
 INLINE floats fused(float a, floats b, floats c) { return a * b + c; }
 #endif
 #define FEW 4
+
+/* Past the caches, where there is a way: a result that would drive out what is needed sooner. */
+INLINE void store_away(float *x, floats value) {
+#if defined(__AVX512F__) && !defined(LACONIC_PORTABLE)
+    _mm512_stream_ps(x, (__m512)value);
+#else
+    store(x, value);
+#endif
+}
+
+/* Until all that was stored past the caches can be read by others. */
+INLINE void settle(void) {
+#if defined(__AVX512F__) && !defined(LACONIC_PORTABLE)
+    _mm_sfence();
+#endif
+}
 #define COLUMNS (WIDEST * LANES)
 
 #define EVERY _Pragma("GCC unroll 8")
 
 /* sum of a[r][i] * b[at[i] + v * far ...] over i, for `high` rows and `wide` vectors. Rows of `to` lie `step` apart;
-   they begin with what `start` has for them, or with what they hold. */
+   they begin with what `start` has for them, or with what they hold. Whole lines may be stored `away`. */
 INLINE void multiply(
     int high, int wide, const float *const *a, const float *b, const int32_t *at, int64_t count, int64_t far,
-    const float *start, float *to, int64_t step
+    const float *start, float *to, int64_t step, int away
 ) {
     floats sums[ROWS][3];
     const float *rows[ROWS];
@@ -47,19 +63,24 @@ INLINE void multiply(
         EVERY for (int r = 0; r < high; r++)
             EVERY for (int v = 0; v < wide; v++) sums[r][v] = fused(rows[r][i], x[v], sums[r][v]);
     }
+    if (away) {
+        EVERY for (int r = 0; r < high; r++)
+            EVERY for (int v = 0; v < wide; v++) store_away(to + r * step + v * LANES, sums[r][v]);
+        return;
+    }
     EVERY for (int r = 0; r < high; r++)
         EVERY for (int v = 0; v < wide; v++) store(to + r * step + v * LANES, sums[r][v]);
 }
 
 typedef void product(
-    const float *const *, const float *, const int32_t *, int64_t, int64_t, const float *, float *, int64_t
+    const float *const *, const float *, const int32_t *, int64_t, int64_t, const float *, float *, int64_t, int
 );
 #define PRODUCT_OF(NAME, HIGH, BROAD)                                                                                 \
     static void NAME(                                                                                                 \
         const float *const *a, const float *b, const int32_t *at, int64_t count, int64_t far, const float *start,     \
-        float *to, int64_t step                                                                                       \
+        float *to, int64_t step, int away                                                                             \
     ) {                                                                                                               \
-        multiply(HIGH, BROAD, a, b, at, count, far, start, to, step);                                                 \
+        multiply(HIGH, BROAD, a, b, at, count, far, start, to, step, away);                                           \
     }
 PRODUCT_OF(product_1, ROWS, 1)
 PRODUCT_OF(few_1, FEW, 1)
