@@ -37,6 +37,8 @@ def by_way(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[str]:
     """From now on that way is taken wherever it is offered; returns the names of what it was taken for."""
     taken: list[str] = []
 
+    # Small enough to be looked at, and taken as large ones are.
+    monkeypatch.setattr("laconic.fusion.dense.AWAY_BYTES", 0)
     if wanted == "in turn":
         monkeypatch.setattr("laconic.fusion.convolution._LARGE_BYTES", 0)
         wanted = "loop"
@@ -75,10 +77,19 @@ NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]
 ]
 CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
     ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped", "in turn"]),
+    ("conv1d without groups", lambda: nn.Conv1d(4, 2, 3, 1, 2, 2), (3, 4, 9), ["by kernel", "grouped"]),
     ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded", "in turn"]),
-    ("transposed", lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1), (3, 2, 4, 4), ["loop", "grouped", "in turn"]),
-    ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products"]),
-    ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side"]),
+    ("conv2d with a shift", lambda: nn.Conv2d(2, 3, (3, 2), 2, 1), (3, 2, 5, 6), ["by kernel"]),
+    ("conv2d, no shift", lambda: nn.Conv2d(2, 3, 3, bias=False), (3, 2, 5, 5), ["by kernel"]),
+    (
+        "transposed",
+        lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1),
+        (3, 2, 4, 4),
+        ["loop", "grouped", "in turn", "by kernel"],
+    ),
+    ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products", "by kernel"]),
+    ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side", "by kernel"]),
+    ("linear, no shift", lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), ["batched", "by kernel"]),
 ]
 # Of what is each model's own there is nothing to do once.
 ONLY_SHARED = {("once", "batch norm"), ("once", "batch norm of vectors"), ("side by side", "linear")}
@@ -297,7 +308,9 @@ def test_under_autocast_products_are_torchs_own() -> None:
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Choose between ways, the last of which is fastest, for an input of that many numbers; tells the one taken."""
-    monkeypatch.setattr(choice, "_measure", lambda ways, given: {name: -place for place, name in enumerate(ways)})
+    monkeypatch.setattr(
+        choice, "_measure", lambda ways, given: {name: 1 / (1 + place) for place, name in enumerate(ways)}
+    )
     taken: list[str] = []
 
     def way(name: str) -> Callable[..., Batch]:
@@ -342,6 +355,16 @@ def test_a_way_that_is_slow_at_first_use_alone_is_chosen(monkeypatch: pytest.Mon
         choice.fastest("test", ways, (torch.zeros(2, 3),))
     assert list(choices().values()) == ["slow at first"]
     assert used["slow"] == 2
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [((1.0, 0.99), "guess"), ((1.0, 0.97), "other"), ((1.0, 1.5), "guess")])
+def test_of_what_hardly_differs_the_better_guess_is_taken(
+    seconds: tuple[float, float], taken: str, offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_choices()
+    monkeypatch.setattr(choice, "_measure", lambda ways, given: dict(zip(ways, seconds, strict=True)))
+    with measuring():
+        assert offered(3, "guess", "other") == taken
 
 
 def test_the_next_process_knows_what_was_measured(offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

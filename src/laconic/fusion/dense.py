@@ -14,6 +14,8 @@ from laconic.errors import ConfigError
 from laconic.fusion.batch import Batch, Value, along, each
 from laconic.fusion.choice import fastest
 from laconic.fusion.routing import Context, rule
+from laconic.kernels.base import AWAY_BYTES, compiled
+from laconic.kernels.linear import weights_between
 
 
 @rule(F.linear)
@@ -25,7 +27,16 @@ def linear(context: Context, function: Any, input: Value, weight: Value, bias: V
     ways = {"batched": partial(_batched, size), "loop": partial(each, function, size)}
     if not isinstance(input, Batch):
         ways = {"side by side": partial(_side_by_side, size), **ways}
+    if _has_kernel(input, weight):
+        ways["by kernel"] = partial(_batched, size, by_kernel=True)
     return fastest("linear", ways, (input, weight, bias))
+
+
+def _has_kernel(input: Value, weight: Batch) -> bool:
+    """Whether a kernel has the weights' gradient: it pays where they are far more than the caches hold."""
+    x = input.tensor if isinstance(input, Batch) else input
+    plain = x.dtype == weight.tensor.dtype == torch.float32 and x.numel() > 0 and not _casts(x)
+    return plain and weight.tensor.nbytes >= AWAY_BYTES and compiled(x) is not None
 
 
 def _with_common_weight(input: Value, weight: Tensor, bias: Value | None, size: int) -> Batch:
@@ -77,12 +88,12 @@ def _casts(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _batched(size: int, input: Value, weight: Batch, bias: Value | None) -> Batch:
+def _batched(size: int, input: Value, weight: Batch, bias: Value | None, by_kernel: bool = False) -> Batch:
     every, stacked = along(input, 0, size), weight.at(0)
     lead = every.shape[1:-1]
     x = every if len(lead) == 1 else every.reshape(size, -1, every.shape[-1])
     shift = None if bias is None else along(bias, 0, size)
-    found = (_product if _casts(x) else _Product.apply)(x, stacked, shift)
+    found = _product(x, stacked, shift) if _casts(x) else _Product.apply(x, stacked, shift, by_kernel)
     return Batch(found if len(lead) == 1 else found.view(size, *lead, stacked.shape[1]), 0)
 
 
@@ -97,20 +108,26 @@ class _Product(torch.autograd.Function):
     """`_product`, whose gradients are laid out as the weights are: torch's own come transposed, and are copied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor | None, by_kernel: bool) -> Tensor:
         """Keep what the products of the way back need."""
         ctx.save_for_backward(x, weight)
+        ctx.by_kernel = by_kernel
         return _product(x, weight, shift)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Two batched products and a sum; differentiable once more."""
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        of_x, of_weight, of_shift = ctx.needs_input_grad
+        of_x, of_weight, of_shift, _ = ctx.needs_input_grad
+        back = torch.bmm(gradient, weight) if of_x else None
+        if ctx.by_kernel and not torch.is_grad_enabled():
+            own, moved = weights_between(x if x.stride(0) == 0 else x.contiguous(), gradient.contiguous())
+            return back, own if of_weight else None, moved if of_shift else None, None
         return (
-            torch.bmm(gradient, weight) if of_x else None,
+            back,
             torch.bmm(gradient.transpose(1, 2), x) if of_weight else None,
             gradient.sum(1) if of_shift else None,
+            None,
         )
 
 

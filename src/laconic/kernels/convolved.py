@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.kernels.base import check_same_device, compiled, shared_out
+from laconic.kernels.base import AWAY_BYTES, PART, check_same_device, compiled, shared_out
 from laconic.kernels.reference import convolved as reference
 
 Lengths = tuple[int, ...]
-# So many products take longer than beginning another thread.
-_PART = 1 << 22
 # Numbers that a cache keeps between one work and the next.
 _FEW = 1 << 18
-# Results of all models that drive each other out of the caches.
-_AWAY_BYTES = 8 << 20
 # Places within an image are counted in 32 bits.
 _MOST = 1 << 28
 _NUMBERS = ctypes.c_int64 * 20
@@ -212,7 +208,7 @@ class _Call:
                 for work in works:
                     work(first, min(first + few, end))
 
-        shared_out(models, min(torch.get_num_threads(), models, products // _PART), some)
+        shared_out(models, min(torch.get_num_threads(), models, products // PART), some)
 
     def work(
         self, name: str, image: Tensor, sent: Tensor, *every: tuple[Tensor | None, int]
@@ -221,7 +217,7 @@ class _Call:
         kernel, axis = getattr(compiled(image), f"laconic_{name}"), self.axis
         lie = image.stride(axis), image.stride(1 - axis), sent.stride(axis), sent.stride(1 - axis)
         result = every[-1][0]
-        away = result is not None and result.nbytes >= _AWAY_BYTES
+        away = result is not None and result.nbytes >= AWAY_BYTES
         looks = _NUMBERS(self.image[1 - axis], self.filters[2], self.filters[1], *self._planes(), *lie, away)
         nbytes = kernel(*[None] * len(every), looks, 1, None)
         places = [(None, 0) if each is None else (each.data_ptr(), 4 * each.stride(along)) for each, along in every]
