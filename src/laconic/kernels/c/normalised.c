@@ -78,24 +78,33 @@ INLINE void normalise_vectors(
         store(out + k * LANES, row[k] * factor * load(gain + k * LANES) + load(shift + k * LANES));
 }
 
+/* All rows of a model, whose gain and shift stay in registers; as `return_row`, or without `of_x` as `add_row`. */
 INLINE void return_vectors(
-    const float *gradient, const float *x, const float *gain, float mean, float scale, float *of_x, float *of_gain,
-    float *of_shift, int count
+    const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
+    float *of_gain, float *of_shift, int64_t rows, int count
 ) {
     const float n = (float)(count * LANES);
-    floats normal[7], slope[7], plain = {}, weighted = {};
-    for (int k = 0; k < count; k++) {
-        const int at = k * LANES;
-        const floats given = load(gradient + at);
-        normal[k] = (load(x + at) - mean) * scale;
-        slope[k] = given * load(gain + at);
-        store(of_gain + at, load(of_gain + at) + given * normal[k]);
-        store(of_shift + at, load(of_shift + at) + given);
-        plain = plain + slope[k];
-        weighted = weighted + slope[k] * normal[k];
+    floats gains[7], shifts[7];
+    for (int k = 0; k < count; k++) gains[k] = load(of_gain + k * LANES), shifts[k] = load(of_shift + k * LANES);
+    for (int64_t row = 0; row < rows; row++, gradient += count * LANES, x += count * LANES) {
+        const float mean = means[row], scale = scales[row];
+        floats normal[7], slope[7], plain = {}, weighted = {};
+        for (int k = 0; k < count; k++) {
+            const floats given = load(gradient + k * LANES);
+            normal[k] = (load(x + k * LANES) - mean) * scale;
+            gains[k] = gains[k] + given * normal[k];
+            shifts[k] = shifts[k] + given;
+            if (!of_x) continue;
+            slope[k] = given * load(gain + k * LANES);
+            plain = plain + slope[k];
+            weighted = weighted + slope[k] * normal[k];
+        }
+        if (!of_x) continue;
+        const float first = halved(plain) / n, second = halved(weighted) / n;
+        for (int k = 0; k < count; k++)
+            store(of_x + (row * count + k) * LANES, scale * (slope[k] - first - normal[k] * second));
     }
-    const float first = halved(plain) / n, second = halved(weighted) / n;
-    for (int k = 0; k < count; k++) store(of_x + k * LANES, scale * (slope[k] - first - normal[k] * second));
+    for (int k = 0; k < count; k++) store(of_gain + k * LANES, gains[k]), store(of_shift + k * LANES, shifts[k]);
 }
 
 /* Returns what is named, with the number of vectors as a constant, where a row of n numbers is so short. */
@@ -123,6 +132,18 @@ static void normalise_row(
     for (int64_t i = 0; i < n; i++) out[i] = out[i] * factor * gain[i] + shift[i];
 }
 
+/* All rows of a model, whose gain and shift stay in registers; as `scale_row`. */
+INLINE void scale_vectors(
+    const float *x, const float *gain, const float *shift, float *out, const float *means, const float *scales,
+    int64_t rows, int count
+) {
+    floats gains[7], shifts[7];
+    for (int k = 0; k < count; k++) gains[k] = load(gain + k * LANES), shifts[k] = load(shift + k * LANES);
+    for (int64_t row = 0; row < rows; row++)
+        for (int k = 0; k < count; k++, x += LANES, out += LANES)
+            store(out, (load(x) - means[row]) * scales[row] * gains[k] + shifts[k]);
+}
+
 static void scale_row(
     const float *restrict x, const float *restrict gain, const float *restrict shift, float *restrict out, float mean,
     float scale, int64_t n
@@ -130,20 +151,31 @@ static void scale_row(
     for (int64_t i = 0; i < n; i++) out[i] = (x[i] - mean) * scale * gain[i] + shift[i];
 }
 
+static void scale_rows(
+    const float *x, const float *gain, const float *shift, float *out, const float *means, const float *scales,
+    int64_t rows, int64_t n
+) {
+#define WITH(count) scale_vectors(x, gain, shift, out, means, scales, rows, count)
+    IN_REGISTERS(n, WITH)
+#undef WITH
+    for (int64_t row = 0; row < rows; row++)
+        scale_row(x + row * n, gain, shift, out + row * n, means[row], scales[row], n);
+}
+
 void laconic_layer_norm(
     const float *x, const float *gain, const float *shift, float *out, float *means, float *scales, int64_t models,
     int64_t count, int64_t n, int64_t step, float eps
 ) {
-    for (int64_t row = 0; row < models * count; row++) {
-        const float *from = x + row / count * step + row % count * n;
-        int64_t at = row * n, own = row / count * n;
-        if (row < count || step) {
-            normalise_row(from, gain + own, shift + own, out + at, means + row, scales + row, n, eps);
+    for (int64_t b = 0; b < models; b++, gain += n, shift += n, out += count * n) {
+        float *mean = means + b * count, *scale = scales + b * count;
+        if (b && !step) {
+            memcpy(mean, means, (size_t)count * sizeof(float));
+            memcpy(scale, scales, (size_t)count * sizeof(float));
+            scale_rows(x, gain, shift, out, mean, scale, count, n);
             continue;
         }
-        means[row] = means[row - count];
-        scales[row] = scales[row - count];
-        scale_row(from, gain + own, shift + own, out + at, means[row], scales[row], n);
+        for (int64_t row = 0; row < count; row++)
+            normalise_row(x + b * step + row * n, gain, shift, out + row * n, mean + row, scale + row, n, eps);
     }
 }
 
@@ -151,9 +183,6 @@ static void return_row(
     const float *restrict gradient, const float *restrict x, const float *restrict gain, float mean, float scale,
     float *restrict of_x, float *restrict of_gain, float *restrict of_shift, float *restrict normal, int64_t n
 ) {
-#define WITH(count) return_vectors(gradient, x, gain, mean, scale, of_x, of_gain, of_shift, count)
-    IN_REGISTERS(n, WITH)
-#undef WITH
     for (int64_t i = 0; i < n; i++) {
         normal[i] = (x[i] - mean) * scale;
         of_x[i] = gradient[i] * gain[i];
@@ -174,20 +203,30 @@ static void add_row(
     }
 }
 
+/* One model's rows. */
+static void return_rows(
+    const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
+    float *of_gain, float *of_shift, float *normal, int64_t rows, int64_t n
+) {
+#define WITH(count) return_vectors(gradient, x, gain, means, scales, of_x, of_gain, of_shift, rows, count)
+    IN_REGISTERS(n, WITH)
+#undef WITH
+    for (int64_t row = 0, at = 0; row < rows; row++, at += n)
+        if (of_x)
+            return_row(
+                gradient + at, x + at, gain, means[row], scales[row], of_x + at, of_gain, of_shift, normal, n);
+        else add_row(gradient + at, x + at, means[row], scales[row], of_gain, of_shift, n);
+}
+
 /* of_gain and of_shift are added to; `normal` is room for one row. */
 void laconic_layer_norm_back(
     const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
     float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count, int64_t n, int64_t step
 ) {
-    for (int64_t row = 0; row < models * count; row++) {
-        const float *from = x + row / count * step + row % count * n;
-        int64_t at = row * n, own = row / count * n;
-        if (of_x)
-            return_row(
-                gradient + at, from, gain + own, means[row], scales[row], of_x + at, of_gain + own, of_shift + own,
-                normal, n);
-        else add_row(gradient + at, from, means[row], scales[row], of_gain + own, of_shift + own, n);
-    }
+    for (int64_t b = 0; b < models; b++)
+        return_rows(
+            gradient + b * count * n, x + b * step, gain + b * n, means + b * count, scales + b * count,
+            of_x ? of_x + b * count * n : 0, of_gain + b * n, of_shift + b * n, normal, count, n);
 }
 
 /* -- by groups and by channels: `parts` blocks of `places` numbers, `step` from each to the next -- */
