@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,6 @@ from laconic.kernels.base import AWAY_BYTES, PART, check_same_device, compiled, 
 from laconic.kernels.reference import convolved as reference
 
 Lengths = tuple[int, ...]
-# Numbers that a cache keeps between one work and the next.
-_FEW = 1 << 18
 # Places within an image are counted in 32 bits.
 _MOST = 1 << 28
 _NUMBERS = ctypes.c_int64 * 20
@@ -60,7 +58,7 @@ def convolve(image: Tensor, filters: Tensor, shift: Tensor | None, *, axis: int,
     if compiled(image) is None:
         return reference.convolve(image, filters, shift, axis, steps)
     found = image.new_empty(call.sent)
-    call.run(call.work("convolve", image, found, (image, axis), (filters, 0), (shift, 0), (found, axis)))
+    call.run("convolve", image, found, (image, axis), (filters, 0), (shift, 0), (found, axis))
     return found
 
 
@@ -88,7 +86,7 @@ def convolve_transposed(
     if compiled(sent) is None:
         return reference.convolve_transposed(sent, filters, shift, size, axis, steps)
     found = sent.new_empty(call.image)
-    call.run(call.work("convolve_transposed", found, sent, (sent, axis), (filters, 0), (shift, 0), (found, axis)))
+    call.run("convolve_transposed", found, sent, (sent, axis), (filters, 0), (shift, 0), (found, axis))
     return found
 
 
@@ -113,13 +111,13 @@ def convolve_back(
     if compiled(image) is None:
         of_image = reference.convolve_transposed(sent, filters, None, image.shape[3:], axis, steps) if trained else None
         return of_image, *reference.filters_between(image, sent, filters.shape[3:], axis, steps)
-    of_image, of_filters = image.new_empty(call.image) if trained else None, filters.new_empty(call.filters)
-    of_shift = filters.new_empty(call.filters[:2])
-    works = [call.work("convolve_filters", image, sent, (image, axis), (sent, axis), (of_filters, 0), (of_shift, 0))]
-    if of_image is not None:
-        places = (sent, axis), (filters, 0), (None, 0), (of_image, axis)
-        works.insert(0, call.work("convolve_transposed", of_image, sent, *places))
-    call.run(*works)
+    of_filters, of_shift = filters.new_empty(call.filters), filters.new_empty(call.filters[:2])
+    given, own = ((image, axis), (sent, axis)), ((of_filters, 0), (of_shift, 0))
+    if not trained:
+        call.run("convolve_filters", image, sent, *given, *own)
+        return None, of_filters, of_shift
+    of_image, more = image.new_empty(call.image), (image.stride(axis), image.stride(1 - axis))
+    call.run("convolve_back", of_image, sent, *given, (filters, 0), *own, (of_image, axis), more=more)
     return of_image, of_filters, of_shift
 
 
@@ -147,7 +145,7 @@ def filters_between(
     if compiled(image) is None:
         return reference.filters_between(image, sent, window, axis, steps)
     found, of_shift = image.new_empty(call.filters), image.new_empty(call.filters[:2])
-    call.run(call.work("convolve_filters", image, sent, (image, axis), (sent, axis), (found, 0), (of_shift, 0)))
+    call.run("convolve_filters", image, sent, (image, axis), (sent, axis), (found, 0), (of_shift, 0))
     return found, of_shift
 
 
@@ -197,37 +195,33 @@ class _Call:
                 found = f"{list(tensor.shape)} of {tensor.dtype}{'' if dense else ', not contiguous'}"
                 raise ConfigError(f"a tensor {found}: must be {list(shape)}, contiguous and torch.float32")
 
-    def run(self, *works: Callable[[int, int], None]) -> None:
-        """Do works for all models: one work after the other for each few of them, in as many threads as pay."""
-        models, samples = self.filters[0], self.image[1 - self.axis]
-        products = samples * math.prod(self.filters) * math.prod(self.sent[3:])
-        few = models if len(works) < 2 else max(1, _FEW * models // math.prod(self.sent))
+    def run(
+        self, name: str, image: Tensor, sent: Tensor, *every: tuple[Tensor | None, int], more: Lengths = ()
+    ) -> None:
+        """Call a kernel for all models, in as many threads as pay.
 
-        def some(begin: int, end: int) -> None:
-            for first in range(begin, end, few):
-                for work in works:
-                    work(first, min(first + few, end))
-
-        shared_out(models, min(torch.get_num_threads(), models, products // PART), some)
-
-    def work(
-        self, name: str, image: Tensor, sent: Tensor, *every: tuple[Tensor | None, int]
-    ) -> Callable[[int, int], None]:
-        """What a kernel does for models from one number up to another; tensors come with the axis of their models."""
-        kernel, axis = getattr(compiled(image), f"laconic_{name}"), self.axis
+        Args:
+            name: of the kernel.
+            image: whose layout it is told; or its gradient.
+            sent: likewise.
+            every: the tensors that it takes, each with the axis of its models; the last is a result.
+            more: numbers that it takes besides.
+        """
+        kernel, axis, models = getattr(compiled(image), f"laconic_{name}"), self.axis, self.filters[0]
         lie = image.stride(axis), image.stride(1 - axis), sent.stride(axis), sent.stride(1 - axis)
-        result = every[-1][0]
+        result, samples = every[-1][0], self.image[1 - axis]
         away = result is not None and result.nbytes >= AWAY_BYTES
-        looks = _NUMBERS(self.image[1 - axis], self.filters[2], self.filters[1], *self._planes(), *lie, away)
-        nbytes = kernel(*[None] * len(every), looks, 1, None)
+        looks = _NUMBERS(samples, self.filters[2], self.filters[1], *self._planes(), *lie, away)
+        nbytes = kernel(*[None] * len(every), looks, *more, models, None)
         places = [(None, 0) if each is None else (each.data_ptr(), 4 * each.stride(along)) for each, along in every]
 
-        def work(begin: int, end: int) -> None:
+        def some(begin: int, end: int) -> None:
             room = torch.empty(nbytes, dtype=torch.uint8)
             own = (at if at is None else at + begin * step for at, step in places)
-            kernel(*own, looks, end - begin, room.data_ptr())
+            kernel(*own, looks, *more, end - begin, room.data_ptr())
 
-        return work
+        products = samples * math.prod(self.filters) * math.prod(self.sent[3:])
+        shared_out(models, min(torch.get_num_threads(), models, products // PART), some)
 
     def _planes(self) -> Lengths:
         """Of rows and columns: the image, what is sent on, the window, strides, paddings and dilations.

@@ -137,9 +137,8 @@ typedef struct {
     int32_t steps[DEPTH];
 } plan;
 
-static void prepare(plan *p, const shape *s, char **room) {
+static void prepare(plan *p, const shape *s, char **room, int real) {
     const int64_t weights = s->channels * s->window[0] * s->window[1], places = s->out[0] * s->out[1];
-    const int real = *room != 0;
     p->s = *s;
     p->bare = !s->padding[0] && !s->padding[1] && s->stride[1] == 1 && s->out[1] % LANES == 0 &&
               reach(s, 0) == s->in[0] && reach(s, 1) == s->in[1];
@@ -206,8 +205,8 @@ static void one_image(
             const int last = done + depth == weights;
             gather(image, p->at + done, depth, every, runs, p->patches);
             block_of(
-                p->patches, p->steps, depth, LANES, w + done, weights, shift, !done, away && last, s->filters, y + begin,
-                places, columns
+                p->patches, p->steps, depth, LANES, w + done, weights, shift, !done, away && last, s->filters,
+                y + begin, places, columns
             );
         }
     }
@@ -219,7 +218,7 @@ int64_t laconic_convolve(
 ) {
     char *begin = room;
     plan p;
-    prepare(&p, s, &room);
+    prepare(&p, s, &room, begin != 0);
     if (!begin) return room - begin;
     const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
     for (int64_t b = 0; b < models; b++) {
@@ -232,94 +231,4 @@ int64_t laconic_convolve(
     }
     settle();
     return 0;
-}
-
-/* -- back to images: of those places that are `at` apart from a multiple of the stride, a convolution of the gradient
-   with the weights that reach them, turned round -- */
-
-/* The weights that reach a place, first and last and every how many; along rows or columns. */
-typedef struct {
-    int64_t first, step, count;
-} reaching;
-
-static reaching reaching_to(const shape *s, int i, int64_t at) {
-    reaching found = {-1, s->stride[i], 0};
-    for (int64_t k = 0, last = -1; k < s->window[i]; k++)
-        if ((at + s->padding[i] - s->dilation[i] * k) % s->stride[i] == 0) {
-            if (found.count++) found.step = k - last;
-            else found.first = k;
-            last = k;
-        }
-    return found;
-}
-
-/* The convolution that leads back to places `at` apart from a multiple of the stride. */
-static shape leading_back(const shape *s, const reaching *taps, const int64_t *at) {
-    shape back = *s;
-    back.channels = s->filters, back.filters = s->channels;
-    for (int i = 0; i < 2; i++) {
-        const int64_t last = taps[i].first + (taps[i].count - 1) * taps[i].step;
-        back.in[i] = s->out[i], back.out[i] = (s->in[i] - at[i] + s->stride[i] - 1) / s->stride[i];
-        back.window[i] = taps[i].count, back.stride[i] = 1;
-        back.dilation[i] = s->dilation[i] * taps[i].step / s->stride[i];
-        back.padding[i] = (s->dilation[i] * last - at[i] - s->padding[i]) / s->stride[i];
-    }
-    back.x_model = s->y_model, back.x_sample = s->y_sample;
-    back.y_model = s->x_model, back.y_sample = s->x_sample;
-    back.away = s->away && s->stride[0] == 1 && s->stride[1] == 1;
-    return back;
-}
-
-/* Filters [filters][channels][window] as [channels][filters][those that reach a place, the last first]. */
-static void turn_filters(const float *w, const shape *s, const reaching *taps, float *to) {
-    for (int64_t c = 0; c < s->channels; c++)
-        for (int64_t o = 0; o < s->filters; o++)
-            for (int64_t i = taps[0].count; i-- > 0;)
-                for (int64_t j = taps[1].count; j-- > 0;) {
-                    const int64_t row = taps[0].first + i * taps[0].step, column = taps[1].first + j * taps[1].step;
-                    *to++ = w[((o * s->channels + c) * s->window[0] + row) * s->window[1] + column];
-                }
-}
-
-/* Results, or where there are none the shifts, to every s-th place. */
-static void spread(const shape *s, const int64_t *at, const float *found, const float *shift, float *to) {
-    for (int64_t c = 0; c < s->channels; c++)
-        for (int64_t i = at[0]; i < s->in[0]; i += s->stride[0])
-            for (int64_t j = at[1]; j < s->in[1]; j += s->stride[1])
-                to[(c * s->in[0] + i) * s->in[1] + j] = found ? *found++ : shift ? shift[c] : 0.0f;
-}
-
-/* The transposed convolution, which is the gradient of x from that of y, and shifts added for each channel; without
-   room, the bytes of it that are needed. */
-int64_t laconic_convolve_transposed(
-    const float *gradient, const float *w, const float *shift, float *of_x, const shape *s, int64_t models, char *room
-) {
-    const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
-    const int apart = s->stride[0] > 1 || s->stride[1] > 1;
-    int64_t most = 0, at[2];
-    for (at[0] = 0; at[0] < least(s->stride[0], s->in[0]); at[0]++)
-        for (at[1] = 0; at[1] < least(s->stride[1], s->in[1]); at[1]++) {
-            const reaching taps[2] = {reaching_to(s, 0, at[0]), reaching_to(s, 1, at[1])};
-            const int any = taps[0].count && taps[1].count;
-            const shape back = any ? leading_back(s, taps, at) : *s;
-            char *free = room;
-            plan p;
-            if (any) prepare(&p, &back, &free);
-            float *turned = taken(&free, weights * 4);
-            float *found = any && apart ? taken(&free, s->channels * back.out[0] * back.out[1] * 4) : 0;
-            most = free - room > most ? free - room : most;
-            for (int64_t b = 0; room && b < models; b++) {
-                const float *moved = shift ? shift + b * s->channels : 0;
-                if (any) turn_filters(w + b * weights, s, taps, turned);
-                for (int64_t n = 0; n < s->samples; n++) {
-                    const float *above = gradient + b * s->y_model + n * s->y_sample;
-                    float *to = of_x + b * s->x_model + n * s->x_sample;
-                    const float *next = n + 1 < s->samples ? above + s->y_sample : 0;
-                    if (any) one_image(&p, above, next, turned, moved, apart ? found : to);
-                    if (apart) spread(s, at, found, moved, to);
-                }
-            }
-        }
-    settle();
-    return most;
 }
