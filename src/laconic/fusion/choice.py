@@ -23,7 +23,7 @@ PIN = "LACONIC_DETERMINISTIC"
 # Uses of the best guess before ways are measured, which takes as long as a few uses of each.
 PATIENCE = 40
 # Rounds of at least a millisecond a way: always some, and more of what is quick, for other work may disturb a few.
-_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 4, 12, 0.1
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 4, 12, 0.3
 _LEAST_SECONDS = 1e-3
 # Seconds of these times the least are too many: after one use, and after several.
 _NEAR_AT_FIRST, _NEAR = 4.0, 1.3

@@ -24,12 +24,6 @@ static void *taken(char **room, int64_t bytes) {
     return found;
 }
 
-/* Call a part of what comes next into the cache: it lies too far apart for the processor to foresee. */
-INLINE void call(const float *next, int64_t n, int64_t part, int64_t parts) {
-    const int64_t end = next ? n * (part + 1) / parts : 0;
-    for (int64_t i = n * part / parts; i < end; i += LANES) __builtin_prefetch(next + i, 0, 2);
-}
-
 /* -- images in a frame of zeros; less than none of it cuts the image -- */
 
 /* Where every s-th column is looked at, columns of one remainder lie together. */
@@ -156,7 +150,7 @@ static void prepare(plan *p, const shape *s, char **room, int real) {
 /* One block of places of all filters, from patches whose vectors are `far` apart. */
 static void block_of(
     const float *patches, const int32_t *at, int64_t depth, int64_t far, const float *w, int64_t weights,
-    const float *shift, int first, int away, int64_t filters, float *y, int64_t places, int64_t columns
+    const float *shift, int first, int away, int64_t filters, float *y, int64_t places, int64_t columns, coming *next
 ) {
     const int64_t vectors = rounded(columns, LANES) / LANES;
     for (int64_t o = 0; o < filters; o += ROWS) {
@@ -165,6 +159,7 @@ static void block_of(
         float start[ROWS] = {0}, rest[ROWS * COLUMNS], *to = y + o * places;
         const int whole = columns == vectors * LANES && (rows == ROWS || rows == FEW);
         rows_at(w + o * weights, weights, rows, factors);
+        call(next);
         if (first && shift)
             for (int64_t r = 0; r < rows; r++) start[r] = shift[o + r];
         if (!whole && !first)
@@ -184,20 +179,22 @@ static void one_image(
     const plan *p, const float *x, const float *next, const float *w, const float *shift, float *y
 ) {
     const shape *s = &p->s;
-    const int64_t size = s->channels * s->in[0] * s->in[1];
-    const int away = s->away != 0;
     const int64_t places = s->out[0] * s->out[1], weights = s->channels * s->window[0] * s->window[1];
+    const int64_t tiles = rounded(places, COLUMNS) / COLUMNS * (rounded(s->filters, ROWS) / ROWS);
+    const int away = s->away != 0;
+    coming soon = coming_from(next, s->channels * s->in[0] * s->in[1], tiles);
     if (!p->bare) put_into_frame(s, p->f, x, p->inside);
     const float *image = p->bare ? x : p->inside;
     for (int64_t begin = 0, block = 0, columns; begin < places; begin += columns, block++) {
         const run *every = p->every + p->first[block];
         const int64_t runs = p->first[block + 1] - p->first[block];
         columns = columns_from(begin, places);
-        call(next, size, block, rounded(places, COLUMNS) / COLUMNS);
         const int64_t far = p->bare ? 0 : apart(every, runs, columns);
         if (far) {
             const float *patches = image + every[0].from;
-            block_of(patches, p->at, weights, far, w, weights, shift, 1, away, s->filters, y + begin, places, columns);
+            block_of(
+                patches, p->at, weights, far, w, weights, shift, 1, away, s->filters, y + begin, places, columns, &soon
+            );
             continue;
         }
         for (int64_t done = 0; done < weights; done += DEPTH) {
@@ -206,7 +203,7 @@ static void one_image(
             gather(image, p->at + done, depth, every, runs, p->patches);
             block_of(
                 p->patches, p->steps, depth, LANES, w + done, weights, shift, !done, away && last, s->filters,
-                y + begin, places, columns
+                y + begin, places, columns, &soon
             );
         }
     }
@@ -225,7 +222,8 @@ int64_t laconic_convolve(
         const float *moved = shift ? shift + b * s->filters : 0;
         for (int64_t n = 0; n < s->samples; n++) {
             const float *image = x + b * s->x_model + n * s->x_sample;
-            const float *next = n + 1 < s->samples ? image + s->x_sample : 0;
+            const float *after = b + 1 < models ? x + (b + 1) * s->x_model : 0;
+            const float *next = n + 1 < s->samples ? image + s->x_sample : after;
             one_image(&p, image, next, w + b * weights, moved, y + b * s->y_model + n * s->y_sample);
         }
     }

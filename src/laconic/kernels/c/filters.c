@@ -1,41 +1,5 @@
 /* The gradients of filters, of many models: products over places, with channels beside each other. */
 
-typedef float octet __attribute__((vector_size(32)));
-typedef octet octet_anywhere __attribute__((aligned(4), may_alias));
-
-#if defined(__clang__)
-#define MIX(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
-#else
-typedef int32_t order __attribute__((vector_size(32)));
-#define MIX(A, B, ...) __builtin_shuffle(A, B, (order){__VA_ARGS__})
-#endif
-
-INLINE void transpose_square(const float *from, int64_t from_step, float *to, int64_t to_step) {
-    octet a[8], b[8];
-    EVERY for (int k = 0; k < 8; k++) a[k] = *(const octet_anywhere *)(from + k * from_step);
-    EVERY for (int k = 0; k < 8; k += 2) {
-        b[k] = MIX(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        b[k + 1] = MIX(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    EVERY for (int k = 0; k < 8; k++)
-        a[k] = k & 2 ? MIX(b[k & ~2], b[k | 2], 2, 3, 10, 11, 6, 7, 14, 15)
-                     : MIX(b[k & ~2], b[k | 2], 0, 1, 8, 9, 4, 5, 12, 13);
-    EVERY for (int k = 0; k < 8; k++)
-        b[k] = k & 4 ? MIX(a[k & ~4], a[k | 4], 4, 5, 6, 7, 12, 13, 14, 15)
-                     : MIX(a[k & ~4], a[k | 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    EVERY for (int k = 0; k < 8; k++) *(octet_anywhere *)(to + k * to_step) = b[k];
-}
-
-/* Rows become columns, in squares of eight as far as they go. */
-static void transpose(const float *from, int64_t rows, int64_t columns, int64_t from_step, float *to, int64_t to_step) {
-    const int64_t high = rows / 8 * 8, broad = columns / 8 * 8;
-    for (int64_t j = 0; j < broad; j += 8)
-        for (int64_t i = 0; i < high; i += 8)
-            transpose_square(from + i * from_step + j, from_step, to + j * to_step + i, to_step);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = i < high ? broad : 0; j < columns; j++) to[j * to_step + i] = from[i * from_step + j];
-}
-
 /* What serves all models of a call. */
 typedef struct {
     /* Columns of the window lie together, unless there are gaps between them. */
@@ -53,15 +17,17 @@ static void add_image(
     const int64_t per_row = p->stretches / s->window[0], down = s->dilation[0] * p->row;
     /* A stretch of one vector for each row of the window: three rows at a time. */
     const int rows_together = WIDEST == 3 && p->stretch == LANES && per_row == 1 && s->window[0] % WIDEST == 0;
+    const int64_t tiles = groups * p->stretches * rounded(p->stretch, COLUMNS) / COLUMNS / (rows_together ? WIDEST : 1);
+    coming image = coming_from(next, s->channels * s->in[0] * s->in[1], tiles);
+    coming sent = coming_from(next_above, s->filters * places, tiles);
     for (int64_t o = 0; o < s->filters; o += ROWS) {
         const float *factors[ROWS];
         float *to = p->sums + o * p->width;
-        call(next, s->channels * s->in[0] * s->in[1], o / ROWS, groups);
-        call(next_above, s->filters * places, o / ROWS, groups);
         rows_at(above + o * places, places, least(s->filters - o, ROWS), factors);
         for (int64_t t = 0; t < p->stretches; t += rows_together ? WIDEST : 1) {
             const float *from = p->inside + t / per_row * down + t % per_row * s->dilation[1] * s->channels;
             for (int64_t v = 0, now; v < p->stretch; v += now * LANES) {
+                call(&image), call(&sent);
                 now = rows_together ? WIDEST : vectors_of((p->stretch - v) / LANES);
                 PRODUCTS[now - 1](
                     factors, from + v, p->at, places, rows_together ? down : LANES, 0, to + t * p->stretch + v,
@@ -88,9 +54,10 @@ static filters_plan prepare_filters(const shape *s, char **room, int real) {
     return p;
 }
 
-/* One model's gradients of w and of the shifts. */
+/* One model's gradients of w and of the shifts; and the call of the gradient of y that comes after. */
 static void filters_of(
-    const shape *s, const filters_plan *p, const float *x, const float *gradient, float *of_w, float *of_shift
+    const shape *s, const filters_plan *p, const float *x, const float *gradient, const float *after, float *of_w,
+    float *of_shift
 ) {
     const int64_t channels = s->channels, places = s->out[0] * s->out[1], window = s->window[0] * s->window[1];
     memset(p->sums, 0, (size_t)(rounded(s->filters, ROWS) * p->width) * sizeof(float));
@@ -101,7 +68,7 @@ static void filters_of(
         float *to = p->inside + s->padding[0] * p->row + s->padding[1] * channels;
         for (int64_t i = 0; i < s->in[0]; i++)
             transpose(image + i * s->in[1], channels, s->in[1], s->in[0] * s->in[1], to + i * p->row, channels);
-        add_image(s, p, above, last ? 0 : image + s->x_sample, last ? 0 : above + s->y_sample);
+        add_image(s, p, above, last ? 0 : image + s->x_sample, last ? after : above + s->y_sample);
         for (int64_t o = 0; o < s->filters; o++) of_shift[o] += total(above + o * places, places);
     }
     for (int64_t o = 0; o < s->filters; o++)
@@ -122,7 +89,8 @@ int64_t laconic_convolve_filters(
     const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
     for (int64_t b = 0; b < models; b++)
         filters_of(
-            s, &p, x + b * s->x_model, gradient + b * s->y_model, of_w + b * weights, of_shift + b * s->filters
+            s, &p, x + b * s->x_model, gradient + b * s->y_model,
+            b + 1 < models ? gradient + (b + 1) * s->y_model : 0, of_w + b * weights, of_shift + b * s->filters
         );
     return 0;
 }
@@ -141,9 +109,10 @@ int64_t laconic_convolve_back(
     if (!begin) return room - begin;
     const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
     for (int64_t b = 0; b < models; b++) {
-        const float *above = gradient + b * s->y_model;
-        send_back(s, &back, above, w + b * weights, 0, of_x + b * s->x_model);
-        filters_of(&read, &p, x + b * x_model, above, of_w + b * weights, of_shift + b * s->filters);
+        const float *image = x + b * x_model, *above = gradient + b * s->y_model;
+        const float *after = b + 1 < models ? above + s->y_model : 0;
+        send_back(s, &back, above, image, w + b * weights, 0, of_x + b * s->x_model);
+        filters_of(&read, &p, image, above, after, of_w + b * weights, of_shift + b * s->filters);
     }
     settle();
     return 0;

@@ -14,6 +14,7 @@ int64_t laconic_linear_weights(
     int32_t *at = taken(&room, l->rows * 4);
     if (!begin) return room - begin;
     memset(panel, 0, (size_t)(l->rows * COLUMNS + LANES) * sizeof(float));
+    coming none = coming_from(0, 0, 1);
     for (int64_t i = 0; i < l->rows; i++) at[i] = (int32_t)(i * COLUMNS);
     for (int64_t b = 0; b < models; b++) {
         const float *own = x + b * l->x_model;
@@ -24,7 +25,7 @@ int64_t laconic_linear_weights(
             columns = columns_from(c, l->in);
             for (int64_t i = 0; i < l->rows; i++) copy_row(own + i * l->in + c, columns, panel + i * COLUMNS);
             block_of(
-                panel, at, l->rows, LANES, turned, l->rows, 0, 1, l->away != 0, l->out, to + c, l->in, columns
+                panel, at, l->rows, LANES, turned, l->rows, 0, 1, l->away != 0, l->out, to + c, l->in, columns, &none
             );
         }
     }

@@ -36,13 +36,18 @@ static shape leading_back(const shape *s, const reaching *taps, const int64_t *a
 
 /* Filters [filters][channels][window] as [channels][filters][those that reach a place, the last first]. */
 static void turn_filters(const float *w, const shape *s, const reaching *taps, float *to) {
+    const int64_t window = s->window[0] * s->window[1];
+    if (window == 1) {
+        transpose(w, s->filters, s->channels, s->channels, to, s->filters);
+        return;
+    }
+    const int64_t down = taps[0].step * s->window[1], right = taps[1].step;
     for (int64_t c = 0; c < s->channels; c++)
-        for (int64_t o = 0; o < s->filters; o++)
+        for (int64_t o = 0; o < s->filters; o++) {
+            const float *row = w + (o * s->channels + c) * window + taps[0].first * s->window[1] + taps[1].first;
             for (int64_t i = taps[0].count; i-- > 0;)
-                for (int64_t j = taps[1].count; j-- > 0;) {
-                    const int64_t row = taps[0].first + i * taps[0].step, column = taps[1].first + j * taps[1].step;
-                    *to++ = w[((o * s->channels + c) * s->window[0] + row) * s->window[1] + column];
-                }
+                for (int64_t j = taps[1].count; j-- > 0;) *to++ = row[i * down + j * right];
+        }
 }
 
 /* Results, or where there are none the shifts, to every s-th place. */
@@ -88,15 +93,16 @@ static way_back prepare_back(const shape *s, char **room, int real) {
     return found;
 }
 
-/* One model's images. */
+/* One model's images; and the call of what comes after. */
 static void send_back(
-    const shape *s, const way_back *back, const float *sent, const float *w, const float *shift, float *x
+    const shape *s, const way_back *back, const float *sent, const float *after, const float *w, const float *shift,
+    float *x
 ) {
     for (int64_t k = 0; k < back->count; k++) {
         const phase *one = back->every + k;
         if (one->any) turn_filters(w, s, one->taps, back->turned);
         for (int64_t n = 0; n < s->samples; n++) {
-            const float *above = sent + n * s->y_sample, *next = n + 1 < s->samples ? above + s->y_sample : 0;
+            const float *above = sent + n * s->y_sample, *next = n + 1 < s->samples ? above + s->y_sample : after;
             float *to = x + n * s->x_sample, *found = one->any ? back->found : 0;
             if (one->any) one_image(&one->p, above, next, back->turned, shift, found ? found : to);
             if (back->found) spread(s, one->at, found, shift, to);
@@ -115,7 +121,8 @@ int64_t laconic_convolve_transposed(
     const int64_t weights = s->filters * s->channels * s->window[0] * s->window[1];
     for (int64_t b = 0; b < models; b++)
         send_back(
-            s, &back, sent + b * s->y_model, w + b * weights, shift ? shift + b * s->channels : 0, x + b * s->x_model
+            s, &back, sent + b * s->y_model, b + 1 < models ? sent + (b + 1) * s->y_model : 0, w + b * weights,
+            shift ? shift + b * s->channels : 0, x + b * s->x_model
         );
     settle();
     return 0;
