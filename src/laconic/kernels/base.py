@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Callable, Generator
@@ -28,8 +29,8 @@ _SOURCES = (
     *("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c"),
     *("normalised.c", "products.c", "convolved.c", "transposed.c", "filters.c", "linear.c", "adaptive.c"),
 )
-# Products of numbers that take longer than beginning another thread.
-PART = 1 << 22
+# Products of numbers that take longer than handing them to another thread.
+PART = 1 << 23
 # Results of all models that drive each other out of the caches: they are written past them.
 AWAY_BYTES = 8 << 20
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
@@ -91,15 +92,22 @@ def load(flags: list[str]) -> ctypes.CDLL | None:
 
 
 def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
-    """Do what is to be done for 0 to n in so many threads, each from one number up to another."""
+    """Do what is to be done for 0 to n in so many threads, of which this is one: each from one number to another."""
     if parts < 2:
         work(0, n)
         return
-    ends = [n * part // parts for part in range(parts + 1)]
-    with ThreadPoolExecutor(parts) as threads:
-        moves = [threads.submit(work, *span) for span in pairwise(ends)]
+    first, *others = pairwise(n * part // parts for part in range(parts + 1))
+    threads = _threads(os.getpid(), parts - 1)
+    moves = [threads.submit(work, *span) for span in others]
+    work(*first)
     for move in moves:
         move.result()
+
+
+@cache
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """They wait for work as long as the process lives; one that is forked has none of its parent's."""
+    return ThreadPoolExecutor(count, thread_name_prefix=f"laconic-kernels-{process}")
 
 
 def on_gpu(x: Tensor) -> bool:
