@@ -43,12 +43,7 @@ def no_way_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str]:
-    # Those of the kernels wait for work as torch's own do, as long as the process lives.
-    new_threads = [
-        f"thread {thread.name}"
-        for thread in threading.enumerate()
-        if thread not in threads and not thread.name.startswith("laconic-kernels")
-    ]
+    new_threads = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
     new_processes = [f"process {pid} ({name})" for pid, name in descendants().items() if pid not in processes]
     return new_threads + new_processes
 

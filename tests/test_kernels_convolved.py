@@ -155,9 +155,10 @@ def test_threads_and_stores_past_the_caches_change_no_bit(name: str, monkeypatch
         return there, *convolved.convolve_back(sent, image, filters, **how)
 
     wanted, threads = every(), torch.get_num_threads()
-    for change in ("PART", "AWAY_BYTES"):
+    for change, team in (("PART", base.torch_team), ("PART", lambda: None), ("AWAY_BYTES", base.torch_team)):
         with monkeypatch.context() as patch:
             patch.setattr(convolved, change, 1)
+            patch.setattr(base, "torch_team", team)
             torch.set_num_threads(2)
             try:
                 found = every()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laconic.errors import ConfigError
-from laconic.kernels import linear
+from laconic.kernels import base, linear
 from tests.kernels import by_c as by_c
 from tests.kernels import library as library
 
@@ -46,6 +46,22 @@ def test_torch_alone_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = linear.weights_between(x, sent)
     monkeypatch.setenv("LACONIC_NATIVE", "0")
     assert all(map(torch.equal, ours, linear.weights_between(x, sent)))
+
+
+@pytest.mark.parametrize("threads", ["torch's own", "others"])
+def test_what_fails_in_a_thread_fails_and_all_is_done(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if threads == "others":
+        monkeypatch.setattr(base, "torch_team", lambda: None)
+    done: list[tuple[int, int]] = []
+
+    def some(begin: int, end: int) -> None:
+        done.append((begin, end))
+        if begin == 0:
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        base.shared_out(10, 3, some)
+    assert sorted(done) == [(0, 3), (3, 6), (6, 10)]
 
 
 def test_what_are_no_rows_of_a_layer_is_refused() -> None:

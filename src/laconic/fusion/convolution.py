@@ -19,6 +19,8 @@ from laconic.fusion.routing import Context, rule
 
 # Of all models' inputs: about where they no longer fit the caches.
 _LARGE_BYTES = 8 << 20
+# Places in a row that a kernel works on at once.
+_WIDE = 16
 _POOLS = (
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
@@ -54,7 +56,7 @@ def convolve(
     if isinstance(weight, Batch) and is_pointwise(weight, stride, padding, groups):
         ways["products"] = partial(pointwise, size)
     if isinstance(weight, Batch) and not isinstance(padding, str) and has_kernel(input, weight, groups):
-        ways = {"by kernel": partial(convolved, size, stride, padding, dilation), **ways}
+        ways = _with_kernel(ways, partial(convolved, size, stride, padding, dilation), input)
     return _with_samples(function, ways, input, weight, bias, settings)
 
 
@@ -80,8 +82,14 @@ def convolve_back(
     elif not isinstance(input, Batch) and groups == 1:
         ways = {"side by side": partial(_side_by_side_back, function, size, settings), **ways}
     if isinstance(weight, Batch) and has_kernel(input, weight, groups):
-        ways = {"by kernel": partial(convolved_back, size, stride, padding, dilation, output_padding), **ways}
+        ways = _with_kernel(ways, partial(convolved_back, size, stride, padding, dilation, output_padding), input)
     return _with_samples(function, ways, input, weight, bias, settings)
+
+
+def _with_kernel(ways: dict[str, Way], kernel: Way, input: Value) -> dict[str, Way]:
+    """The best guess where rows fill its vectors."""
+    own: dict[str, Way] = {"by kernel": kernel}
+    return {**own, **ways} if input.shape[-1] >= _WIDE else {**ways, **own}
 
 
 def _with_samples(

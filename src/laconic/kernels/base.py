@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 from collections.abc import Callable, Generator
@@ -13,6 +12,7 @@ from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 from itertools import pairwise
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _SOURCES = (
     *("normalised.c", "products.c", "convolved.c", "transposed.c", "filters.c", "linear.c", "adaptive.c"),
 )
 # Products of numbers that take longer than handing them to another thread.
-PART = 1 << 23
+PART = 1 << 22
 # Results of all models that drive each other out of the caches: they are written past them.
 AWAY_BYTES = 8 << 20
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
@@ -64,6 +64,7 @@ _ARGUMENTS = {
     "adam_descend": [*[_at] * 4, _long, *[_float] * 3],
     **{f"sgd_rows{dtype}": [*[_at] * 3, *[_long] * 4, _at, _at] for dtype in ("", "_double")},
 }
+_PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _COUNTING = ("top_k", "heavy", "convolve", "convolve_transposed", "convolve_filters", "convolve_back", "linear_weights")
 
 
@@ -92,22 +93,48 @@ def load(flags: list[str]) -> ctypes.CDLL | None:
 
 
 def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
-    """Do what is to be done for 0 to n in so many threads, of which this is one: each from one number to another."""
+    """Do what is to be done for 0 to n in so many threads: each time from one number to another.
+
+    Where torch's threads are those of GNU's OpenMP they do it: others would compete with them, for they go on looking
+    for work a while after they have had some.
+    """
     if parts < 2:
         work(0, n)
         return
-    first, *others = pairwise(n * part // parts for part in range(parts + 1))
-    threads = _threads(os.getpid(), parts - 1)
-    moves = [threads.submit(work, *span) for span in others]
-    work(*first)
-    for move in moves:
-        move.result()
+    spans, failures = pairwise(n * part // parts for part in range(parts + 1)), list[Exception]()
+    lock = Lock()
+
+    def some(_: object = None) -> None:
+        while True:
+            with lock:
+                span = next(spans, None)
+            if span is None:
+                return
+            try:
+                work(*span)
+            except Exception as error:
+                failures.append(error)
+
+    team = torch_team()
+    if team is not None:
+        team(_PIECE(some), None, parts, 0)
+    else:
+        with ThreadPoolExecutor(parts) as threads:
+            for move in [threads.submit(some) for _ in range(parts)]:
+                move.result()
+    if failures:
+        raise failures[0]
 
 
 @cache
-def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """They wait for work as long as the process lives; one that is forked has none of its parent's."""
-    return ThreadPoolExecutor(count, thread_name_prefix=f"laconic-kernels-{process}")
+def torch_team() -> Callable[..., None] | None:
+    """What calls a function from every one of torch's threads, if they are GNU's."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = [_PIECE, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
 
 
 def on_gpu(x: Tensor) -> bool:
