@@ -81,9 +81,14 @@ def convolve_back(
         ways = {"folded": partial(_folded, function, size, settings)}
     elif not isinstance(input, Batch) and groups == 1:
         ways = {"side by side": partial(_side_by_side_back, function, size, settings), **ways}
-    if isinstance(weight, Batch) and has_kernel(input, weight, groups):
+    # What is longer by a stride and more is not what a convolution could have come from.
+    if isinstance(weight, Batch) and has_kernel(input, weight, groups) and _below(output_padding, stride):
         ways = _with_kernel(ways, partial(convolved_back, size, stride, padding, dilation, output_padding), input)
     return _with_samples(function, ways, input, weight, bias, settings)
+
+
+def _below(some: Steps, others: Steps) -> bool:
+    return all(_of(some, place) < _of(others, place) for place in (0, 1))
 
 
 def _with_kernel(ways: dict[str, Way], kernel: Way, input: Value) -> dict[str, Way]:
