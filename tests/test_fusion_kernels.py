@@ -380,8 +380,9 @@ def test_the_next_process_knows_what_was_measured(offered: Callable[..., str], m
     for name in ("_CHOSEN", "_USES"):
         getattr(choice, name).clear()
     monkeypatch.setattr(choice, "_MEMORY", remembered.Memory())
-    assert [offered(count, "guess", "best", "new") for count in (3, 5)] == ["best", "guess"]
-    assert offered(4, "guess", "another") == "guess"
+    assert [offered(count, "guess", "best") for count in (3, 5)] == ["best", "guess"]
+    # Among other ways another may be the fastest.
+    assert offered(4, "guess", "best", "new") == "guess"
     forget_choices()
     assert offered(3, "guess", "best") == "guess"
 

@@ -98,7 +98,9 @@ def fastest(
 
 
 def _choose(key: tuple[Any, ...], ways: Mapping[str, Way], values: Sequence[Value | None], patience: float) -> str:
-    case = _case(key) if _device(values) != "cuda" else f"{_case(key)} {torch.cuda.get_device_name()}"
+    case = f"{_case(key)} of {', '.join(ways)}"
+    if _device(values) == "cuda":
+        case = f"{case} on {torch.cuda.get_device_name()}"
     known = None if _USES[key] else _MEMORY.recall(case)
     if known is not None and known in ways:
         _CHOSEN[key] = known
