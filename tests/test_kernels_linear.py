@@ -48,8 +48,11 @@ def test_torch_alone_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, ours, linear.weights_between(x, sent)))
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("threads", ["torch's own", "others"])
-def test_what_fails_in_a_thread_fails_and_all_is_done(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_a_thread_fails_and_all_is_done(
+    threads: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if threads == "others":
         monkeypatch.setattr(base, "torch_team", lambda: None)
     done: list[tuple[int, int]] = []
@@ -57,9 +60,9 @@ def test_what_fails_in_a_thread_fails_and_all_is_done(threads: str, monkeypatch:
     def some(begin: int, end: int) -> None:
         done.append((begin, end))
         if begin == 0:
-            raise ValueError("the first")
+            raise error("the first")
 
-    with pytest.raises(ValueError, match="the first"):
+    with pytest.raises(error, match="the first"):
         base.shared_out(10, 3, some)
     assert sorted(done) == [(0, 3), (3, 6), (6, 10)]
 

@@ -101,18 +101,19 @@ def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
     if parts < 2:
         work(0, n)
         return
-    spans, failures = pairwise(n * part // parts for part in range(parts + 1)), list[Exception]()
+    spans, failures = pairwise(n * part // parts for part in range(parts + 1)), list[BaseException]()
     lock = Lock()
 
     def some(_: object = None) -> None:
         while True:
-            with lock:
-                span = next(spans, None)
-            if span is None:
-                return
+            # C that calls this would lose what is raised, an interrupt too.
             try:
+                with lock:
+                    span = next(spans, None)
+                if span is None:
+                    return
                 work(*span)
-            except Exception as error:
+            except BaseException as error:
                 failures.append(error)
 
     team = torch_team()
