@@ -69,6 +69,13 @@ def changed(model: nn.Module, place: int) -> nn.Module:
     return model
 
 
+class Turned(nn.Module):
+    """Its output does not lie row by row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+
 NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
     ("layer norm", lambda: nn.LayerNorm(5), (4, 2, 5), ["apart", "loop", "by kernel"]),
     ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop", "by kernel"]),
@@ -89,6 +96,7 @@ CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]]
     ),
     ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products", "by kernel"]),
     ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side", "by kernel"]),
+    ("linear of what is turned", lambda: nn.Sequential(Turned(), nn.Linear(4, 3)), (4, 5), ["batched", "by kernel"]),
     ("linear, no shift", lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), ["batched", "by kernel"]),
 ]
 # Of what is each model's own there is nothing to do once.

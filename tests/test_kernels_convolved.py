@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.kernels import base, convolved
-from laconic.kernels.convolved import Steps
+from laconic.kernels.convolved import Stepping
 from laconic.kernels.reference import convolved as by_torch
 from tests.kernels import by_c as by_c
 from tests.kernels import library as library
@@ -32,7 +32,7 @@ class Case:
     filters: int
     size: tuple[int, ...]
     window: tuple[int, ...]
-    steps: Steps
+    steps: Stepping
 
     def tensors(self, axis: int = 0, *, shared: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """An image, filters, shifts, and a gradient of the result."""
@@ -48,9 +48,9 @@ class Case:
         return lying, filters, torch.randn(MODELS, self.filters, generator=draw), sent.transpose(0, axis).contiguous()
 
 
-def steps(*every: int | tuple[int, int]) -> Steps:
+def steps(*every: int | tuple[int, int]) -> Stepping:
     """Of rows and columns."""
-    return Steps(*((each, each) if isinstance(each, int) else each for each in every))
+    return Stepping(*((each, each) if isinstance(each, int) else each for each in every))
 
 
 CASES = {
@@ -70,9 +70,9 @@ CASES = {
     "one place of few": Case(3, 20, (5, 7), (1, 1), steps(1, 0, 1)),
     "many channels": Case(70, 8, (4, 4), (3, 3), steps(1, 1, 1)),
     "no padding": Case(4, 6, (6, 18), (3, 3), steps(1, 0, 1)),
-    "one row": Case(12, 7, (40,), (5,), Steps((1,), (2,), (1,))),
-    "one row, every second": Case(4, 9, (17,), (4,), Steps((2,), (1,), (1,))),
-    "one place of a row": Case(64, 24, (48,), (1,), Steps((1,), (0,), (1,))),
+    "one row": Case(12, 7, (40,), (5,), Stepping((1,), (2,), (1,))),
+    "one row, every second": Case(4, 9, (17,), (4,), Stepping((2,), (1,), (1,))),
+    "one place of a row": Case(64, 24, (48,), (1,), Stepping((1,), (0,), (1,))),
     "a single number": Case(1, 1, (1, 1), (1, 1), steps(1, 0, 1)),
 }
 LAYOUTS = {
@@ -206,11 +206,11 @@ def test_what_is_no_convolution_is_refused() -> None:
     with pytest.raises(ConfigError, match="axis=2"):
         convolved.convolve(image, filters, shift, axis=2, steps=case.steps)
     with pytest.raises(ConfigError, match="each of 2 axes"):
-        convolved.convolve(image, filters, shift, axis=0, steps=Steps((1,), (0,), (1,)))
+        convolved.convolve(image, filters, shift, axis=0, steps=Stepping((1,), (0,), (1,)))
     with pytest.raises(ConfigError, match="a tensor"):
         convolved.convolve_back(sent[..., :1], image, filters, axis=0, steps=case.steps)
     with pytest.raises(ConfigError, match="at most"):
-        far = torch.empty(1).expand(1, 1, 2, 1 << 14, 1 << 14)
+        far = torch.empty(1).expand(1, 1, 2, 1 << 15, 1 << 15)
         convolved.convolve(far, filters[:1, :, :2], None, axis=0, steps=case.steps)
 
 

@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
-from laconic.fusion.convolved import convolved, convolved_back, has_kernel
+from laconic.fusion.convolved import convolved, convolved_back
 from laconic.fusion.in_turn import in_turn
-from laconic.fusion.pointwise import Steps, is_pointwise, pointwise
+from laconic.fusion.native import has_kernel
+from laconic.fusion.pointwise import Steps, is_pointwise, of_each, pointwise
 from laconic.fusion.routing import Context, rule
+from laconic.kernels.convolved import Stepping
 
 # Of all models' inputs: about where they no longer fit the caches.
 _LARGE_BYTES = 8 << 20
@@ -55,7 +57,7 @@ def convolve(
         ways["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
     if isinstance(weight, Batch) and is_pointwise(weight, stride, padding, groups):
         ways["products"] = partial(pointwise, size)
-    if isinstance(weight, Batch) and not isinstance(padding, str) and has_kernel(input, weight, groups):
+    if not isinstance(padding, str) and _has_kernel(input, weight, groups):
         ways = _with_kernel(ways, partial(convolved, size, stride, padding, dilation), input)
     return _with_samples(function, ways, input, weight, bias, settings)
 
@@ -82,13 +84,18 @@ def convolve_back(
     elif not isinstance(input, Batch) and groups == 1:
         ways = {"side by side": partial(_side_by_side_back, function, size, settings), **ways}
     # What is longer by a stride and more is not what a convolution could have come from.
-    if isinstance(weight, Batch) and has_kernel(input, weight, groups) and _below(output_padding, stride):
+    if _has_kernel(input, weight, groups) and _below(output_padding, stride):
         ways = _with_kernel(ways, partial(convolved_back, size, stride, padding, dilation, output_padding), input)
     return _with_samples(function, ways, input, weight, bias, settings)
 
 
+def _has_kernel(input: Value, weight: Value, groups: int) -> bool:
+    """Each model's own filters, of one or two axes of places."""
+    return isinstance(weight, Batch) and groups == 1 and len(weight.shape) in (3, 4) and has_kernel(input, weight)
+
+
 def _below(some: Steps, others: Steps) -> bool:
-    return all(_of(some, place) < _of(others, place) for place in (0, 1))
+    return all(one < other for one, other in zip(of_each(some, 2), of_each(others, 2), strict=True))
 
 
 def _with_kernel(ways: dict[str, Way], kernel: Way, input: Value) -> dict[str, Way]:
@@ -165,15 +172,8 @@ def _unfolded(
         found = torch.matmul(rows.unsqueeze(1), patches.unflatten(0, (size, -1)))
     if bias is not None:
         found = found + along(bias, 0, size).view(size, 1, -1, 1)
-    sizes = [
-        (length + 2 * _of(padding, i) - _of(dilation, i) * (filters.shape[-2 + i] - 1) - 1) // _of(stride, i) + 1
-        for i, length in enumerate(samples.shape[-2:])
-    ]
-    return Batch(found.unflatten(-1, sizes), 0)
-
-
-def _of(steps: Steps, place: int) -> int:
-    return steps if isinstance(steps, int) else steps[place % len(steps)]
+    steps = Stepping(*(of_each(each, 2) for each in (stride, padding, dilation)))
+    return Batch(found.unflatten(-1, steps.places(samples.shape[-2:], filters.shape[-2:])), 0)
 
 
 @rule(*_POOLS)

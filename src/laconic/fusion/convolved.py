@@ -12,28 +12,17 @@ from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value, along, dense
 from laconic.fusion.derivatives import Gradients, again
+from laconic.fusion.pointwise import Steps, of_each
 from laconic.kernels import convolved as kernels
-from laconic.kernels.base import compiled
-from laconic.kernels.convolved import Steps
+from laconic.kernels.convolved import Stepping
 from laconic.kernels.reference import convolved as by_torch
-
-Lengths = int | tuple[int, ...]
-
-
-def has_kernel(input: Value, weight: Value, groups: int) -> bool:
-    """Whether a kernel takes the convolution: of one or two axes of places, without groups, outside of autocast."""
-    tensor, filters = (value.tensor if isinstance(value, Batch) else value for value in (input, weight))
-    if groups != 1 or len(weight.shape) not in (3, 4):
-        return False
-    plain = tensor.dtype == filters.dtype == torch.float32 and not torch.is_autocast_enabled(tensor.device.type)
-    return plain and tensor.numel() > 0 and filters.numel() > 0 and compiled(tensor) is not None
 
 
 def convolved(
     size: int,
-    stride: Lengths,
-    padding: Lengths,
-    dilation: Lengths,
+    stride: Steps,
+    padding: Steps,
+    dilation: Steps,
     input: Value,
     weight: Value,
     bias: Value | None,
@@ -45,10 +34,10 @@ def convolved(
 
 def convolved_back(
     size: int,
-    stride: Lengths,
-    padding: Lengths,
-    dilation: Lengths,
-    more: Lengths,
+    stride: Steps,
+    padding: Steps,
+    dilation: Steps,
+    more: Steps,
     input: Value,
     weight: Value,
     bias: Value | None,
@@ -59,7 +48,7 @@ def convolved_back(
     """
     x, axis, *affine = _laid_out(size, input, weight, bias)
     steps, window = _steps(weight, stride, padding, dilation), weight.shape[2:]
-    lengths = zip(input.shape[2:], window, _pair(more, len(window)), *steps, strict=True)
+    lengths = zip(input.shape[2:], window, of_each(more, len(window)), *steps, strict=True)
     wanted = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + extra for n, k, extra, s, p, d in lengths)
     return Batch(_Transposed.apply(x, *affine, wanted, axis, steps), axis)
 
@@ -70,19 +59,15 @@ def _laid_out(size: int, input: Value, weight: Value, bias: Value | None) -> Any
     return x, axis, *(None if value is None else along(value, 0, size).contiguous() for value in (weight, bias))
 
 
-def _steps(weight: Value, *every: Lengths) -> Steps:
-    return Steps(*(_pair(each, len(weight.shape) - 2) for each in every))
-
-
-def _pair(lengths: Lengths, axes: int) -> tuple[int, ...]:
-    return (lengths,) * axes if isinstance(lengths, int) else tuple(lengths) * (axes // len(lengths))
+def _steps(weight: Value, *every: Steps) -> Stepping:
+    return Stepping(*(of_each(each, len(weight.shape) - 2) for each in every))
 
 
 class _Convolved(torch.autograd.Function):
     """Of [models, n, channels, places...], or with samples first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, filters: Tensor, shift: Tensor | None, axis: int, steps: Steps) -> Tensor:
+    def forward(ctx: Any, x: Tensor, filters: Tensor, shift: Tensor | None, axis: int, steps: Stepping) -> Tensor:
         """All models by one call."""
         ctx.save_for_backward(x, filters, shift)
         ctx.settings = axis, steps
@@ -106,7 +91,7 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, filters: Tensor, shift: Tensor | None, size: tuple[int, ...], axis: int, steps: Steps
+        ctx: Any, x: Tensor, filters: Tensor, shift: Tensor | None, size: tuple[int, ...], axis: int, steps: Stepping
     ) -> Tensor:
         """All models by one call."""
         ctx.save_for_backward(x, filters, shift)

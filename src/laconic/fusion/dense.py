@@ -13,8 +13,9 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.fusion.batch import Batch, Value, along, each
 from laconic.fusion.choice import fastest
+from laconic.fusion.native import has_kernel
 from laconic.fusion.routing import Context, rule
-from laconic.kernels.base import AWAY_BYTES, compiled
+from laconic.kernels.base import AWAY_BYTES
 from laconic.kernels.linear import weights_between
 
 
@@ -27,16 +28,10 @@ def linear(context: Context, function: Any, input: Value, weight: Value, bias: V
     ways = {"batched": partial(_batched, size), "loop": partial(each, function, size)}
     if not isinstance(input, Batch):
         ways = {"side by side": partial(_side_by_side, size), **ways}
-    if _has_kernel(input, weight):
+    # A kernel has the weights' gradient: it pays where they are far more than the caches hold.
+    if weight.tensor.nbytes >= AWAY_BYTES and has_kernel(input, weight):
         ways["by kernel"] = partial(_batched, size, by_kernel=True)
     return fastest("linear", ways, (input, weight, bias))
-
-
-def _has_kernel(input: Value, weight: Batch) -> bool:
-    """Whether a kernel has the weights' gradient: it pays where they are far more than the caches hold."""
-    x = input.tensor if isinstance(input, Batch) else input
-    plain = x.dtype == weight.tensor.dtype == torch.float32 and x.numel() > 0 and not _casts(x)
-    return plain and weight.tensor.nbytes >= AWAY_BYTES and compiled(x) is not None
 
 
 def _with_common_weight(input: Value, weight: Tensor, bias: Value | None, size: int) -> Batch:
@@ -121,7 +116,8 @@ class _Product(torch.autograd.Function):
         of_x, of_weight, of_shift, _ = ctx.needs_input_grad
         back = torch.bmm(gradient, weight) if of_x else None
         if ctx.by_kernel and not torch.is_grad_enabled():
-            own, moved = weights_between(x if x.stride(0) == 0 else x.contiguous(), gradient.contiguous())
+            given = x.contiguous() if x.stride(0) else x[:1].contiguous().expand_as(x)
+            own, moved = weights_between(given, gradient.contiguous())
             return back, own if of_weight else None, moved if of_shift else None, None
         return (
             back,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value, along
 from laconic.fusion.derivatives import Gradients, again
+from laconic.fusion.pointwise import of_each
 
 Settings = tuple[Any, ...]
 _backward = torch.ops.aten.convolution_backward.default
@@ -28,9 +29,8 @@ def in_turn(size: int, settings: Settings, input: Value, weight: Value, bias: Va
         bias: [filters] of one model.
     """
     stride, padding, dilation, transposed, output_padding, groups = settings
-    whole = len(weight.shape) - 2
     stride, padding, dilation, output_padding = (
-        (steps,) * whole if isinstance(steps, int) else steps for steps in (stride, padding, dilation, output_padding)
+        of_each(steps, len(weight.shape) - 2) for steps in (stride, padding, dilation, output_padding)
     )
     every = (None if value is None else along(value, 0, size) for value in (input, weight, bias))
     return Batch(_InTurn.apply(*every, (stride, padding, dilation, transposed, output_padding, groups)), 0)

@@ -14,14 +14,6 @@ from torch import Tensor
 from laconic.fusion.batch import Batch, Value, along, dense
 from laconic.fusion.derivatives import Gradients, again
 from laconic.kernels import normalised as kernels
-from laconic.kernels.base import compiled
-
-
-def has_kernel(input: Value, *affine: Value | None) -> bool:
-    """Whether a kernel takes such an input, with a gain and a shift, outside of autocast."""
-    tensor = input.tensor if isinstance(input, Batch) else input
-    plain = tensor.dtype == torch.float32 and not torch.is_autocast_enabled(tensor.device.type) and tensor.numel() > 0
-    return plain and None not in affine and compiled(tensor) is not None
 
 
 def by_layers(size: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:

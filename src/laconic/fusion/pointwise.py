@@ -19,6 +19,11 @@ def is_pointwise(weight: Value, stride: Steps, padding: Steps | str, groups: int
     return whole and groups == 1 and padding != "same" and _all(stride, 1) and (padding == "valid" or _all(padding, 0))
 
 
+def of_each(steps: Steps, axes: int) -> tuple[int, ...]:
+    """A number for each axis of places, where one may stand for all."""
+    return (steps,) * axes if isinstance(steps, int) else tuple(steps) * (axes // len(steps))
+
+
 def _all(steps: Steps | str, wanted: int) -> bool:
     return all(step == wanted for step in (steps if isinstance(steps, tuple) else (steps,)))
 

@@ -19,11 +19,11 @@ from laconic.kernels.reference import convolved as reference
 
 Lengths = tuple[int, ...]
 # Places within an image are counted in 32 bits.
-_MOST = 1 << 28
+_MOST = 1 << 30
 _NUMBERS = ctypes.c_int64 * 20
 
 
-class Steps(NamedTuple):
+class Stepping(NamedTuple):
     """How a window moves over an image, along each axis of places: one, or rows and columns."""
 
     stride: Lengths
@@ -36,7 +36,7 @@ class Steps(NamedTuple):
         return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in every)
 
 
-def convolve(image: Tensor, filters: Tensor, shift: Tensor | None, *, axis: int, steps: Steps) -> Tensor:
+def convolve(image: Tensor, filters: Tensor, shift: Tensor | None, *, axis: int, steps: Stepping) -> Tensor:
     r"""$y_{bo} = \sum_c w_{boc} \star x_{bc} + \beta_{bo}$ for every model b: `F.conv1d` or `F.conv2d` of each.
 
     Args:
@@ -63,7 +63,7 @@ def convolve(image: Tensor, filters: Tensor, shift: Tensor | None, *, axis: int,
 
 
 def convolve_transposed(
-    sent: Tensor, filters: Tensor, shift: Tensor | None, *, size: Sequence[int], axis: int, steps: Steps
+    sent: Tensor, filters: Tensor, shift: Tensor | None, *, size: Sequence[int], axis: int, steps: Stepping
 ) -> Tensor:
     r"""What `convolve` takes from an image, sent back to it: its gradient, and what `F.conv_transpose2d` is.
 
@@ -91,7 +91,7 @@ def convolve_transposed(
 
 
 def convolve_back(
-    sent: Tensor, image: Tensor, filters: Tensor, *, axis: int, steps: Steps, trained: bool = True
+    sent: Tensor, image: Tensor, filters: Tensor, *, axis: int, steps: Stepping, trained: bool = True
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """What a gradient of `convolve` is for the image, the filters and the shift.
 
@@ -122,7 +122,7 @@ def convolve_back(
 
 
 def filters_between(
-    image: Tensor, sent: Tensor, *, window: Sequence[int], axis: int, steps: Steps
+    image: Tensor, sent: Tensor, *, window: Sequence[int], axis: int, steps: Stepping
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the filters and of the shift of `convolve`, as of `convolve_back`.
 
@@ -156,7 +156,7 @@ class _Call:
         ConfigError: there is no such convolution.
     """
 
-    def __init__(self, image: Sequence[int], filters: Sequence[int], axis: int, steps: Steps) -> None:
+    def __init__(self, image: Sequence[int], filters: Sequence[int], axis: int, steps: Stepping) -> None:
         if axis not in (0, 1):
             raise ConfigError(f"axis={axis}: the models are along axis 0 or 1")
         axes = len(filters) - 3

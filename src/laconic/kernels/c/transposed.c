@@ -80,7 +80,7 @@ static way_back prepare_back(const shape *s, char **room, int real) {
     way_back found = {taken(room, high * broad * (int64_t)sizeof(phase)), high * broad, taken(room, weights * 4), 0};
     if (apart) found.found = taken(room, s->channels * s->in[0] * s->in[1] * 4);
     for (int64_t k = 0; k < found.count; k++) {
-        phase one;
+        phase one = {0};
         one.at[0] = k / broad, one.at[1] = k % broad;
         for (int i = 0; i < 2; i++) one.taps[i] = reaching_to(s, i, one.at[i]);
         one.any = one.taps[0].count && one.taps[1].count;
