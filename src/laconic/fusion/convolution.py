@@ -12,17 +12,12 @@ from torch.utils import _pytree as pytree
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
 from laconic.fusion.choice import Way, fastest
-from laconic.fusion.convolved import convolved, convolved_back
 from laconic.fusion.in_turn import in_turn
-from laconic.fusion.native import has_kernel
 from laconic.fusion.pointwise import Steps, is_pointwise, of_each, pointwise
 from laconic.fusion.routing import Context, rule
-from laconic.kernels.convolved import Stepping
 
 # Of all models' inputs: about where they no longer fit the caches.
 _LARGE_BYTES = 8 << 20
-# Places in a row that a kernel works on at once.
-_WIDE = 16
 _POOLS = (
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
@@ -57,8 +52,6 @@ def convolve(
         ways["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
     if isinstance(weight, Batch) and is_pointwise(weight, stride, padding, groups):
         ways["products"] = partial(pointwise, size)
-    if not isinstance(padding, str) and _has_kernel(input, weight, groups):
-        ways = _with_kernel(ways, partial(convolved, size, stride, padding, dilation), input)
     return _with_samples(function, ways, input, weight, bias, settings)
 
 
@@ -83,25 +76,7 @@ def convolve_back(
         ways = {"folded": partial(_folded, function, size, settings)}
     elif not isinstance(input, Batch) and groups == 1:
         ways = {"side by side": partial(_side_by_side_back, function, size, settings), **ways}
-    # What is longer by a stride and more is not what a convolution could have come from.
-    if _has_kernel(input, weight, groups) and _below(output_padding, stride):
-        ways = _with_kernel(ways, partial(convolved_back, size, stride, padding, dilation, output_padding), input)
     return _with_samples(function, ways, input, weight, bias, settings)
-
-
-def _has_kernel(input: Value, weight: Value, groups: int) -> bool:
-    """Each model's own filters, of one or two axes of places."""
-    return isinstance(weight, Batch) and groups == 1 and len(weight.shape) in (3, 4) and has_kernel(input, weight)
-
-
-def _below(some: Steps, others: Steps) -> bool:
-    return all(one < other for one, other in zip(of_each(some, 2), of_each(others, 2), strict=True))
-
-
-def _with_kernel(ways: dict[str, Way], kernel: Way, input: Value) -> dict[str, Way]:
-    """The best guess where rows fill its vectors."""
-    own: dict[str, Way] = {"by kernel": kernel}
-    return {**own, **ways} if input.shape[-1] >= _WIDE else {**ways, **own}
 
 
 def _with_samples(
@@ -172,8 +147,10 @@ def _unfolded(
         found = torch.matmul(rows.unsqueeze(1), patches.unflatten(0, (size, -1)))
     if bias is not None:
         found = found + along(bias, 0, size).view(size, 1, -1, 1)
-    steps = Stepping(*(of_each(each, 2) for each in (stride, padding, dilation)))
-    return Batch(found.unflatten(-1, steps.places(samples.shape[-2:], filters.shape[-2:])), 0)
+    steps = zip(
+        samples.shape[-2:], (high, wide), *(of_each(some, 2) for some in (stride, padding, dilation)), strict=True
+    )
+    return Batch(found.unflatten(-1, [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in steps]), 0)
 
 
 @rule(*_POOLS)

@@ -27,7 +27,7 @@ if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 _SOURCES = (
     *("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c"),
-    *("normalised.c", "products.c", "convolved.c", "transposed.c", "filters.c", "linear.c", "adaptive.c"),
+    *("normalised.c", "linear.c", "adaptive.c"),
 )
 # Products of numbers that take longer than handing them to another thread.
 PART = 1 << 22
@@ -54,10 +54,6 @@ _ARGUMENTS = {
     "group_norm_back": [*[_at] * 8, *[_long] * 8, _float],
     "batch_norm": [*[_at] * 6, *[_long] * 7, _float],
     "batch_norm_back": [*[_at] * 8, *[_long] * 7, _float],
-    "convolve": [*[_at] * 5, _long, _at],
-    "convolve_transposed": [*[_at] * 5, _long, _at],
-    "convolve_filters": [*[_at] * 5, _long, _at],
-    "convolve_back": [*[_at] * 7, *[_long] * 3, _at],
     "linear_weights": [*[_at] * 5, _long, _at],
     "turn": [*[_at] * 5, _long, _at, _at],
     "descend": [_at, _at, _long, _float, _float],
@@ -65,7 +61,7 @@ _ARGUMENTS = {
     **{f"sgd_rows{dtype}": [*[_at] * 3, *[_long] * 4, _at, _at] for dtype in ("", "_double")},
 }
 _PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_COUNTING = ("top_k", "heavy", "convolve", "convolve_transposed", "convolve_filters", "convolve_back", "linear_weights")
+_COUNTING = ("top_k", "heavy", "linear_weights")
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:

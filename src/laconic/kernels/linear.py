@@ -10,7 +10,11 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.kernels.base import AWAY_BYTES, PART, check_same_device, compiled, shared_out
 
-_NUMBERS = ctypes.c_int64 * 6
+
+class _Layer(ctypes.Structure):
+    """`layer` of linear.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_model", "y_model", "away")]
 
 
 def weights_between(x: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,14 +44,21 @@ def weights_between(x: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
     if library is None:
         return torch.bmm(sent.transpose(1, 2), x), sent.sum(1)
     found, of_shift = x.new_empty(models, out, width), x.new_empty(models, out)
-    looks = _NUMBERS(n, width, out, x.stride(0), sent.stride(0), found.nbytes >= AWAY_BYTES)
-    nbytes = library.laconic_linear_weights(*[None] * 4, looks, models, None)
+    layer = _Layer(
+        rows=n,
+        inputs=width,
+        outputs=out,
+        x_model=x.stride(0),
+        y_model=sent.stride(0),
+        away=found.nbytes >= AWAY_BYTES,
+    )
+    nbytes = library.laconic_linear_weights(*[None] * 4, ctypes.byref(layer), models, None)
     places = [(each.data_ptr(), 4 * each.stride(0)) for each in (x, sent, found, of_shift)]
 
     def some(begin: int, end: int) -> None:
         room = torch.empty(nbytes, dtype=torch.uint8)
         own = (at + begin * step for at, step in places)
-        library.laconic_linear_weights(*own, looks, end - begin, room.data_ptr())
+        library.laconic_linear_weights(*own, ctypes.byref(layer), end - begin, room.data_ptr())
 
     shared_out(models, min(torch.get_num_threads(), models, found.numel() * n // PART), some)
     return found, of_shift

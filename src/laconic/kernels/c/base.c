@@ -1,8 +1,8 @@
 /* What the kernels share: sixteen numbers at a time, in whatever vectors the processor has.
 
    No sum is reassociated and no product fused with a sum, so that the results are, bit by bit, those of torch.
-   With LACONIC_PORTABLE no instruction is named; the results are the same. Convolutions and gradients of linear
-   layers alone are equal but for rounding. */
+   With LACONIC_PORTABLE no instruction is named; the results are the same. Gradients of linear layers
+   alone are equal but for rounding. */
 
 #include <stdint.h>
 #include <string.h>
