@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import Attached, Comm, Strategy
+from laconic.optimizers.freezing import FreezingOptimizer
 from laconic.optimizers.one_bit_adam import OneBitAdam
-from laconic.optimizers.one_bit_base import FreezingOptimizer
 from laconic.optimizers.one_bit_lamb import OneBitLamb
 from tests import oracles_one_bit as oracles
 from tests.problems import Regression, flat

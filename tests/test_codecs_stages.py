@@ -15,7 +15,7 @@ from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.one_bit import OneBit
 from laconic.codecs.random_k import RandomK
 from laconic.comm.base import Work
-from laconic.optimizers import one_bit_base
+from laconic.optimizers import base
 from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.zero_one_adam import ZeroOneAdam
 from laconic.reduce import coded_mean_
@@ -121,7 +121,7 @@ def test_momenta_are_the_same_however_many_parameters_are_taken_at_a_time(
 ) -> None:
     problem, strategy = Regression(2, 10, torch.float32), replace(OVERLAPPED, overlap=overlap)
     together = path(2, strategy, problem, 10, lr=0.03)
-    monkeypatch.setattr(one_bit_base, "_HANDFUL", 5)
+    monkeypatch.setattr(base, "_BATCH_ELEMENTS", 5)
     assert torch.equal(path(2, strategy, problem, 10, lr=0.03), together)
 
 

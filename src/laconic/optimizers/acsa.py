@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from math import ceil, inf, sqrt
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
 from laconic.flat import copy_each_
+from laconic.optimizers.base import ClosureOptimizer
 
 
-class AcSA(Optimizer):
+class AcSA(ClosureOptimizer):
     r"""Take ever longer steps from a slow average of where they led, and keep that average as the result.
 
     With $x = \bar x$ the initial parameters, for $t = 1, 2, ...$ and $a_t = 2/(t+1)$,
@@ -81,32 +81,20 @@ class AcSA(Optimizer):
         settings = {"strong_convexity": strong_convexity, "restart_every": restart_every, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, **settings})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; where no parameter of a group has a gradient that group takes none.
-
-        Args:
-            closure: computes the loss and its gradients anew, where a loop works so.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Move every group in which some parameter has a gradient; the others of that group count as zero."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             if any(p.grad is not None for p in trained):
-                self._step(group, trained)
-        return loss
+                self._move(group, trained)
 
-    def _step(self, group: dict[str, Any], trained: Sequence[Tensor]) -> None:
+    def _move(self, group: dict[str, Any], trained: Sequence[Tensor]) -> None:
         for parameter in trained:
-            self._begin(parameter)
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["iterate"] = parameter.clone()
+                state["aggregate"] = parameter.clone()
         iterates, aggregates = ([self.state[p][name] for p in trained] for name in ("iterate", "aggregate"))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         if group["weight_decay"]:
@@ -115,20 +103,14 @@ class AcSA(Optimizer):
         t = int(self.state[trained[0]]["step"]) + 1
         torch._foreach_add_(iterates, gradients, alpha=-lr * t)  # pyright: ignore
         torch._foreach_lerp_(aggregates, iterates, 2 / (t + 1))  # pyright: ignore
-        if t >= _stage(group, lr):
+        if t >= _stage_steps(group, lr):
             copy_each_(iterates, aggregates)
             t = 0
+        # The gradient of the next step is to be taken between the two, so the model moves there now.
         copy_each_(list(trained), aggregates)
         torch._foreach_lerp_(list(trained), iterates, 2 / (t + 2))  # pyright: ignore
         for parameter in trained:
             self.state[parameter]["step"].fill_(t)
-
-    def _begin(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["iterate"] = parameter.clone()
-            state["aggregate"] = parameter.clone()
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -147,8 +129,8 @@ class AcSA(Optimizer):
                 copy_each_(held, own)
 
 
-def _stage(group: dict[str, Any], lr: float) -> float:
-    """Steps of a stage."""
+def _stage_steps(group: dict[str, Any], lr: float) -> float:
+    """Steps until the method starts anew; infinite where it never does."""
     if group["restart_every"] is not None:
         return int(group["restart_every"])
     strength = lr * group["strong_convexity"]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from laconic.kernels.adaptive import adam_descend_
+from laconic.optimizers.freezing import FreezingOptimizer
 from laconic.optimizers.lamb import check_adaptive, take_in_
-from laconic.optimizers.one_bit_base import FreezingOptimizer
 
 
 class FreezingAdam(FreezingOptimizer):
-    """Adam in two stages, of which a kind says the second.
+    """Adam in two stages, of which a subclass defines the second.
 
     Args:
         params: the parameters.
@@ -24,7 +24,7 @@ class FreezingAdam(FreezingOptimizer):
         weight_decay: a pull towards zero.
 
     Attributes:
-        begins: what each group knows besides, at first.
+        begins: what subclasses keep in each parameter group, at first.
 
     Raises:
         ConfigError: a value out of its range.
@@ -49,7 +49,7 @@ class FreezingAdam(FreezingOptimizer):
         """Nothing besides the moments."""
 
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Momenta are said as they are."""
+        """Momenta are sent as they are: all coefficients are 1."""
         for _, states in groups:
             for state in states:
                 state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
@@ -74,6 +74,6 @@ def go_down_(
     variances: list[Tensor],
     before: list[Tensor] | None = None,
 ) -> None:
-    """A step along Adam's direction; the momenta are kept in place of those before, where these are given."""
+    """A step along Adam's direction; where `before` is given, the momenta take its place in the state."""
     settings = {"eps": group["eps"], "decay": group["weight_decay"], "rate": float(group["lr"])}
     adam_descend_(parameters, before or momenta, momenta, variances, **settings)

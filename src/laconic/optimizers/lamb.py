@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
 from laconic.flat import copy_each_
 from laconic.kernels import adaptive
-from laconic.optimizers.one_bit_base import handfuls, keep_dtypes
+from laconic.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
 
 
-class Lamb(Optimizer):
+class Lamb(ClosureOptimizer):
     r"""Move every tensor along Adam's direction by a step in proportion to the tensor's norm.
 
     With $g$ the gradient of one tensor $x$,
@@ -68,36 +67,22 @@ class Lamb(Optimizer):
             params, {"lr": lr, **settings, "most_trust": most_trust, "bias_correction": bias_correction, "step": 0}
         )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss and its gradients anew, where a loop works so.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Move every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] += 1
             moved = [p for p in group["params"] if p.grad is not None and p.numel()]
             for parameter in moved:
-                self._begin(parameter)
-            for handful in handfuls(moved):
-                self._move(group, handful)
-        return loss
+                state = self.state[parameter]
+                if not state:
+                    state.update(zero_moments(parameter))
+            for batch in cache_batches(moved):
+                self._move(group, batch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict()` of an optimizer like this returned; every tensor keeps its dtype."""
         super().load_state_dict(state_dict)
-        keep_dtypes(self, state_dict)
+        restore_dtypes(self, state_dict)
 
     def _move(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         states = [self.state[p] for p in parameters]
@@ -112,16 +97,6 @@ class Lamb(Optimizer):
         rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
         if rounded:
             copy_each_([p for p, _ in rounded], [x for _, x in rounded])
-
-    def _begin(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        if state:
-            return
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        for name in ("momentum", "variance"):
-            state[name] = torch.zeros_like(parameter, dtype=dtype)
-        if parameter.dtype != dtype:
-            state["master"] = parameter.detach().to(dtype)
 
 
 # -- the arithmetic, on lists of tensors -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from laconic.errors import ConfigError
 from laconic.flat import copy_each_
 from laconic.kernels.adaptive import turn_
+from laconic.optimizers.freezing import FreezingOptimizer
 from laconic.optimizers.lamb import (
     add_decay_,
     check_adaptive,
@@ -20,7 +21,6 @@ from laconic.optimizers.lamb import (
     take_in_,
     trust_ratios,
 )
-from laconic.optimizers.one_bit_base import FreezingOptimizer
 
 
 class OneBitLamb(FreezingOptimizer):
@@ -146,13 +146,9 @@ class OneBitLamb(FreezingOptimizer):
         if decay:
             share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
             grown = share * grown + (1 - share)
-        factors = _held(group, grown, torch.stack([state["factor"] for state in states]))
+        # Bounded for good, and then by how far a single step may change it: the second bound wins.
+        last, change = torch.stack([state["factor"] for state in states]), group["factor_change"]
+        bounded = grown.clamp(group["least_factor"], group["most_factor"])
+        factors = torch.minimum(torch.maximum(bounded, (1 - change) * last), (1 + change) * last)
         copy_each_([state["factor"] for state in states], list(factors.unbind()))
         descend_(group, parameters, momenta, factors * torch.stack([state["trust"] for state in states]))
-
-
-def _held(group: dict[str, Any], grown: Tensor, last: Tensor) -> Tensor:
-    """The factors within their bounds, first of all times and then of one step."""
-    bounded = grown.clamp(group["least_factor"], group["most_factor"])
-    change = group["factor_change"]
-    return torch.minimum(torch.maximum(bounded, (1 - change) * last), (1 + change) * last)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
+from laconic.optimizers.base import evaluate
 
 
 class Saga(Optimizer):
@@ -76,10 +77,7 @@ class Saga(Optimizer):
             ConfigError: the numbers are missing, repeated, out of range or not as many as the batch has samples; or
                 the layer has not seen a batch with gradients since the last step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)
         table = self.state[self._layer.weight]["table"]
         change = residuals * len(rows) - table[rows]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
+from laconic.optimizers.base import evaluate
 
 
 class Svrg(Optimizer):
@@ -61,8 +62,7 @@ class Svrg(Optimizer):
             closure: accumulates the gradients of the mean loss over all samples; they are cleared before.
         """
         self.zero_grad()
-        with torch.enable_grad():
-            closure()
+        evaluate(closure)
         for parameter, _ in self._trained():
             gradient = _gradient(parameter)
             self.state[parameter]["anchor"] = parameter.detach().clone()
@@ -91,8 +91,7 @@ class Svrg(Optimizer):
             )
         before = self._at_anchor(trained, closure)
         self.zero_grad()
-        with torch.enable_grad():
-            loss = closure()
+        loss = evaluate(closure)
         for (parameter, group), old in zip(trained, before, strict=True):
             direction = _gradient(parameter) - old + self.state[parameter]["mean"]
             parameter.sub_(direction.add_(parameter, alpha=group["weight_decay"]), alpha=group["lr"])
@@ -105,8 +104,7 @@ class Svrg(Optimizer):
             parameter.copy_(self.state[parameter]["anchor"])
         self.zero_grad()
         try:
-            with torch.enable_grad():
-                closure()
+            evaluate(closure)
             return [_gradient(parameter).clone() for parameter, _ in trained]
         finally:
             for (parameter, _), x in zip(trained, here, strict=True):

@@ -61,36 +61,18 @@ class ZeroOneAdam(FreezingAdam):
         for group in self.param_groups:
             group["alone"] = alone
 
-    @torch.no_grad()
-    def say_(
-        self,
-        momenta: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        *,
-        share: float,
-        rescale: bool,
-    ) -> None:
-        """Write down this worker's mean momentum since the last agreement.
+    def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+        """Send the mean momentum since the last agreement, each step weighted by its learning rate.
 
-        Each step counts by its learning rate, so that what is said has the size of a momentum however many they were.
-
-        Args:
-            momenta: like the parameters and of their state's dtype; mean momenta afterwards.
-            gradients: like the parameters; they may be the momenta themselves.
-            parameters: whose they are.
-            share: gradients are multiplied by this first.
-            rescale: the result is multiplied by each tensor's `coefficient`, which is 1 here.
+        A mean has the size of one momentum however many steps it is over, so that the residual of an earlier agreement
+        still fits the next one, which may lie more steps apart.
         """
-        super().say_(momenta, gradients, parameters, share=share, rescale=rescale)
-        for group, places in self._by_group(parameters):
-            if group["reach"] == 0.0:
-                continue
-            reach = group["reach"] + float(group["lr"])
-            chosen = [momenta[i] for i in places]
-            torch._foreach_mul_(chosen, float(group["lr"]))  # pyright: ignore
-            torch._foreach_add_(chosen, [self.state[parameters[i]]["travelled"] for i in places])  # pyright: ignore
-            torch._foreach_div_(chosen, reach)  # pyright: ignore
+        if group["reach"] == 0.0:
+            return
+        lr = float(group["lr"])
+        torch._foreach_mul_(momenta, lr)  # pyright: ignore
+        torch._foreach_add_(momenta, [state["travelled"] for state in states])  # pyright: ignore
+        torch._foreach_div_(momenta, group["reach"] + lr)  # pyright: ignore
 
     def frozen_step(
         self,
@@ -101,51 +83,30 @@ class ZeroOneAdam(FreezingAdam):
     ) -> None:
         """Along this worker's momentum, or from the last agreement along what all have agreed on."""
         copy_each_([state["momentum"] for state in states], momenta)
+        lr, variances = float(group["lr"]), [state["variance"] for state in states]
         if group["alone"]:
-            self._travel(group, parameters, momenta, states)
+            for parameter, state in zip(parameters, states, strict=True):
+                if "anchor" not in state:
+                    state["anchor"], state["travelled"] = (
+                        parameter.detach().clone(),
+                        torch.zeros_like(state["momentum"]),
+                    )
+            anchors, travelled = ([state[name] for state in states] for name in ("anchor", "travelled"))
+            if group["reach"] == 0.0:
+                copy_each_(anchors, parameters)
+                torch._foreach_zero_(travelled)  # pyright: ignore
+            torch._foreach_add_(travelled, momenta, alpha=lr)  # pyright: ignore
+            # The anchor decays with the parameters, as the agreement replaces them by it.
+            torch._foreach_mul_(anchors, 1 - lr * group["weight_decay"])  # pyright: ignore
         elif group["reach"]:
-            self._return(group, parameters, momenta, states)
+            # From the last agreement along the agreed mean momentum, as far as all steps since then went together.
+            spreads = spreads_of(group, variances)
+            copy_each_(parameters, [state["anchor"] for state in states])
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
+            torch._foreach_addcdiv_(parameters, momenta, spreads, value=-group["reach"] - lr)  # pyright: ignore
             return
-        go_down_(group, parameters, momenta, [state["variance"] for state in states])
+        go_down_(group, parameters, momenta, variances)
 
-    def step(self, closure: Any = None) -> Any:
-        """One step of every parameter, and how far workers have gone since the last agreement."""
-        skipping = self._skipping
-        loss = super().step(closure)
-        if not skipping:
-            for group in self.param_groups:
-                group["reach"] = group["reach"] + float(group["lr"]) if group["alone"] else 0.0
-        return loss
-
-    def _travel(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
-        """Remember where the agreement was, and this step's share of the way from there."""
-        lr = float(group["lr"])
-        for parameter, state in zip(parameters, states, strict=True):
-            if "anchor" not in state:
-                state["anchor"], state["travelled"] = parameter.detach().clone(), torch.zeros_like(state["momentum"])
-        anchors, ways = ([state[name] for state in states] for name in ("anchor", "travelled"))
-        if group["reach"] == 0.0:
-            copy_each_(anchors, parameters)
-            torch._foreach_zero_(ways)  # pyright: ignore
-        torch._foreach_add_(ways, momenta, alpha=lr)  # pyright: ignore
-        torch._foreach_mul_(anchors, 1 - lr * group["weight_decay"])  # pyright: ignore
-
-    def _return(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
-        """From the last agreement along the new momentum, as far as all steps since then went together."""
-        lr = float(group["lr"])
-        spreads = spreads_of(group, [state["variance"] for state in states])
-        copy_each_(parameters, [state["anchor"] for state in states])
-        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
-        torch._foreach_addcdiv_(parameters, momenta, spreads, value=-group["reach"] - lr)  # pyright: ignore
+    def on_moved(self, group: dict[str, Any]) -> None:
+        """Add up how far the group has gone since the last agreement."""
+        group["reach"] = group["reach"] + float(group["lr"]) if group["alone"] else 0.0

@@ -14,7 +14,8 @@ from laconic.codecs.one_bit import OneBit
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
-from laconic.optimizers.one_bit_base import FreezingOptimizer, speaker
+from laconic.optimizers.freezing import FreezingOptimizer
+from laconic.optimizers.replica_view import replica_view
 from laconic.reduce import mean_, two_stage_mean_
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy
@@ -111,8 +112,8 @@ class CompressedMomentum(Strategy):
         """Launch the mean of one bucket, or of what the momentum of this and earlier ones would be."""
         if _warm(r):
             return mean_(r.comm, r.g[part], count=r.active)
-        if self.overlap and (gathered := _gathered(r, part)) is not None:
-            self._say(r, gathered)
+        if self.overlap and (gathered := _next_message(r, part)) is not None:
+            self._send(r, gathered)
         return None
 
     def before_step(self, r: Replica) -> None:
@@ -120,21 +121,25 @@ class CompressedMomentum(Strategy):
         self._clip_(r)
         if _warm(r):
             return
-        if not _said(r):
-            self._say(r, slice(0, r.x.numel()))
-        self._hear(r)
+        if not _in_flight(r):
+            self._send(r, slice(0, r.x.numel()))
+        self._receive(r)
 
     def after_step(self, r: Replica) -> None:
         """Freeze the variance, when its time has come."""
-        told = speaker(r.moments)
-        if told is None or told.optimizer.frozen:
+        view = replica_view(r.moments)
+        if view is None or view.optimizer.frozen:
             return
         if self.warmup_steps is not None:
             settled = r.step >= self.warmup_steps
+        elif view.has_first_parameter and r.step % view.variance_steps == 0:
+            # All must freeze at the same step, so the mean decides, which is the same number on every rank.
+            change = mean_(r.comm, view.optimizer.variance_change().reshape(1)).wait()
+            settled = bool(change < self.settled)
         else:
-            settled = told.leads and r.step % told.memory_steps == 0 and self._has_settled(r, told.optimizer)
+            settled = False
         if settled:
-            told.optimizer.freeze()
+            view.optimizer.freeze()
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same vector."""
@@ -147,89 +152,78 @@ class CompressedMomentum(Strategy):
         """The states of another number of workers, which together owe what these do."""
         return resize_errors(states, size)
 
-    def _has_settled(self, r: Replica, optimizer: FreezingOptimizer) -> bool:
-        change = mean_(r.comm, optimizer.variance_change().reshape(1)).wait()
-        return bool(change < self.settled)
-
     def _clip_(self, r: Replica) -> None:
         if self.max_norm is None:
             return
-        square = _norm(r.g).double().square().reshape(1)
+        norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+        square = norm.double().square().reshape(1)
         if not _warm(r):
             square = mean_(r.comm, square, count=r.active).wait()
         r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
 
-    def _words(self, r: Replica) -> Tensor:
-        """Where momenta are said from: the gradient's own place, if that is exact and nobody looks at it meanwhile."""
+    def _target(self, r: Replica) -> Tensor:
+        """Where momenta are sent from: the gradient's own memory, if it is exact and nobody reads it meanwhile."""
         if not self.overlap and r.g.dtype in (torch.float32, torch.float64):
             return r.g
         if "said" not in r.state:
             r.state["said"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
         return r.state["said"]
 
-    def _say(self, r: Replica, part: slice) -> None:
-        """Send what this part's momentum would be; what came of an earlier try is waited for and forgotten."""
-        words, name = self._words(r), f"{_PREFIX}{part.start}"
+    def _send(self, r: Replica, part: slice) -> None:
+        """Send what this part's momentum would be; the result of an earlier backward pass without a step is dropped."""
+        target, name = self._target(r), f"{_PREFIX}{part.start}"
         r.collect(name)
-        told, seen = speaker(r.moments), [_sample(r, part)] if self.overlap else []
-        if told is not None:
-            told.say_(part, words, r.g, share=r.comm.size / r.active, rescale=self.rescale)
+        view, seen = replica_view(r.moments), [_sample(r, part)] if self.overlap else []
+        if view is not None:
+            view.next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
         if not self.feedback:
-            _forget(r)
+            for kept, residual in r.state.items():
+                if kept == "error" or kept.startswith("server_error/"):
+                    residual.zero_()
         key = draw_key(r.seed, r.step, offset=part.start)
         whole = r.x.numel()
-        work = two_stage_mean_(r.comm, words[part], self.codec, r.state, key=key, at=part.start, whole=whole)
+        work = two_stage_mean_(r.comm, target[part], self.codec, r.state, key=key, at=part.start, whole=whole)
         r.launch(name, work.then(lambda mean: [mean, *seen]))
 
-    def _hear(self, r: Replica) -> None:
-        """Hand the optimizer what was agreed on, part by part; none of it if any of it is not finite."""
-        heard = {start: r.collect(f"{_PREFIX}{start}") for start in _said(r)}
-        agreed = {start: found for start, found in heard.items() if found}
+    def _receive(self, r: Replica) -> None:
+        """Hand the optimizer the mean momentum, part by part; none of it if any of it is not finite."""
+        received = {start: r.collect(f"{_PREFIX}{start}") for start in _in_flight(r)}
+        agreed = {start: found for start, found in received.items() if found}
         for start, (mean, *seen) in agreed.items():
             _refuse_changes(r, slice(start, start + mean.numel()), seen)
-        told = speaker(r.moments)
-        if told is None:
+        view = replica_view(r.moments)
+        if view is None:
             return
         if not torch.cat([mean[:1] for mean, *_ in agreed.values()]).isfinite().all():
-            told.optimizer.skip()
+            view.optimizer.skip()
             return
-        parameters, momenta = told.within(slice(0, r.x.numel()), self._words(r))
-        told.optimizer.hear(momenta, parameters, rescale=self.rescale)
+        parameters, momenta = view.within(slice(0, r.x.numel()), self._target(r))
+        view.optimizer.set_next_momenta(momenta, parameters, rescale=self.rescale)
 
 
 def _warm(r: Replica) -> bool:
     """Whether gradients are still averaged; a dry run, which has no optimizer, is past that."""
-    told = speaker(r.moments)
-    return told is not None and not told.optimizer.frozen
+    view = replica_view(r.moments)
+    return view is not None and not view.optimizer.frozen
 
 
-def _said(r: Replica) -> list[int]:
-    """Where the parts begin that are under way."""
+def _in_flight(r: Replica) -> list[int]:
+    """Where the parts begin that are in flight."""
     return [int(name.removeprefix(_PREFIX)) for name in r.inflight if name.startswith(_PREFIX)]
 
 
-def _gathered(r: Replica, part: slice) -> slice | None:
+def _next_message(r: Replica, part: slice) -> slice | None:
     """This part and what has come since the last message, once that is worth one; parts come from the end.
 
-    What came of an earlier pass, that no step followed, is waited for and forgotten when the last part comes.
+    The last part of the vector comes first; what is still in flight then is of a backward pass that no step followed.
     """
     whole = r.x.numel()
     if part.stop == whole:
-        for start in _said(r):
+        for start in _in_flight(r):
             r.collect(f"{_PREFIX}{start}")
-    gathered = slice(part.start, min(_said(r), default=whole))
+    gathered = slice(part.start, min(_in_flight(r), default=whole))
     enough = min(whole // 4, _MESSAGE)
     return gathered if part.start == 0 or gathered.stop - gathered.start >= enough else None
-
-
-def _forget(r: Replica) -> None:
-    for name, unsaid in r.state.items():
-        if name == "error" or name.startswith("server_error/"):
-            unsaid.zero_()
-
-
-def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _sample(r: Replica, part: slice) -> Tensor:

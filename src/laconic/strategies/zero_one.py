@@ -13,7 +13,7 @@ from laconic.codecs.one_bit import OneBit
 from laconic.comm.base import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
-from laconic.optimizers.one_bit_base import speaker
+from laconic.optimizers.replica_view import replica_view
 from laconic.optimizers.zero_one_adam import ZeroOneAdam
 from laconic.reduce import mean_, two_stage_mean_
 from laconic.replica import Replica
@@ -131,38 +131,38 @@ class ZeroOne(Strategy):
 
     def _kind(self, r: Replica) -> tuple[bool, bool]:
         """Whether this step averages, and whether it agrees; a dry run, without an optimizer, is at its widest gap."""
-        if speaker(r.moments) is None:
+        if replica_view(r.moments) is None:
             return False, r.step % self.most_local == self.most_local - 1
         return self.averages(r.step), self.agrees(r.step)
 
     def _prepare(self, r: Replica) -> None:
-        told = speaker(r.moments)
-        if told is None or not isinstance(told.optimizer, ZeroOneAdam):
+        view = replica_view(r.moments)
+        if view is None or not isinstance(view.optimizer, ZeroOneAdam):
             return
-        told.optimizer.go_alone(not self.agrees(r.step))
+        view.optimizer.go_alone(not self.agrees(r.step))
         if self.averages(r.step):
-            told.optimizer.thaw()
+            view.optimizer.thaw()
         else:
-            told.optimizer.freeze()
+            view.optimizer.freeze()
 
     def _agree(self, r: Replica) -> None:
-        """Say the mean momentum since the last agreement; all skip the step if any of it is not finite."""
-        told, words = speaker(r.moments), self._words(r)
-        parameters, momenta = told.within(slice(0, r.x.numel()), words) if told else ([], [])
-        if told:
-            told.say_(slice(0, r.x.numel()), words, r.g, share=r.comm.size / r.active)
+        """Average the momenta since the last agreement; all skip the step if any of it is not finite."""
+        view, target = replica_view(r.moments), self._target(r)
+        parameters, momenta = view.within(slice(0, r.x.numel()), target) if view else ([], [])
+        if view:
+            view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
-        agreed = two_stage_mean_(r.comm, words, self.codec, r.state, key=key).wait()
-        if told is None:
+        agreed = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
+        if view is None:
             return
         if not bool(agreed[:1].isfinite().all()):
-            told.optimizer.skip()
+            view.optimizer.skip()
             r.observed["skipped_steps"] = 1.0
             return
-        told.optimizer.hear(momenta, parameters, rescale=False)
+        view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
 
-    def _words(self, r: Replica) -> Tensor:
-        """Where momenta are said from: the gradient's own place, where that is exact."""
+    def _target(self, r: Replica) -> Tensor:
+        """Where momenta are sent from: the gradient's own memory, where that is exact."""
         if r.g.dtype in (torch.float32, torch.float64):
             return r.g
         if "said" not in r.state:

@@ -1,0 +1,94 @@
+"""What the optimizers share: closures, batches of parameters that fit the cache, and state that keeps its dtype."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+T = TypeVar("T")
+_BATCH_ELEMENTS = 1 << 20
+
+
+@overload
+def evaluate(closure: None) -> None: ...
+
+
+@overload
+def evaluate(closure: Callable[[], T]) -> T: ...
+
+
+def evaluate(closure: Callable[[], T] | None) -> T | None:
+    """Call a closure with gradients enabled, as `step` runs without them, and return its loss."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class ClosureOptimizer(Optimizer):
+    """An optimizer whose `step(closure)` evaluates the closure first and then calls `update`."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step along the gradients that are there.
+
+        Args:
+            closure: computes the loss and its gradients anew, for loops that work so.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
+        loss = evaluate(closure)
+        self.update()
+        return loss
+
+    @abstractmethod
+    def update(self) -> None:
+        """Move the parameters by one step; called by `step`, with gradients disabled."""
+
+
+def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in their order, so many at a time that all passes over them but the first find them in the cache.
+
+    Accelerators, whose cost is in the calls, get all at once.
+    """
+    batch: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if batch and parameter.device.type == "cpu" and size + parameter.numel() > _BATCH_ELEMENTS:
+            yield batch
+            batch, size = [], 0
+        batch.append(parameter)
+        size += parameter.numel()
+    if batch:
+        yield batch
+
+
+def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Undo what torch does on loading: it casts all state of a parameter to the parameter's own dtype."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def zero_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """Momentum and variance before the first step, in fp32 at least, and for 16 bits a `master` copy in fp32."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    state = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("momentum", "variance")}
+    if parameter.dtype != dtype:
+        state["master"] = parameter.detach().to(dtype)
+    return state
