@@ -13,13 +13,13 @@ from torch import Tensor
 import laconic
 from laconic import Comm, ConfigError
 from laconic.coreset import Coreset, EuclideanDistances, select
-from laconic.coreset import native as native_module
 from laconic.coreset.classes import interleaved, shares
 from laconic.coreset.facility import CoordinateFacility, TorchNearest
 from laconic.coreset.goals import Goal
 from laconic.coreset.greedy import lazy
 from laconic.coreset.methods import unit_of
 from laconic.coreset.similarity import centred, power_above
+from laconic.kernels import nearest
 from tests.oracles_coreset import apart, best_cost, blobs, clusters, cost, greedy, points
 
 
@@ -28,7 +28,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the compiled kernel and without it."""
     if request.param == "torch":
         monkeypatch.setenv("LACONIC_NATIVE", "0")
-    elif native_module.kernel() is None:
+    elif nearest.compiled(torch.empty(0)) is None:
         pytest.skip("no C compiler")
     return request.param
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import laconic
 from laconic import Comm, GroupComm
-from laconic.coreset import Coreset, native, select
+from laconic.coreset import Coreset, select
 from laconic.coreset.facility import CoordinateFacility, TorchNearest
 from laconic.coreset.fused import FusedNearest
 from laconic.coreset.goals import Goal
@@ -23,6 +23,7 @@ from laconic.coreset.methods import unit_of
 from laconic.coreset.neighbours import neighbours, recall
 from laconic.coreset.similarity import centred
 from laconic.coreset.streaming import _sifted, streaming
+from laconic.kernels import nearest
 from tests.oracles_coreset import apart, blobs, clusters, cost, points
 from tests.pool import run_processes
 from tests.test_coreset_selection import alike, counted, same
@@ -293,9 +294,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """The kernel, compiled into a cache of its own."""
     monkeypatch.setenv("LACONIC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LACONIC_NATIVE", raising=False)
-    native._kernel.cache_clear()
-    found = native.kernel()
-    native._kernel.cache_clear()
+    nearest._compiled.cache_clear()
+    found = nearest.compiled(torch.empty(0))
+    nearest._compiled.cache_clear()
     if found is None:
         pytest.skip("no C compiler")
     return found
@@ -333,8 +334,8 @@ def test_the_kernel_is_compiled_once_into_a_private_folder(library: ctypes.CDLL,
     (made,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     before = made.stat().st_mtime_ns
-    assert native._kernel() is not None
-    native._kernel.cache_clear()
+    assert nearest._compiled() is not None
+    nearest._compiled.cache_clear()
     assert [each.stat().st_mtime_ns for each in folder.iterdir()] == [before]
 
 
@@ -343,9 +344,9 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkey
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.setenv("LACONIC_CACHE", str(tmp_path))
-    native._kernel.cache_clear()
-    assert native.kernel() is None and not list(folder.iterdir())
-    native._kernel.cache_clear()
+    nearest._compiled.cache_clear()
+    assert nearest.compiled(torch.empty(0)) is None and not list(folder.iterdir())
+    nearest._compiled.cache_clear()
 
 
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +354,7 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path, monkeypatch: pyt
     whole = select(x, budget=10)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    native._kernel.cache_clear()
-    assert native.kernel() is None
+    nearest._compiled.cache_clear()
+    assert nearest.compiled(torch.empty(0)) is None
     assert alike(select(x, budget=10), whole)
-    native._kernel.cache_clear()
+    nearest._compiled.cache_clear()

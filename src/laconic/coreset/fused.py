@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import CDLL, byref
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.coreset.facility import CoordinateFacility, Facility, Gains, Nearest, Numbers, TorchNearest
 from laconic.coreset.goals import Goal, Picks
-from laconic.coreset.native import kernel
+from laconic.kernels import nearest
 
 _WIDEST = 512
 _ROUND = 64
@@ -19,7 +19,7 @@ _WORTH_A_GUESS = 256
 
 
 class FusedNearest(Nearest):
-    """On the CPU, by `nearest.c`; large pieces of work are shared out to threads that end with it.
+    """On the CPU, by `laconic.kernels.nearest`; large pieces of work are shared out to threads that end with it.
 
     Args:
         rows: float32, [n, d]; no two are further apart than 1.
@@ -27,7 +27,7 @@ class FusedNearest(Nearest):
         threads: how many at most.
     """
 
-    def __init__(self, rows: Tensor, library: ctypes.CDLL, *, threads: int = 1) -> None:
+    def __init__(self, rows: Tensor, library: CDLL, *, threads: int = 1) -> None:
         self.n, self._features = rows.shape
         self._library = library
         self._lanes, self._together = int(library.laconic_lanes()), int(library.laconic_together())
@@ -36,7 +36,18 @@ class FusedNearest(Nearest):
         self._near = torch.zeros(len(self._panels) * self._lanes)
         self._near[: self.n] = 1
         self._who = torch.zeros(len(self._near), dtype=torch.int32)
-        self._shape = (len(self._panels), self._features)
+        self._facility = self._facility_of(self._near, self._who)
+
+    def _facility_of(self, near: Tensor, who: Tensor) -> nearest.Facility:
+        """The points, as near to their representatives as that."""
+        return nearest.Facility(
+            points=self._panels.data_ptr(),
+            near=near.data_ptr(),
+            nearest=who.data_ptr(),
+            panels=len(self._panels),
+            features=self._features,
+            threads=self._threads,
+        )
 
     def of(self, points: Tensor) -> Tensor:
         """The coordinates of some of the points."""
@@ -55,19 +66,15 @@ class FusedNearest(Nearest):
         candidates[: len(rows)] = rows
         times = 1 if later is None else 2
         sums = np.empty((times * self._threads, count))
-        used = self._library.laconic_gains(
-            *(self._panels.data_ptr(), self._near.data_ptr(), None if later is None else later.data_ptr()),
-            *(*self._shape, candidates.data_ptr(), count, sums.ctypes.data, self._threads),
-        )
+        nearer = None if later is None else later.data_ptr()
+        given = nearer, candidates.data_ptr(), count, sums.ctypes.data
+        used = self._library.laconic_gains(byref(self._facility), *given)
         return sums[: times * used].reshape(times, used, count).sum(1)[:, : len(rows)]
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make coordinates a representative."""
         row = row.contiguous()
-        self._library.laconic_take(
-            *(self._panels.data_ptr(), self._near.data_ptr(), self._who.data_ptr(), *self._shape),
-            *(row.data_ptr(), position, self._threads),
-        )
+        self._library.laconic_take(byref(self._facility), row.data_ptr(), position)
         if own is not None:
             self._near[own], self._who[own] = 0, position
 
@@ -84,20 +91,29 @@ class FusedNearest(Nearest):
         heap = candidates[np.lexsort((candidates, -bounds))]
         known = np.full(self.n, -1.0)
         known[candidates] = bounds
-        size, cost = np.array([len(heap)]), np.array([picks.cost])
         rows, sums = np.empty((_WIDEST, self._features), np.float32), np.empty((self._threads, _WIDEST))
-        asked, chosen, gains = np.empty_like(heap), np.empty(_ROUND, np.int64), np.empty(_ROUND)
-        while not picks.done(goal) and size[0]:
-            count = self._library.laconic_lazy(
-                *(self._panels.data_ptr(), self._near.data_ptr(), self._who.data_ptr(), *self._shape),
-                *(heap.ctypes.data, size.ctypes.data, known.ctypes.data, asked.ctypes.data),
-                *(rows.ctypes.data, sums.ctypes.data, self._together, _WIDEST),
-                *(len(picks.indices), min(_ROUND, goal.budget - len(picks.indices)), cost.ctypes.data),
-                *(-1.0 if goal.cost is None else goal.cost, chosen.ctypes.data, gains.ctypes.data, self._threads),
-            )
-            picks.indices += chosen[:count].tolist()
+        asked, picked, gains = np.empty_like(heap), np.empty(_ROUND, np.int64), np.empty(_ROUND)
+        search = nearest.Search(
+            ids=heap.ctypes.data,
+            asked=asked.ctypes.data,
+            picked=picked.ctypes.data,
+            bounds=known.ctypes.data,
+            sums=sums.ctypes.data,
+            gains=gains.ctypes.data,
+            rows=rows.ctypes.data,
+            size=len(heap),
+            block=self._together,
+            widest=_WIDEST,
+            cost=picks.cost,
+            enough=-1.0 if goal.cost is None else goal.cost,
+        )
+        while not picks.done(goal) and search.size:
+            search.position = len(picks.indices)
+            search.picks = min(_ROUND, goal.budget - len(picks.indices))
+            count = self._library.laconic_lazy(byref(self._facility), byref(search))
+            picks.indices += picked[:count].tolist()
             picks.gains += gains[:count].tolist()
-            picks.cost = float(cost[0])
+            picks.cost = float(search.cost)
 
     def _bounds(self, candidates: Numbers, picks: Picks) -> tuple[Numbers, Gains]:
         """Candidates left, and what each would save; the first pick is made here where it was guessed.
@@ -126,10 +142,7 @@ class FusedNearest(Nearest):
     def _from(self, row: Tensor) -> Tensor:
         """How near the points would be with these coordinates as their first representative."""
         near, who, row = self._near.clone(), self._who.clone(), row.contiguous()
-        self._library.laconic_take(
-            *(self._panels.data_ptr(), near.data_ptr(), who.data_ptr(), *self._shape),
-            *(row.data_ptr(), 0, self._threads),
-        )
+        self._library.laconic_take(byref(self._facility_of(near, who)), row.data_ptr(), 0)
         return near
 
     def cost(self) -> float:
@@ -143,7 +156,7 @@ class FusedNearest(Nearest):
 
 def nearest_of(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
     """The fastest way there is for these rows, and how many candidates it likes to be asked for at a time."""
-    library = kernel() if rows.device.type == "cpu" else None
+    library = nearest.compiled(rows)
     if library is None or len(rows) == 0:
         return TorchNearest(rows), 64
     return FusedNearest(rows, library, threads=threads), int(library.laconic_together())
@@ -151,8 +164,8 @@ def nearest_of(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
 
 def fused(facility: Facility) -> FusedNearest | None:
     """The compiled part of a facility whose candidates are its points; None where it has none."""
-    nearest = facility.nearest if isinstance(facility, CoordinateFacility) else None
-    return nearest if isinstance(nearest, FusedNearest) else None
+    found = facility.nearest if isinstance(facility, CoordinateFacility) else None
+    return found if isinstance(found, FusedNearest) else None
 
 
 def _panels(rows: Tensor, lanes: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""The arithmetic of codecs, vectors to bytes and back; and in `rows`, `normalised` and `linear` that of arrays of
-models.
+"""The arithmetic of codecs, vectors to bytes and back; in `rows`, `normalised` and `linear` that of arrays of
+models, and in `nearest` that of coresets.
 
 C on the CPU, Triton on a GPU, and torch (`laconic.kernels.reference`) wherever those are not to be had.
 """

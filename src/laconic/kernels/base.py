@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from importlib import resources
 from importlib.util import find_spec
 from itertools import pairwise
 from threading import Lock
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.kernels.native import library, switched_off
+from laconic.kernels import native
 
 # The same bits as torch: no sum is reassociated, and no product fused with a sum.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
@@ -66,9 +64,7 @@ _COUNTING = ("top_k", "heavy", "linear_weights")
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
     """The compiled kernels, where they can work on a tensor and nobody has switched them off."""
-    if x.device.type != "cpu" or sys.byteorder != "little" or switched_off():
-        return None
-    return _compiled()
+    return _compiled() if native.usable(x) else None
 
 
 @cache
@@ -78,14 +74,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 def load(flags: list[str]) -> ctypes.CDLL | None:
     """The kernels' library, compiled with these flags; None where there is no compiler."""
-    folder = resources.files("laconic.kernels").joinpath("c")
-    found = library("kernels", b"\n".join(folder.joinpath(name).read_bytes() for name in _SOURCES), flags)
-    if found is None:
-        return None
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(found, f"laconic_{name}")
-        function.argtypes, function.restype = arguments, _long if name in _COUNTING else None
-    return found
+    return native.load("kernels", _SOURCES, flags, _ARGUMENTS, _COUNTING)
 
 
 def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:

@@ -14,15 +14,45 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 _COMPILE_SECONDS = 60.0
 
 
-def switched_off() -> bool:
-    """Whether LACONIC_NATIVE=0 asks for torch alone."""
-    return os.environ.get("LACONIC_NATIVE") == "0"
+def usable(x: Tensor) -> bool:
+    """Whether compiled C may work on a tensor: it is on the CPU, and LACONIC_NATIVE=0 does not ask for torch alone."""
+    return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("LACONIC_NATIVE") != "0"
+
+
+def load(
+    name: str,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    arguments: Mapping[str, Sequence[Any]],
+    counting: Container[str],
+) -> ctypes.CDLL | None:
+    """The functions of some files of `c/`, compiled as one, with their types; None where there is no compiler.
+
+    Args:
+        name: of the library in the cache.
+        sources: names of the files, each of which may use what stands in those before it.
+        flags: for the compiler.
+        arguments: the types of what each function takes; their names are without `laconic_`.
+        counting: names of the functions that return a 64-bit integer; the others return nothing.
+    """
+    folder = resources.files("laconic.kernels").joinpath("c")
+    found = library(name, b"\n".join(folder.joinpath(source).read_bytes() for source in sources), flags)
+    if found is None:
+        return None
+    for each, types in arguments.items():
+        function = getattr(found, f"laconic_{each}")
+        function.argtypes, function.restype = types, ctypes.c_int64 if each in counting else None
+    return found
 
 
 def library(name: str, source: bytes, flags: Sequence[str]) -> ctypes.CDLL | None:

@@ -152,23 +152,31 @@ static int64_t threads_for(int64_t numbers, int64_t most) {
     return worth < 1 ? 1 : worth < most ? worth : most;
 }
 
+/* The points in panels; how near each is to its representative, and which that is; and the most threads. */
+typedef struct {
+    const float *points;
+    float *near;
+    int32_t *nearest;
+    int64_t panels, features, threads;
+} facility;
+
 /* sums: room for [threads][count], and for as much again where there is a `later`; the first of them, as many as are
    returned, are to be added up, then as many for `later`. candidates: [count][features], count a multiple of TOGETHER.
    What fills up the last panel has near = 0 and gains nothing. */
-int64_t laconic_gains(const float *points, float *near, const float *later, int64_t panels, int64_t features,
-                      const float *candidates, int64_t count, double *sums, int64_t threads) {
-    work whole = {.points = points, .candidates = candidates, .near = near, .later = later, .panels = panels,
-                  .features = features, .count = count};
-    int64_t used = threads_for(count * panels * features * LANES, threads);
+int64_t laconic_gains(
+    const facility *f, const float *later, const float *candidates, int64_t count, double *sums
+) {
+    work whole = {.points = f->points, .candidates = candidates, .near = f->near, .later = later,
+                  .panels = f->panels, .features = f->features, .count = count};
+    int64_t used = threads_for(count * f->panels * f->features * LANES, f->threads);
     share(add_gains, whole, sums, used);
     return used;
 }
 
-void laconic_take(const float *points, float *near, int32_t *nearest, int64_t panels, int64_t features,
-                  const float *candidate, int32_t position, int64_t threads) {
-    work whole = {.points = points, .candidates = candidate, .near = near, .nearest = nearest, .position = position,
-                  .panels = panels, .features = features};
-    share(take, whole, NULL, threads_for(panels * features * LANES, threads));
+void laconic_take(const facility *f, const float *candidate, int32_t position) {
+    work whole = {.points = f->points, .candidates = candidate, .near = f->near, .nearest = f->nearest,
+                  .position = position, .panels = f->panels, .features = f->features};
+    share(take, whole, NULL, threads_for(f->panels * f->features * LANES, f->threads));
 }
 
 /* Lazy greedy. A heap of candidates, the one of the highest bound first, of equal ones the smallest number. */
@@ -204,23 +212,34 @@ static void copy_row(const float *points, int64_t features, int64_t point, float
     for (int64_t k = 0; k < features; k++) row[k] = panel[k * LANES];
 }
 
+/* What lazy greedy goes by, and what it finds. `ids` is a heap of `size` candidates by `bounds`, `asked` has room for as
+   many. `rows` has room for [widest][features], `sums` for [threads][widest]; block and widest are multiples of
+   TOGETHER. At most `picks` are made, the first of them number `position`, into `picked` and `gains`. */
+typedef struct {
+    int64_t *ids, *asked, *picked;
+    double *bounds, *sums, *gains;
+    float *rows;
+    int64_t size, block, widest, position, picks;
+    double cost, enough;
+} search;
+
 /* The candidate that gains most, taken out of the heap; gains are asked for in blocks, each up to twice the last. */
-static int64_t settle(heap *h, work whole, int64_t block, int64_t widest, float *rows, double *sums, int64_t *asked,
-                      int64_t most_threads) {
-    int64_t count = 0, best = -1;
-    for (int64_t width = block;; width = 2 * width < widest ? 2 * width : widest) {
+static int64_t settle(const facility *f, const search *s, heap *h) {
+    int64_t count = 0, best = -1, *asked = s->asked;
+    work whole = {.points = f->points, .near = f->near, .panels = f->panels, .features = f->features};
+    for (int64_t width = s->block;; width = 2 * width < s->widest ? 2 * width : s->widest) {
         int64_t first = count;
         while (count - first < width && h->size && (best < 0 || before(h, h->ids[0], best))) asked[count++] = pop(h);
         if (count == first) break;
         whole.count = (count - first + TOGETHER - 1) / TOGETHER * TOGETHER;
         for (int64_t c = first; c < count; c++)
-            copy_row(whole.points, whole.features, asked[c], rows + (c - first) * whole.features);
-        int64_t threads = threads_for(whole.count * whole.panels * whole.features * LANES, most_threads);
-        whole.candidates = rows;
-        share(add_gains, whole, sums, threads);
+            copy_row(f->points, f->features, asked[c], s->rows + (c - first) * f->features);
+        int64_t threads = threads_for(whole.count * f->panels * f->features * LANES, f->threads);
+        whole.candidates = s->rows;
+        share(add_gains, whole, s->sums, threads);
         for (int64_t c = first; c < count; c++) {
             double gain = 0;
-            for (int64_t t = 0; t < threads; t++) gain += sums[t * whole.count + c - first];
+            for (int64_t t = 0; t < threads; t++) gain += s->sums[t * whole.count + c - first];
             h->bounds[asked[c]] = gain;
             if (best < 0 || before(h, asked[c], best)) best = asked[c];
         }
@@ -230,27 +249,23 @@ static int64_t settle(heap *h, work whole, int64_t block, int64_t widest, float 
     return best;
 }
 
-/* So many more picks, or fewer if the cost comes to `enough` or candidates run out; returns how many. `ids` is a heap
-   of `*size` candidates by `bounds`, `asked` has room for as many. `rows` has room for [widest][features], `sums` for
-   [threads][widest]; block and widest are multiples of TOGETHER. */
-int64_t laconic_lazy(const float *points, float *near, int32_t *nearest, int64_t panels, int64_t features, int64_t *ids,
-                     int64_t *size, double *bounds, int64_t *asked, float *rows, double *sums, int64_t block,
-                     int64_t widest, int32_t position, int64_t picks, double *cost, double enough, int64_t *picked,
-                     double *gains, int64_t threads) {
-    heap h = {.ids = ids, .size = *size, .bounds = bounds};
-    work whole = {.points = points, .near = near, .panels = panels, .features = features};
+/* Picks until there are `picks` more, the cost comes to `enough`, or candidates run out; returns how many. Changes
+   `size` and `cost`. */
+int64_t laconic_lazy(const facility *f, search *s) {
+    heap h = {.ids = s->ids, .size = s->size, .bounds = s->bounds};
     int64_t done = 0;
-    for (; done < picks && h.size && !(position + done > 0 && *cost <= enough); done++) {
-        int64_t best = settle(&h, whole, block, widest, rows, sums, asked, threads);
-        copy_row(points, features, best, rows);
-        laconic_take(points, near, nearest, panels, features, rows, position + (int32_t)done, threads);
-        near[best] = 0;
-        nearest[best] = position + (int32_t)done;
-        picked[done] = best;
-        gains[done] = bounds[best];
-        *cost -= bounds[best];
+    for (; done < s->picks && h.size && !(s->position + done > 0 && s->cost <= s->enough); done++) {
+        int64_t best = settle(f, s, &h);
+        int32_t position = (int32_t)(s->position + done);
+        copy_row(f->points, f->features, best, s->rows);
+        laconic_take(f, s->rows, position);
+        f->near[best] = 0;
+        f->nearest[best] = position;
+        s->picked[done] = best;
+        s->gains[done] = s->bounds[best];
+        s->cost -= s->bounds[best];
     }
-    *size = h.size;
+    s->size = h.size;
     return done;
 }
 
