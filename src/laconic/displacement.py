@@ -56,16 +56,3 @@ def refuse_momentum(optimizer: Optimizer, recipe: object) -> None:
                     f"own, which would count twice; give the optimizer {instead}, or use Gossip(order='after'), which "
                     "leaves momentum to the optimizer"
                 )
-
-
-def check_resolution(x: Tensor, recipe: object) -> None:
-    """Refuse parameters so coarse that differences of them are mostly rounding.
-
-    Raises:
-        ConfigError: 16 bits or fewer.
-    """
-    if x.element_size() < 4:
-        raise ConfigError(
-            f"{recipe} on parameters of {x.dtype}: it divides small differences of parameters by the learning rate; "
-            "keep the parameters in float32 and compute under torch.autocast, or use Gossip(order='after')"
-        )

@@ -1,22 +1,20 @@
 """Mix parameters with neighbours, and give momentum to the whole displacement."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from torch.optim import Optimizer
-
-from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
-from laconic.kinds import check_kinds
+from laconic.displacement import accumulate_, descend_
 from laconic.reduce import gossip_
 from laconic.replica import Replica
-from laconic.strategies.base import Strategy
+from laconic.strategies.decentralised_base import DecentralisedMomentum
 from laconic.topology.base import Topology
-from laconic.topology.certificate import check_average_kept, check_stable, decentlam
+from laconic.topology.certificate import Disagreement, decentlam
 from laconic.topology.graphs import Ring
-from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
-class DecentLaM(Strategy):
+class DecentLaM(DecentralisedMomentum):
     r"""Adapt and combine as D-PSGD does, then run heavy-ball momentum on everything that has moved.
 
     With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
@@ -47,36 +45,17 @@ class DecentLaM(Strategy):
     waits = "every step, each worker waits for its neighbours of that step"
     limits = "directed and changing graphs bear little momentum; workers differ by what has not yet spread"
 
-    def __post_init__(self) -> None:
-        """Check the kinds and the momentum."""
-        check_kinds(self)
-        check_momentum(self.momentum)
-
-    def check(self, size: int) -> None:
-        """Refuse graphs that move the average, and those on which this much momentum diverges."""
-        check_average_kept(self, self.topology, size)
-        check_stable(self, self.topology, size, lambda b: decentlam(b, nesterov=self.nesterov), self.momentum)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        refuse_momentum(optimizer, self)
-
-    def start(self, r: Replica) -> None:
-        """Begin without momentum."""
-        check_resolution(r.x, self)
-        r.scratch("anchor")
-        r.scratch("momentum")
-
-    def before_step(self, r: Replica) -> None:
-        """Remember where the step begins."""
-        r.state["anchor"].copy_(r.x)
+    @property
+    def differences(self) -> Callable[[float], Disagreement]:
+        """Of either form."""
+        return partial(decentlam, nesterov=self.nesterov)
 
     def after_step(self, r: Replica) -> None:
         """Mix, and move on by the momentum of all displacements so far."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
-        gossip_(r.comm, r.x, peers, r.notice_distance).wait()
+        gossip_(r.comm, r.x, self.peers(r), r.notice_distance).wait()
         displacement.sub_(r.x)
+        # x has this displacement in it already: heavy ball adds the momentum before it, Nesterov's form the one after.
         if not self.nesterov:
             descend_(r.x, momentum, r.lr, self.momentum)
         accumulate_(momentum, displacement, r.lr, keep=self.momentum)

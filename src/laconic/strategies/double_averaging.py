@@ -2,21 +2,16 @@
 
 from dataclasses import dataclass
 
-from torch.optim import Optimizer
-
-from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
-from laconic.kinds import check_kinds
+from laconic.displacement import accumulate_, descend_
 from laconic.reduce import gossip_
 from laconic.replica import Replica
-from laconic.strategies.base import Strategy
+from laconic.strategies.decentralised_base import DecentralisedMomentum
 from laconic.topology.base import Topology
-from laconic.topology.certificate import check_average_kept
 from laconic.topology.graphs import Ring
-from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
-class DoubleAveraging(Strategy):
+class DoubleAveraging(DecentralisedMomentum):
     r"""Heavy-ball momentum that is mixed with the neighbours' as the parameters are (DA-DmSGD).
 
     With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
@@ -44,35 +39,13 @@ class DoubleAveraging(Strategy):
     waits = "every step, each worker waits for its neighbours of that step, and for twice the parameters to travel"
     limits = "twice the bytes of the other gossiping methods"
 
-    def __post_init__(self) -> None:
-        """Check the kinds and the momentum."""
-        check_kinds(self)
-        check_momentum(self.momentum)
-
-    def check(self, size: int) -> None:
-        """Refuse graphs that do not exist, do not connect, or do not keep the average."""
-        check_average_kept(self, self.topology, size)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        refuse_momentum(optimizer, self)
-
-    def start(self, r: Replica) -> None:
-        """Begin without momentum."""
-        check_resolution(r.x, self)
-        r.scratch("anchor")
-        r.scratch("momentum")
-
-    def before_step(self, r: Replica) -> None:
-        """Remember where the step begins."""
-        r.state["anchor"].copy_(r.x)
-
     def after_step(self, r: Replica) -> None:
         """Add the momentum to the optimizer's step, and mix both."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+        peers = self.peers(r)
         displacement.sub_(r.x)
         descend_(r.x, momentum, r.lr, self.momentum)
+        # Parameters travel while the momentum is made.
         place = gossip_(r.comm, r.x, peers, r.notice_distance)
         accumulate_(momentum, displacement, r.lr, keep=self.momentum)
         direction = gossip_(r.comm, momentum, peers)

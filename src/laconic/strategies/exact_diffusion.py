@@ -1,23 +1,21 @@
 """Mix parameters with neighbours, and undo the bias that mixing brings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.optim import Optimizer
 
-from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
-from laconic.kinds import check_kinds
+from laconic.displacement import accumulate_, descend_
 from laconic.reduce import gossip_
 from laconic.replica import Replica
-from laconic.strategies.base import Strategy
+from laconic.strategies.decentralised_base import DecentralisedMomentum
 from laconic.topology.base import Peers, Topology
-from laconic.topology.certificate import check_average_kept, check_stable, exact_diffusion
+from laconic.topology.certificate import Disagreement, exact_diffusion
 from laconic.topology.graphs import Ring
-from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
-class ExactDiffusion(Strategy):
+class ExactDiffusion(DecentralisedMomentum):
     r"""Adapt, correct by what mixing changed last time, combine (exact diffusion; with momentum, EDM).
 
     With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
@@ -48,30 +46,15 @@ class ExactDiffusion(Strategy):
     waits = "every step, each worker waits for its neighbours of that step"
     limits = "directed and changing graphs of many workers are unstable; agrees half as fast as the graph could"
 
-    def __post_init__(self) -> None:
-        """Check the kinds and the momentum."""
-        check_kinds(self)
-        check_momentum(self.momentum)
-
-    def check(self, size: int) -> None:
-        """Refuse graphs that move the average, and those on which the corrections diverge."""
-        check_average_kept(self, self.topology, size)
-        check_stable(self, self.topology, size, lambda _: exact_diffusion(), self.momentum)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        refuse_momentum(optimizer, self)
+    @property
+    def differences(self) -> Callable[[float], Disagreement]:
+        """The same at any momentum."""
+        return lambda _: exact_diffusion()
 
     def start(self, r: Replica) -> None:
         """Begin without momentum and with nothing to correct."""
-        check_resolution(r.x, self)
-        r.scratch("anchor")
-        r.scratch("momentum")
+        DecentralisedMomentum.start(self, r)
         r.scratch("correction")
-
-    def before_step(self, r: Replica) -> None:
-        """Remember where the step begins."""
-        r.state["anchor"].copy_(r.x)
 
     def after_step(self, r: Replica) -> None:
         """Let the momentum smooth the optimizer's step, correct it, and mix."""
@@ -81,11 +64,11 @@ class ExactDiffusion(Strategy):
         descend_(r.x, momentum, r.lr, self.momentum)
         accumulate_(momentum, displacement, r.lr, keep=self.momentum, add=1 - self.momentum)
         adapted = anchor.copy_(r.x)
-        gossip_(r.comm, r.x.add_(correction), self._peers(r), r.notice_distance).wait()
+        gossip_(r.comm, r.x.add_(correction), self.peers(r), r.notice_distance).wait()
         torch.sub(r.x, adapted, out=correction)
 
-    def _peers(self, r: Replica) -> Peers:
-        """Those of half the way to the graph's own mixing."""
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+    def peers(self, r: Replica) -> Peers:
+        r"""The step's neighbours, with the weights $\tfrac12 (I + W)$."""
+        peers = DecentralisedMomentum.peers(self, r)
         halves = tuple(weight / 2 for weight in peers.weights)
         return peers._replace(own=(1 + peers.own) / 2, weights=halves)

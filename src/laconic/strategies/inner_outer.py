@@ -79,7 +79,12 @@ class InnerOuter(Strategy):
     def before_step(self, r: Replica) -> None:
         """Gather the gradient, and leave the optimizer its inner part."""
         if "unit" not in r.state:
-            self._begin(r)
+            # A round begins. The sum is in units of this learning rate, in which most of a round's weights are 1;
+            # a rate of zero has no use as a unit, and moves nothing whatever stands in its place.
+            lr = r.lr if isinstance(r.lr, Tensor) else torch.tensor(r.lr, dtype=torch.float64)
+            r.state["unit"] = torch.where(lr > 0, lr, 1.0)
+            if self.inner:
+                r.state["begin"] = r.x.clone()
         # Like a mean of gradients, the sum divides by the workers that still have data.
         weight = r.lr / r.state["unit"] * (r.comm.size / r.active)
         r.state["gathered"].add_(r.g * weight)
@@ -107,14 +112,6 @@ class InnerOuter(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The mean of the workers' parameters; without inner steps they are equal already."""
         return mean_(r.comm, r.x.clone()).wait() if self.inner else r.x
-
-    def _begin(self, r: Replica) -> None:
-        """Remember where the round begins, and the learning rate that its sum is in units of."""
-        lr = r.lr
-        lr = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
-        r.state["unit"] = torch.where(lr > 0, lr, 1.0)
-        if self.inner:
-            r.state["begin"] = r.x.clone()
 
 
 _INSTEAD = (

@@ -1,23 +1,20 @@
 """Mix parameters with neighbours, and take the momentum from where the mixed parameters went."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.optim import Optimizer
-
-from laconic.displacement import accumulate_, check_momentum, check_resolution, descend_, refuse_momentum
+from laconic.displacement import accumulate_, descend_
 from laconic.errors import ConfigError
-from laconic.kinds import check_kinds
 from laconic.reduce import gossip_
 from laconic.replica import Replica
-from laconic.strategies.base import Strategy
+from laconic.strategies.decentralised_base import DecentralisedMomentum
 from laconic.topology.base import Topology
-from laconic.topology.certificate import check_average_kept, check_stable, quasi_global
+from laconic.topology.certificate import Disagreement, quasi_global
 from laconic.topology.graphs import OnePeerExponential
-from laconic.topology.shares import whole_shares
 
 
 @dataclass(frozen=True)
-class QuasiGlobal(Strategy):
+class QuasiGlobal(DecentralisedMomentum):
     r"""Step along a momentum that follows the displacement of the mixed parameters (QG-DmSGD).
 
     With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
@@ -55,8 +52,7 @@ class QuasiGlobal(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
-        check_momentum(self.momentum)
+        DecentralisedMomentum.__post_init__(self)
         if self.memory is not None and not 0 <= self.memory < 1:
             raise ConfigError(f"memory={self.memory}: must lie in [0, 1); None takes the momentum's value")
 
@@ -65,37 +61,17 @@ class QuasiGlobal(Strategy):
         r"""$\mu$, in numbers."""
         return self.momentum if self.memory is None else self.memory
 
-    def check(self, size: int) -> None:
-        """Refuse graphs that move the average, and those on which this much momentum diverges."""
-        check_average_kept(self, self.topology, size)
-        check_stable(
-            self,
-            self.topology,
-            size,
-            lambda b: quasi_global(b, memory=b if self.memory is None else self.memory, nesterov=self.nesterov),
-            self.momentum,
-        )
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        refuse_momentum(optimizer, self)
-
-    def start(self, r: Replica) -> None:
-        """Begin without momentum."""
-        check_resolution(r.x, self)
-        r.scratch("anchor")
-        r.scratch("momentum")
-
-    def before_step(self, r: Replica) -> None:
-        """Remember where the step begins."""
-        r.state["anchor"].copy_(r.x)
+    @property
+    def differences(self) -> Callable[[float], Disagreement]:
+        """Of either form, with the memory that goes with a momentum."""
+        return lambda b: quasi_global(b, memory=b if self.memory is None else self.memory, nesterov=self.nesterov)
 
     def after_step(self, r: Replica) -> None:
         """Add the momentum to the optimizer's step, mix, and see where that led."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
         if self.nesterov:
+            # Away from where the step began: (1 + beta) times the optimizer's step.
             r.x.lerp_(displacement, -self.momentum)
         descend_(r.x, momentum, r.lr, self.momentum**2 if self.nesterov else self.momentum)
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
-        gossip_(r.comm, r.x, peers, r.notice_distance).wait()
+        gossip_(r.comm, r.x, self.peers(r), r.notice_distance).wait()
         accumulate_(momentum, displacement.sub_(r.x), r.lr, keep=self.kept, add=1 - self.kept)
