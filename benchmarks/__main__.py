@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import compressed, coreset, stragglers
 from laconic.emulate import Network, available, parse_links, run_workers
 from laconic.runs.comparison import Comparison, compare
-from laconic.runs.resolve import resolve
+from laconic.runs.defaults import resolve
 
 WORKERS = 4
 Row = tuple[str, str, str, str]

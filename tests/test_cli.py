@@ -1,5 +1,6 @@
 """The command line: help, versions, and what is refused in one message."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -47,6 +48,24 @@ def test_commands_import_neither_each_other_nor_training():
     probe = "import sys; from laconic.cli import main; main(['--help']); print('laconic.runs' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "demo"])
+def test_the_help_of_a_command_does_not_import_torch(name):
+    probe = f"import sys; from laconic.cli import main; main(['{name}', '--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_every_setting_is_an_option_of_train_with_its_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    hidden = {"timeline_steps", "command"}
+    named = {field.name for field in dataclasses.fields(Settings)} - hidden - {"model"} | {"model_size"}
+    assert all(f"--{name.replace('_', '-')} " in out for name in named)
+    assert not any(f"--{name.replace('_', '-')}" in out for name in hidden)
+    assert "steps over which the learning rate rises to its peak." in " ".join(out.replace("│", "").split())
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):

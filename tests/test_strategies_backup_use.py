@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from laconic import BackupWorkers, Comm, ConfigError, run_threads
+from laconic.runs.defaults import resolve
 from laconic.runs.driver import launch
-from laconic.runs.resolve import resolve
 from tests.engine import attach
 
 

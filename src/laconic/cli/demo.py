@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.compare import report, run, show, title
 from laconic.cli.console import err, out
-from laconic.cli.train import default_folder
+from laconic.cli.options import command_line, default_folder
 
 if TYPE_CHECKING:
     from laconic.runs import Settings
@@ -22,15 +20,15 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small language model of Python's own sources with four workers over 100 Mbit links, in five ways.
+    """Train a small language model of Python's own sources with four workers over 100 Mbit links, with five strategies.
 
-    Each way gets the same seconds of training, the same first parameters and the same data in the same order. Where
-    this machine does not allow network namespaces, the workers speak over its own loopback instead.
+    Each gets the same seconds of training, the same first parameters and the same data in the same order. Where
+    this machine does not allow network namespaces, the workers use its loopback interface instead.
 
     Args:
-        seconds: training time for each.
-        link: of each worker.
-        out: the folder; runs/text-demo-TIME unless given.
+        seconds: training time for each strategy.
+        link: the link of each worker, such as 100mbit.
+        out: the comparison's folder; runs/text-demo-TIME unless given.
     """
 
     seconds: float = 16.0
@@ -38,7 +36,7 @@ class Demo:
     out: Path | None = None
 
     def __call__(self) -> int:
-        """Run the five, print the table, and say how to read it."""
+        """Run the five, print the table, and explain it."""
         settings = self._settings()
         folder = self.out or default_folder(settings.task, "demo")
         done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
@@ -57,7 +55,7 @@ class Demo:
         reason = available()
         if reason is not None:
             err.print(f"No slow links here: {reason}.", markup=False)
-            err.print("The workers speak over this machine's own loopback, which nothing slows down.", markup=False)
+            err.print("The workers use this machine's loopback interface, which nothing slows down.", markup=False)
         asked = {
             "task": "text",
             "model": "0.5m",
@@ -68,8 +66,9 @@ class Demo:
             "batch_size": 4,
             "warmup_steps": 10,
             "eval_limit": 64,
+            "command": command_line(),
         }
-        return replace(resolve(asked), command=shlex.join(["laconic", *sys.argv[1:]]))
+        return resolve(asked)
 
 
 def reading(summaries: Sequence[Fields]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_text
 import math
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.cli.console import err, out
-from laconic.cli.train import default_folder
+from laconic.cli.options import command_line, default_folder
 from laconic.cli.trials import headings_of, lines_of, rows_of, show, watched, words_of
 from laconic.errors import ConfigError
 
@@ -249,7 +248,7 @@ class Sweep:
             "best_knobs": dict(best[0].trial.knobs),
             "given_up": sum(each.stopped for each in best),
             "diverged": sum(not math.isfinite(each.loss) for each in best),
-            "command": shlex.join(["laconic", *sys.argv[1:]]),
+            "command": command_line(),
         }
 
     def _checked(self, plan: Plan, outcomes: Sequence[Outcome], seconds: float) -> Fields:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from laconic.errors import ConfigError
+from laconic.runs.defaults import check_recipe
 from laconic.runs.driver import Listener, launch, unheard
 from laconic.runs.folder import Fields, RunFolder
 from laconic.runs.optimizer import check_optimizer
 from laconic.runs.recipes import parse_recipe
-from laconic.runs.resolve import check_recipe
 from laconic.runs.settings import Settings
 
 

@@ -11,10 +11,10 @@ from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.one_bit_lamb import OneBitLamb
 from laconic.optimizers.zero_one_adam import ZeroOneAdam
 from laconic.runs.recipes import Recipe
-from laconic.runs.settings import Settings
+from laconic.runs.settings import OptimizerName, Settings
 from laconic.strategies.base import Strategy
 
-_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
+_ADAPTIVE: dict[OptimizerName, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
     "adamw": AdamW,
     "lamb": Lamb,
     "onebit-lamb": OneBitLamb,

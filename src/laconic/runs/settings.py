@@ -8,56 +8,62 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from laconic.errors import CheckpointError, ConfigError
 
-OPTIMIZERS = ("sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam")
-SCHEDULES = ("constant", "cosine")
-DEVICES = ("cpu", "cuda")
+OptimizerName = Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"]
+Schedule = Literal["constant", "cosine"]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """One run. Equal settings give equal numbers, but for what a budget of seconds or a target cuts off.
 
-    At least one of `steps`, `seconds` and `target_loss` ends the run; whichever is reached first.
+    At least one of `steps`, `seconds` and `target_loss` ends the run; whichever is reached first. The fields are also
+    options of the command line, with the texts below as their help (`laconic.cli.options`), where "unless given" says
+    what `resolve` fills in. Here `eval_every=None` evaluates about ten times, evenly in time, and `eval_limit=None`
+    takes all held-out examples.
 
     Args:
-        task: its name.
-        model: the named size of the task's model.
-        strategy: a recipe, or the name of one of torch's own methods.
-        workers: how many ranks train together.
-        tensor_parallel: rows and columns of the mesh that each copy of the model is cut over, such as "2x2"; None
-            leaves a whole copy to every worker.
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
+        model: a named size of the task's model.
+        strategy: a recipe such as "SlowMo(base=PushSum(), period=48)", or one of torch's own methods: ddp, ddp+bf16,
+            ddp+powersgd, post-local-sgd.
+        workers: how many processes train together.
+        tensor_parallel: rows and columns of the mesh of workers that each copy of a language model is split over, such
+            as 2x2; two copies train together on twice as many workers. A whole copy on every worker unless given.
         steps: optimizer steps.
-        seconds: a budget of training time; evaluation and set-up do not count.
-        target_loss: held-out loss, in nats, of the consensus model.
-        batch_size: examples a step and worker.
-        optimizer: one of `OPTIMIZERS`; "onebit-lamb" and "onebit-adam" can say their momenta, with
-            `CompressedMomentum()`, and "zero-one-adam" with `ZeroOne()`.
+        seconds: a budget of training time; set-up and evaluation do not count.
+        target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
+        batch_size: examples per step and worker.
+        optimizer: sgd, adamw or lamb; onebit-lamb and onebit-adam, whose momentum CompressedMomentum() can compress;
+            zero-one-adam, for ZeroOne().
         lr: the peak learning rate.
-        momentum: of sgd.
-        weight_decay: as the optimizer means it.
-        warmup_steps: steps over which the learning rate rises to `lr`.
-        schedule: "constant", or "cosine" down to a tenth of `lr` at the last step.
-        split: how training data are dealt to workers.
-        coreset: how each worker chooses the examples it trains on, as text; None is all of its own.
-        seed: of the first parameters, the deal and the order of data.
-        link: the emulated links, as text; None is the machine's own network.
-        slow: which workers compute slower, as text.
-        stall: which workers stall now and then, as text.
-        stop: which workers are stopped for a while, as text.
-        data: the folder of data files; None is LACONIC_DATA.
-        device: "cpu" or "cuda".
-        threads: threads of computation per worker.
-        eval_every: steps between evaluations; None is about ten of them, evenly in time.
-        eval_limit: held-out examples looked at; None is all.
-        save_every: steps between checkpoints; None saves none.
-        timeline_steps: steps whose intervals are recorded, early in the run.
-        deadline_seconds: how long a worker waits for the others.
+        momentum: momentum of sgd.
+        weight_decay: weight decay, as the optimizer defines it.
+        warmup_steps: steps over which the learning rate rises to its peak.
+        schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step.
+        split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group.
+        coreset: how each worker chooses the examples it trains on, such as "Craig(fraction=0.1, every=5)", or Random,
+            Stratified, KCenter, El2n, Grand or Crest; choosing them counts as training time. All of them unless given.
+        seed: seed of the initial parameters, of the division of the data and of their order.
+        link: emulated links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:10mbit. The
+            machine's own network unless given.
+        slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
+        stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
+        stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
+        data: the folder of data files; that of the environment variable LACONIC_DATA unless given.
+        device: cpu or cuda.
+        threads: threads of computation per worker; unless given, OMP_NUM_THREADS or the cores divided among the workers.
+        eval_every: steps between evaluations; about ten evaluations in a run unless given.
+        eval_limit: held-out examples per evaluation; 256 unless given.
+        save_every: steps between checkpoints; none are saved unless given.
+        timeline_steps: how many steps, early in the run, have their time intervals recorded.
+        deadline_seconds: how long a worker waits for the others; a minute, or more with slow links or workers, unless given.
         tensorboard: write TensorBoard events too.
-        command: what was typed, for the record.
+        command: the command line, for the record.
 
     Raises:
         ConfigError: a value out of its range.
@@ -72,12 +78,12 @@ class Settings:
     seconds: float | None = None
     target_loss: float | None = None
     batch_size: int = 32
-    optimizer: str = "sgd"
+    optimizer: OptimizerName = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    schedule: str = "constant"
+    schedule: Schedule = "constant"
     split: str = "iid"
     coreset: str | None = None
     seed: int = 0
@@ -86,7 +92,7 @@ class Settings:
     stall: str | None = None
     stop: str | None = None
     data: str | None = None
-    device: str = "cpu"
+    device: Device = "cpu"
     threads: int = 1
     eval_every: int | None = None
     eval_limit: int | None = 256
@@ -97,22 +103,21 @@ class Settings:
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "batch_size", "threads"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("steps", "eval_every", "eval_limit", "save_every"):
+        for name in ("workers", "batch_size", "threads", "steps", "eval_every", "eval_limit", "save_every"):
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "timeline_steps", "seed"):
             _at_least(name, getattr(self, name), 0)
         for name in ("seconds", "target_loss", "lr", "deadline_seconds"):
-            _positive(name, getattr(self, name))
-        for name in ("weight_decay",):
-            _at_least(name, getattr(self, name), 0)
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value}: must be a positive number")
+        _at_least("weight_decay", self.weight_decay, 0)
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
         parse_mesh(self.tensor_parallel, self.workers)
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("device", self.device, DEVICES)
+        for name, known in (("optimizer", OptimizerName), ("schedule", Schedule), ("device", Device)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
         if self.steps is None and self.seconds is None and self.target_loss is None:
             raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
         if self.schedule == "cosine" and self.steps is None:
@@ -195,13 +200,3 @@ def read_settings(path: Path) -> Settings:
 def _at_least(name: str, value: float | None, least: int) -> None:
     if value is not None and not value >= least:
         raise ConfigError(f"{name}={value}: must be at least {least}")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value}: must be a positive number")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(known)}")

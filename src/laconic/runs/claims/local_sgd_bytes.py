@@ -7,8 +7,8 @@ from typing import Any
 
 from laconic.emulate import available
 from laconic.runs.comparison import Comparison, compare
+from laconic.runs.defaults import resolve
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 
 _PERIOD = 8
 _LINK = "200mbit"

@@ -14,9 +14,9 @@ import torch
 
 from laconic.emulate import available
 from laconic.runs.comparison import compare
+from laconic.runs.defaults import resolve
 from laconic.runs.folder import RunFolder
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.curves import Curve, curves_of
 from laconic.runs.studies.leader_landscapes import Completion, Descent, double_well, go_down
 from laconic.strategies.elastic_averaging import EASGD

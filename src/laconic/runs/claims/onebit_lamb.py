@@ -10,8 +10,8 @@ from typing import Any
 
 from laconic.emulate import available
 from laconic.runs.comparison import Comparison, compare
+from laconic.runs.defaults import resolve
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.curves import Curve, curves_of
 from laconic.runs.studies.onebit_stages import Stages, stages_of, step_seconds, volume_by_formula
 

@@ -10,9 +10,9 @@ from statistics import fmean, median
 from laconic.emulate import available
 from laconic.recipe import parse
 from laconic.runs.comparison import Comparison, compare
+from laconic.runs.defaults import resolve
 from laconic.runs.folder import Fields
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.threads import Schedule, train_on_threads
 from laconic.tasks import Task, load
 

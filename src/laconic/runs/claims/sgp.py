@@ -11,8 +11,8 @@ from typing import Any
 from laconic.emulate import available
 from laconic.recipe import WORDS
 from laconic.runs.comparison import compare
+from laconic.runs.defaults import resolve
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.curves import Curve, curves_of
 
 LINK = "100mbit"

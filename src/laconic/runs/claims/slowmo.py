@@ -9,8 +9,8 @@ from math import sqrt
 from statistics import fmean, median, stdev
 
 from laconic.runs.comparison import Comparison, compare
+from laconic.runs.defaults import resolve
 from laconic.runs.reproductions import Attempt, Claim, Result
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.slow_steps import Figures, Kept, Plan, Run, Runs, Told, Trial, best, tuned
 from laconic.tasks import load
 

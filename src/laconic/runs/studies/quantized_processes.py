@@ -11,9 +11,9 @@ import torch
 from laconic.emulate import available
 from laconic.recipe import brief
 from laconic.runs.comparison import compare
+from laconic.runs.defaults import resolve
 from laconic.runs.driver import Listener
 from laconic.runs.folder import Fields
-from laconic.runs.resolve import resolve
 from laconic.runs.studies.quantized_threads import Learned
 from laconic.runs.studies.threads import Schedule
 from laconic.strategies.base import Strategy
