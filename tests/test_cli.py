@@ -207,7 +207,7 @@ def test_the_demos_words_follow_its_figures():
     assert "LocalSGD has the lowest held-out loss, 2.500 against 3.000" in words
     assert "X did worse than ddp" in words
     words = reading([base, slow])
-    assert "Saying less made no steps faster" in words and "none reached a lower" in words
+    assert "Sending less made no steps faster" in words and "none reached a lower" in words
 
 
 def watched(terminal):

@@ -72,64 +72,50 @@ class Demo:
 
 
 def reading(summaries: Sequence[Fields]) -> str:
-    """One paragraph on what the figures say, whichever way they fell out.
+    """One paragraph on what the figures mean, whatever they are.
 
     Args:
-        summaries: of runs of equal training time; the first is the yardstick.
+        summaries: of runs of equal training time; the others are compared with the first.
     """
     base, *others = summaries
-    twins = [each for each in others if _says_as_much(each, base)]
-    rivals = [each for each in others if each not in twins]
-    words = [_waiting(base), *(_twin(each, base) for each in twins)]
-    if rivals:
-        words += [_pace(base, rivals), *_quality(base, rivals)]
-    return " ".join(words)
-
-
-def _waiting(base: Fields) -> str:
-    share = base["exposed_seconds_per_step"] / base["seconds_per_step"]
-    return (
-        f"In {base['seconds']:.0f} s of training {base['strategy']} took {base['steps']} steps and spent {share:.0%} "
-        f"of them waiting for the network; it sends {_megabytes(base)} per worker and step."
-    )
-
-
-def _twin(twin: Fields, base: Fields) -> str:
-    """A word on one that says the same; all that may differ is the time it takes."""
-    ratio = base["seconds_per_step"] / twin["seconds_per_step"]
-    return f"{_called(twin)} sends the same and makes {ratio:.2f} times as many steps in a second."
-
-
-def _pace(base: Fields, rivals: Sequence[Fields]) -> str:
-    fastest = min(rivals, key=lambda each: each["seconds_per_step"])
-    ratio = base["seconds_per_step"] / fastest["seconds_per_step"]
-    if ratio < 1.02:
-        return f"Saying less made no steps faster than those of {base['strategy']}: the link is not what holds it back."
-    return (
-        f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
-        f"{fastest['steps']} steps in the same time."
-    )
-
-
-def _quality(base: Fields, rivals: Sequence[Fields]) -> list[str]:
-    """What the time that was gained is worth, in held-out loss."""
-    best = min(rivals, key=lambda each: each["eval_loss"])
-    worse = [each for each in rivals if each["eval_loss"] > base["eval_loss"]]
-    if best in worse:
-        return [f"At equal time none reached a lower held-out loss than {base['strategy']} ({base['eval_loss']:.3f})."]
+    base_bytes, base_pace = base["payload_bytes_per_worker_per_step"], base["seconds_per_step"]
+    rivals: list[Fields] = []
     words = [
-        f"At equal time {_called(best)} has the lowest held-out loss, {best['eval_loss']:.3f} "
-        f"against {base['eval_loss']:.3f}."
+        f"In {base['seconds']:.0f} s of training {base['strategy']} took {base['steps']} steps and spent "
+        f"{base['exposed_seconds_per_step'] / base_pace:.0%} of them waiting for the network; it sends "
+        f"{_megabytes(base)} per worker and step."
     ]
+    for each in others:
+        if abs(each["payload_bytes_per_worker_per_step"] - base_bytes) <= 0.01 * base_bytes:
+            ratio = base_pace / each["seconds_per_step"]
+            words.append(f"{_called(each)} sends the same and makes {ratio:.2f} times as many steps in a second.")
+        else:
+            rivals.append(each)
+    if not rivals:
+        return " ".join(words)
+    fastest = min(rivals, key=lambda each: each["seconds_per_step"])
+    ratio = base_pace / fastest["seconds_per_step"]
+    if ratio < 1.02:
+        words.append(
+            f"Sending less made no steps faster than those of {base['strategy']}: the link is not what holds it back."
+        )
+    else:
+        words.append(
+            f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
+            f"{fastest['steps']} steps in the same time."
+        )
+    best = min(rivals, key=lambda each: each["eval_loss"])
+    loss = base["eval_loss"]
+    if best["eval_loss"] > loss:
+        words.append(f"At equal time none reached a lower held-out loss than {base['strategy']} ({loss:.3f}).")
+        return " ".join(words)
+    words.append(
+        f"At equal time {_called(best)} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}."
+    )
+    worse = " and ".join(_called(each) for each in rivals if each["eval_loss"] > loss)
     if worse:
-        names = " and ".join(_called(each) for each in worse)
-        words.append(f"{names} did worse than {base['strategy']}: saying less is not free.")
-    return words
-
-
-def _says_as_much(one: Fields, other: Fields) -> bool:
-    own, others = one["payload_bytes_per_worker_per_step"], other["payload_bytes_per_worker_per_step"]
-    return abs(own - others) <= 0.01 * others
+        words.append(f"{worse} did worse than {base['strategy']}: sending less is not free.")
+    return " ".join(words)
 
 
 def _called(summary: Fields) -> str:

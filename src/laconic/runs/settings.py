@@ -56,12 +56,14 @@ class Settings:
         stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
         data: the folder of data files; that of the environment variable LACONIC_DATA unless given.
         device: cpu or cuda.
-        threads: threads of computation per worker; unless given, OMP_NUM_THREADS or the cores divided among the workers.
+        threads: threads of computation per worker; OMP_NUM_THREADS, or the cores divided among the workers,
+            unless given.
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
         timeline_steps: how many steps, early in the run, have their time intervals recorded.
-        deadline_seconds: how long a worker waits for the others; a minute, or more with slow links or workers, unless given.
+        deadline_seconds: how long a worker waits for the others; a minute, or more with slow links or workers,
+            unless given.
         tensorboard: write TensorBoard events too.
         command: the command line, for the record.
 
