@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laconic import AllReduce, Comm, CountingComm, run_threads
 from laconic.buckets import Backward, cut
-from laconic.comm.base import Work, arrived
+from laconic.comm.work import Work, arrived
 from laconic.flat import lay_out, views
 from laconic.replica import Replica
 from tests.engine import attach, batch, batches, drawn, flat, momentum

@@ -26,7 +26,7 @@ from laconic import (
     SlowMo,
     Strategy,
 )
-from laconic.comm.base import nbytes_of
+from laconic.comm.work import nbytes_of
 from laconic.plan.traffic import DryRun
 from tests.oracles import irregular_targets
 from tests.problems import Irregular

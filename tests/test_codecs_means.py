@@ -20,9 +20,9 @@ from laconic.codecs.quantize import Quantize
 from laconic.codecs.random_k import RandomK
 from laconic.codecs.sketch import Sketch
 from laconic.codecs.top_k import TopK
-from laconic.comm.base import Work
 from laconic.comm.group import comm_for
 from laconic.comm.threads import Hub, ThreadComm, alone
+from laconic.comm.work import Work
 from laconic.reduce import coded_exchange, coded_mean_, two_stage_mean_
 from laconic.stages import TwoStageMean, launched, pieces
 from laconic.topology import Ring

@@ -14,7 +14,7 @@ from laconic import AllReduce, Codec, Comm
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.one_bit import OneBit
 from laconic.codecs.random_k import RandomK
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.optimizers import base
 from laconic.optimizers.one_bit_adam import OneBitAdam
 from laconic.optimizers.zero_one_adam import ZeroOneAdam

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic import Comm, ConfigError, CountingComm, DeadlineError, MismatchError, PeerLostError, Work, run_threads
-from laconic.comm.base import Meter, arrived
+from laconic.comm.work import Meter, arrived
 from tests.comm_calls import CALLS, SIZES, figures
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from laconic import AllReduce, LocalSGD
-from laconic.comm.base import Interval
 from laconic.comm.threads import run_threads
+from laconic.comm.work import Interval
 from laconic.errors import CheckpointError, ConfigError
 from laconic.runs import Settings, parse_recipe, resolve
 from laconic.runs.agenda import Agenda

@@ -184,6 +184,6 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
 def test_a_parameter_that_is_not_sharded_is_its_own_part() -> None:
     def work(comm: laconic.Comm) -> str:
         attached = attach(comm, LocalSGD(2))
-        return str(attached._own("here"))  # pyright: ignore[reportPrivateUsage]
+        return str(attached.own_folder("here"))
 
     assert laconic.run_threads(2, work) == ["here", "here"]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from laconic import AllReduce, Comm, ConfigError, run_threads
 from laconic.arrivals.planes import Plane
-from laconic.comm.base import Work
 from laconic.comm.counting import CountingComm
 from laconic.comm.threads import ThreadComm
+from laconic.comm.work import Work
 from laconic.plan.traffic import DryRun
 from laconic.strategies.backup_workers import BackupWorkers
 from tests.engine import attach, batches, flat, momentum, net, steps, threads

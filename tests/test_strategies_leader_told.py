@@ -14,11 +14,11 @@ import laconic
 from laconic import Comm, ConfigError, CountingComm, Local, Replica, run_threads
 from laconic.election import (
     Metric,
-    as_number,
     ballot,
     elect,
     winner,
 )
+from laconic.replica import as_number
 from laconic.strategies.leader import LSGD
 from laconic.strategies.leader_gradient import LGD
 from tests.leader_runs import DoubleWell, begin, go_on, losses_of, together, train

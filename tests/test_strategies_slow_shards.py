@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
-from laconic.comm.base import nbytes_of
+from laconic.comm.work import nbytes_of
 from laconic.means import mean_part, part_of, ring_sum_, spread_, weighted_mean_
 from laconic.outer import Outer
 from laconic.plan import explain

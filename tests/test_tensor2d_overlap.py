@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
 from laconic.tensor2d.costs import backward_elements, product_elements
 from tests.oracles_tensor2d import MESHES, block_of, drawn, joined, run

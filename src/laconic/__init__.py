@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from laconic.codecs.sketch import Sketch
     from laconic.codecs.terngrad import TernGrad
     from laconic.codecs.top_k import TopK
-    from laconic.comm.base import Comm, Meter, Work
+    from laconic.comm.base import Comm
     from laconic.comm.counting import CountingComm
     from laconic.comm.group import GroupComm
     from laconic.comm.threads import ThreadComm, run_threads
+    from laconic.comm.work import Meter, Work
     from laconic.election import Metric
     from laconic.errors import (
         CheckpointError,
@@ -105,10 +106,11 @@ _PLACES = {
     "attached": "Attached attach",
     "codecs.base": "Codec",
     "codecs.cast": "Bf16 Fp16 Fp32 Fp8",
-    "comm.base": "Comm Meter Work",
+    "comm.base": "Comm",
     "comm.counting": "CountingComm",
     "comm.group": "GroupComm",
     "comm.threads": "ThreadComm run_threads",
+    "comm.work": "Meter Work",
     "errors": (
         "CheckpointError CommError ConfigError DeadlineError LaconicError MismatchError NonFiniteError PeerLostError"
     ),

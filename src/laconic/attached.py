@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,58 +15,30 @@ from laconic import checkpoint, joining
 from laconic.buckets import Backward, Bucket, cut
 from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
-from laconic.election import as_number
 from laconic.errors import ConfigError
 from laconic.evaluation import as_evaluated, refuse_movers
-from laconic.flat import Segment, copy_each_, flatten, lay_out, views
+from laconic.flat import copy_each_, flatten, lay_out, views
 from laconic.handshake import agree, facts_of
+from laconic.mesh_replicas import fitting_block, vectors_of
 from laconic.moments import Moments
 from laconic.parameters import by_kind, learning_rate, trained
 from laconic.recipe import brief
-from laconic.replica import Replica
+from laconic.replica import Replica, as_number
 from laconic.scaling import share_skips
-from laconic.shards import Shards, folder_of, is_sharded, local
+from laconic.shards import Shards, is_sharded, local
 from laconic.strategies.base import Strategy
 from laconic.tensor2d.mesh import Mesh3D
-from laconic.tensor2d.replicas import fitting_block, vectors_of
+from laconic.worker_state import WorkerState
 
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
 
 
-class Attached:
+class Attached(WorkerState):
     """One worker's model under a strategy; made by `attach`.
 
     The user's loop stays as it was. Models whose parameters have several dtypes or devices have several replicas.
-
-    Attributes:
-        replicas: the flat vectors and their state, one for each (dtype, device).
-        shards: parameters of which this rank holds a part.
-        strategy: the recipe.
-        comm: the ranks; `comm.meter` holds bytes and seconds.
-        scaler: the loop's GradScaler, where it has one.
-        block: a name for the part of the model that this rank holds, where it is cut over a mesh.
-        undo: what `detach` undoes.
     """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.strategy = strategy
-        self.comm = comm
-        self.seed = seed
-        self.replicas: list[Replica] = []
-        self.layouts: list[tuple[list[nn.Parameter], tuple[Segment, ...]]] = []
-        self.shards = Shards(model, [])
-        self.backward: Backward | None = None
-        self.scaler: torch.amp.GradScaler | None = None
-        self.block = ""
-        self.undo = ExitStack()
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.replicas[0].step
 
     # -- the training step ---------------------------------------------------------------------------------------
 
@@ -163,11 +135,6 @@ class Attached:
 
     # -- what the workers know together --------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait for every message in flight, using none of them yet."""
-        for replica in self.replicas:
-            replica.settle()
-
     @contextmanager
     def consensus(self) -> Generator[nn.Module]:
         """The model all workers agree on, for evaluation and export; every rank must enter.
@@ -241,7 +208,7 @@ class Attached:
             CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
         """
-        return checkpoint.save(self, self._own(folder), dict(extra or {}))
+        return checkpoint.save(self, self.own_folder(folder), dict(extra or {}))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from the newest whole checkpoint in `folder`; returns the `extra` saved with it.
@@ -249,11 +216,7 @@ class Attached:
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another recipe, model or world size.
         """
-        return checkpoint.load(self, self._own(folder))
-
-    def _own(self, folder: str | Path) -> Path:
-        """Where the ranks that hold the same parts of the model keep their checkpoints."""
-        return Path(folder) / (self.block or folder_of(p for parameters, _ in self.layouts for p in parameters))
+        return checkpoint.load(self, self.own_folder(folder))
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""

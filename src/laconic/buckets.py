@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.flat import Segment, copy_each_, views
 from laconic.replica import Replica
 from laconic.shards import is_sharded, local, whole_like

@@ -13,26 +13,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laconic.comm.base import arrived
+from laconic.comm.work import arrived
 from laconic.errors import CheckpointError, NonFiniteError
 from laconic.handshake import describe_tensor, gather_texts
 from laconic.part import Part
 from laconic.recipe import brief
 from laconic.shards import local, rewrap_, unwrap
-
-if TYPE_CHECKING:
-    from laconic.attached import Attached
+from laconic.worker_state import WorkerState
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
-def state_of(attached: Attached) -> dict[str, Any]:
+def state_of(attached: WorkerState) -> dict[str, Any]:
     """Everything one rank remembers, as nested dicts of tensors and JSON values."""
     attached.settle()
     attached.shards.read()
@@ -52,7 +50,7 @@ def state_of(attached: Attached) -> dict[str, Any]:
     }
 
 
-def restore(attached: Attached, state: Mapping[str, Any]) -> None:
+def restore(attached: WorkerState, state: Mapping[str, Any]) -> None:
     """Put `state_of` back; refuse one that belongs elsewhere before touching anything."""
     _refuse_stranger(attached, state)
     attached.settle()
@@ -76,7 +74,7 @@ def restore(attached: Attached, state: Mapping[str, Any]) -> None:
     attached.comm.step = attached.step
 
 
-def _others(attached: Attached) -> dict[str, Tensor]:
+def _others(attached: WorkerState) -> dict[str, Tensor]:
     """The model's buffers, and the parameters that the optimizer does not move, by name."""
     moved = {id(p) for parameters, _ in attached.layouts for p in parameters}
     parameters = {name: local(p.detach()) for name, p in attached.model.named_parameters() if id(p) not in moved}
@@ -88,7 +86,7 @@ def _home(like: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
     return like.device if like is not None and like.shape == saved.shape else x.device
 
 
-def _identity(attached: Attached) -> dict[str, str]:
+def _identity(attached: WorkerState) -> dict[str, str]:
     """What a checkpoint and a run must have in common."""
     groups = [len(group["params"]) for group in attached.optimizer.param_groups]
     return {
@@ -106,7 +104,7 @@ def _identity(attached: Attached) -> dict[str, str]:
     }
 
 
-def _refuse_stranger(attached: Attached, state: Mapping[str, Any]) -> None:
+def _refuse_stranger(attached: WorkerState, state: Mapping[str, Any]) -> None:
     ours, theirs = _identity(attached), state["identity"]
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
@@ -115,7 +113,7 @@ def _refuse_stranger(attached: Attached, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
 
 
-def save(attached: Attached, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
+def save(attached: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
     """Write every rank's part, then commit; keep the newest `keep` checkpoints."""
     content = {"state": state_of(attached), "extra": extra, "random": _random_state()}
     _refuse_non_finite(attached)
@@ -124,7 +122,7 @@ def save(attached: Attached, folder: Path, extra: dict[str, Any], *, keep: int =
     return part.home
 
 
-def write_together(attached: Attached, part: Part, content: dict[str, Any], *, keep: int) -> None:
+def write_together(attached: WorkerState, part: Part, content: dict[str, Any], *, keep: int) -> None:
     """Write every rank's part, then let it count; keep the newest `keep` steps."""
     try:
         aside = together(attached, part.home, lambda: part.write_aside(content))
@@ -145,7 +143,7 @@ def _tidy(part: Part, keep: int) -> None:
                 Part(home, rank).remove()
 
 
-def load(attached: Attached, folder: Path) -> dict[str, Any]:
+def load(attached: WorkerState, folder: Path) -> dict[str, Any]:
     """Restore the newest step that is whole on every rank."""
     comm, device = attached.comm, attached.replicas[0].x.device
     mine = whole_steps(folder, comm.rank)
@@ -161,7 +159,7 @@ def load(attached: Attached, folder: Path) -> dict[str, Any]:
     return content["extra"]
 
 
-def _read_own(attached: Attached, part: Part) -> dict[str, Any]:
+def _read_own(attached: WorkerState, part: Part) -> dict[str, Any]:
     content = part.read()
     _refuse_stranger(attached, content["state"])
     return content
@@ -179,7 +177,7 @@ def whole_steps(folder: Path, rank: int) -> list[int]:
     return [step for step, home in _steps(folder) if Part(home, rank).path.exists()]
 
 
-def together(attached: Attached, home: Path, work: Callable[[], T]) -> T:
+def together(attached: WorkerState, home: Path, work: Callable[[], T]) -> T:
     """The result of this rank's work at a checkpoint; raises on every rank what went wrong on any."""
     rank, results, problem = attached.comm.rank, list[T](), ""
     try:
@@ -194,7 +192,7 @@ def together(attached: Attached, home: Path, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _refuse_non_finite(attached: Attached) -> None:
+def _refuse_non_finite(attached: WorkerState) -> None:
     bad = [
         segment.name
         for replica, (_, segments) in zip(attached.replicas, attached.layouts, strict=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.comm.base import Comm
 from laconic.errors import ConfigError
-from laconic.replica import Replica
+from laconic.replica import Replica, as_number
 
 _LOW_BITS = 0x7FFFFFFF
 _NOT_FINITE = 0x7F800000
@@ -56,24 +56,6 @@ class Metric:
 
 
 Measure = Literal["window", "ema"] | Metric
-
-
-def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
-    """A number in fp32 on the device of `x`, without its history.
-
-    Args:
-        value: a number or a tensor of one element.
-        x: the parameters.
-        name: what it is, for the error.
-
-    Raises:
-        ConfigError: it has several elements.
-    """
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ConfigError(f"{name}: a tensor of shape {tuple(value.shape)}, not one number; take its mean")
-        return value.detach().reshape(()).to(x.device, torch.float32, copy=True)
-    return torch.tensor(float(value), dtype=torch.float32, device=x.device)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------

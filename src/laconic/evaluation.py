@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from laconic.errors import ConfigError
 from laconic.strategies.base import Strategy
-from laconic.strategies.probe import Probe
 
 
 def as_evaluated(optimizer: Optimizer) -> AbstractContextManager[Any]:
@@ -28,16 +27,9 @@ def refuse_movers(strategy: Strategy, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: with the recipe and what to use instead.
     """
-    if hasattr(optimizer, "evaluating") and _moves(strategy):
+    if hasattr(optimizer, "evaluating") and strategy.moves_parameters:
         raise ConfigError(
             f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
             "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
             "a round"
         )
-
-
-def _moves(strategy: Strategy) -> bool:
-    while isinstance(strategy, Probe):
-        strategy = strategy.base
-    kind = type(strategy)
-    return kind.before_step is not Strategy.before_step or kind.after_step is not Strategy.after_step

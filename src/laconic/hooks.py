@@ -11,8 +11,9 @@ from torch.futures import Future
 
 from laconic.codecs.base import Codec, check_feedback, draw_key
 from laconic.codecs.feedback import ErrorFeedback
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
+from laconic.comm.work import Work
 from laconic.errors import CheckpointError
 from laconic.reduce import coded_mean_
 

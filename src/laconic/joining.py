@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from laconic.errors import ConfigError
 from laconic.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from laconic.attached import Attached
+from laconic.worker_state import WorkerState
 
 Batch = TypeVar("Batch")
 
@@ -23,7 +21,7 @@ class _End:
 _END = _End()
 
 
-def join(attached: Attached, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
+def join(attached: WorkerState, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
     """Yield this rank's batches, then take the steps that other ranks still have data for."""
     lengths = _lengths(attached, len(batches) if isinstance(batches, Sized) else -1)
     counted = min(lengths) >= 0
@@ -60,12 +58,12 @@ def refuse_left_out(strategy: Strategy, *, find_unused: bool, scaled: bool) -> N
         )
 
 
-def _expect(attached: Attached, active: int) -> None:
+def _expect(attached: WorkerState, active: int) -> None:
     for replica in attached.replicas:
         replica.active = active
 
 
-def answer(attached: Attached) -> None:
+def answer(attached: WorkerState) -> None:
     """One step without a batch: no gradient of one's own, the exchanged one where gradients are exchanged."""
     attached.optimizer.zero_grad(set_to_none=True)
     if attached.backward is not None:
@@ -80,12 +78,12 @@ def answer(attached: Attached) -> None:
     attached.optimizer.zero_grad(set_to_none=True)
 
 
-def _lengths(attached: Attached, mine: int) -> list[int]:
+def _lengths(attached: WorkerState, mine: int) -> list[int]:
     length = torch.tensor([mine], device=attached.replicas[0].x.device)
     return [int(n.item()) for n in attached.comm.gather(length).wait()]
 
 
-def _vote(attached: Attached, has_batch: bool) -> int:
+def _vote(attached: WorkerState, has_batch: bool) -> int:
     """How many ranks have a batch for this step: 4 bytes per step, summed."""
     vote = torch.tensor([float(has_batch)], device=attached.replicas[0].x.device)
     return int(attached.comm.sum_(vote).wait().item())

@@ -8,7 +8,8 @@ from torch import Tensor
 from laconic.codecs.base import Codec, State, as_single, decoded, encoded, looked_over, worker_key
 from laconic.codecs.feedback import ErrorFeedback
 from laconic.codecs.header import Header, codec_number, seal, unseal
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
+from laconic.comm.work import Work
 from laconic.errors import CommError, NonFiniteError
 from laconic.stages import Errors, LinearMean, TwoStageMean, launched
 from laconic.topology.base import Peers

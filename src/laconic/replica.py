@@ -8,7 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
+from laconic.comm.work import Work
+from laconic.errors import ConfigError
 from laconic.moments import Moments
 
 T = TypeVar("T")
@@ -148,3 +150,21 @@ class Replica:
         if name not in self.state:
             self.state[name] = torch.zeros_like(self.x)
         return self.state[name]
+
+
+def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
+    """A number in fp32 on the device of `x`, without its history.
+
+    Args:
+        value: a number or a tensor of one element.
+        x: the parameters.
+        name: what it is, for the error.
+
+    Raises:
+        ConfigError: it has several elements.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{name}: a tensor of shape {tuple(value.shape)}, not one number; take its mean")
+        return value.detach().reshape(()).to(x.device, torch.float32, copy=True)
+    return torch.tensor(float(value), dtype=torch.float32, device=x.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from laconic.codecs.base import State
 from laconic.errors import CheckpointError
 from laconic.handshake import gather_texts
 from laconic.part import Part
-
-if TYPE_CHECKING:
-    from laconic.attached import Attached
+from laconic.worker_state import WorkerState
 
 _SIZE, _RANK = "the number of workers", "the rank"
 
@@ -41,7 +39,7 @@ def saved_size(folder: Path) -> int | None:
     return None if not steps else _size(_read(folder, steps[-1], 0))
 
 
-def load(attached: Attached, folder: Path) -> dict[str, Any]:
+def load(attached: WorkerState, folder: Path) -> dict[str, Any]:
     """Go on from the newest whole checkpoint in a folder, whatever number of workers wrote it; returns its `extra`.
 
     Raises:
@@ -50,10 +48,12 @@ def load(attached: Attached, folder: Path) -> dict[str, Any]:
     device = attached.replicas[0].x.device
     seen = gather_texts(attached.comm, json.dumps(saved_size(folder)).encode(), device)
     sizes = {json.loads(row) for row in seen}
-    return attached.load(folder) if sizes & {None, attached.comm.size} else load_resized(attached, folder)
+    if sizes & {None, attached.comm.size}:
+        return checkpoint.load(attached, attached.own_folder(folder))
+    return load_resized(attached, folder)
 
 
-def load_resized(attached: Attached, folder: Path) -> dict[str, Any]:
+def load_resized(attached: WorkerState, folder: Path) -> dict[str, Any]:
     """Restore the newest step that is whole, whatever number of workers wrote it, and return the `extra` beside it.
 
     Parameters must have been equal on all ranks, as they are where gradients or momenta are exchanged at every step;
@@ -76,7 +76,7 @@ def load_resized(attached: Attached, folder: Path) -> dict[str, Any]:
     return {**first["extra"], **(parts[attached.comm.rank]["extra"] if attached.comm.rank < len(parts) else {})}
 
 
-def resized(states: Sequence[Mapping[str, Any]], attached: Attached) -> dict[str, Any]:
+def resized(states: Sequence[Mapping[str, Any]], attached: WorkerState) -> dict[str, Any]:
     """One rank's state in a world of another size, from the states of all ranks as `Attached.state_dict` gave them.
 
     Raises:
@@ -94,7 +94,7 @@ def resized(states: Sequence[Mapping[str, Any]], attached: Attached) -> dict[str
     return {**first, "identity": identity, "replicas": replicas, "others": others}
 
 
-def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: Attached, size: int) -> list[dict[str, Any]]:
+def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: WorkerState, size: int) -> list[dict[str, Any]]:
     first = saved[0]
     for name, what in (("x", "parameters"), ("inflight", "messages in flight")):
         if not all(same(each[name], first[name]) for each in saved):
@@ -115,7 +115,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: Attached, siz
     return [{**first, "state": state} for state in shared]
 
 
-def _agreed_step(attached: Attached, folder: Path) -> int:
+def _agreed_step(attached: WorkerState, folder: Path) -> int:
     """The newest step of which every rank sees every part."""
     mine = [step for step in checkpoint.whole_steps(folder, 0) if _all_there(folder, step)]
     device = attached.replicas[0].x.device

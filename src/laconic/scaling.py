@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from laconic.attached import Attached
+from laconic.worker_state import WorkerState
 
 
-def share_skips(attached: Attached, scaler: torch.amp.GradScaler) -> None:
+def share_skips(attached: WorkerState, scaler: torch.amp.GradScaler) -> None:
     """Let an overflow on one rank skip the step on all, as GradScaler for sharded models does."""
     check, device = scaler._unscale_grads_, attached.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from laconic.codecs.base import Codec, State, as_single, encoded, looked_over, payload_like, worker_key
 from laconic.codecs.feedback import error_of, server_error_of
 from laconic.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
+from laconic.comm.work import Work
 from laconic.errors import CommError
 
 

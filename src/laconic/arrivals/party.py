@@ -22,8 +22,9 @@ from laconic.arrivals.round import Round
 from laconic.arrivals.rules import Rule
 from laconic.arrivals.sums import Ended, Sums, looking
 from laconic.arrivals.weakly import weak
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
 from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.comm.work import Work
 from laconic.errors import DeadlineError, MismatchError
 from laconic.letters import open_letters
 from laconic.replica import Replica

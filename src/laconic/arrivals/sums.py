@@ -13,7 +13,8 @@ from weakref import ref
 from torch import Tensor
 
 from laconic.arrivals.notes import Note
-from laconic.comm.base import Comm, Meter
+from laconic.comm.base import Comm
+from laconic.comm.work import Meter
 from laconic.errors import CommError, ConfigError
 from laconic.replica import Replica
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, Work, arrived
+from laconic.comm.base import Comm
 from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.comm.work import Work, arrived
 
 
 class CountingComm(Comm):
@@ -50,6 +51,7 @@ class CountingMailbox(Mailbox):
 
     def __init__(self, comm: Comm, like: Tensor, capacity: int) -> None:
         super().__init__(comm, like, capacity, threading.Condition())
+        self._wire = comm
         self._turn = 0
 
     def expect(self, frm: int, like: Tensor) -> Work[Letter]:
@@ -57,7 +59,7 @@ class CountingMailbox(Mailbox):
         step = self._comm.step
 
         def take() -> Letter:
-            return Letter(frm, step, 0, self._comm.exchange(like, [], [frm]).wait()[0])
+            return Letter(frm, step, 0, self._wire.exchange(like, [], [frm]).wait()[0])
 
         return Work(take, lambda: True)
 
@@ -65,7 +67,7 @@ class CountingMailbox(Mailbox):
         """Be written to."""
         for topic, desk in list(self._desks.items())[:1]:
             frm = desk.frm[self._turn % len(desk.frm)]
-            self._handle(Letter(frm, self._comm.step, topic, self._comm.exchange(desk.like, [], [frm]).wait()[0]))
+            self._handle(Letter(frm, self._comm.step, topic, self._wire.exchange(desk.like, [], [frm]).wait()[0]))
         self._turn += 1
         super().retry()
 
@@ -74,7 +76,7 @@ class CountingMailbox(Mailbox):
         self._closed = True
 
     def _carry(self, to: int, letter: Letter, number: int) -> None:
-        self._comm.exchange(letter.content, [to], [])
+        self._wire.exchange(letter.content, [to], [])
         self._edges[to].room_made += 1
 
     def _count(self, nbytes: int) -> None:

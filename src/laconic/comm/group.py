@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from laconic.comm.base import Comm, Work, nbytes_of
+from laconic.comm.base import Comm
 from laconic.comm.mailbox.base import Mailbox
 from laconic.comm.threads import alone
+from laconic.comm.work import Work, nbytes_of
 from laconic.errors import CommError, ConfigError, DeadlineError, PeerLostError
 from laconic.roll_call import RollCall
 

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, Work, describe
+from laconic.comm.base import Comm
 from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.comm.work import Work, describe
 from laconic.errors import DeadlineError, MismatchError, PeerLostError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from laconic.codecs.cast import Bf16
-from laconic.comm.base import nbytes_of
+from laconic.comm.work import nbytes_of
 from laconic.errors import ConfigError
 from laconic.plan.traffic import DryRun, Step, busiest, methods
 from laconic.recipe import brief

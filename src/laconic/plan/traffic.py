@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from laconic.buckets import cut
-from laconic.comm.base import Meter, Work, nbytes_of
 from laconic.comm.counting import CountingComm
+from laconic.comm.work import Meter, Work, nbytes_of
 from laconic.flat import lay_out
 from laconic.replica import Replica
 from laconic.strategies.base import Strategy

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from laconic import resizing
 from laconic.attached import Attached
-from laconic.comm.base import Interval
+from laconic.comm.work import Interval
 
 
 class Engine(Protocol):

@@ -30,7 +30,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.comm.base import Comm, Interval, nbytes_of
+from laconic.comm.base import Comm
+from laconic.comm.work import Interval, nbytes_of
 from laconic.errors import ConfigError, PeerLostError
 from laconic.flat import copy_each_, flatten, lay_out, views
 from laconic.runs.engine import GradientClock

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.attached import attach
-from laconic.comm.base import Interval
 from laconic.comm.counting import CountingComm
+from laconic.comm.work import Interval
 from laconic.errors import ConfigError
 from laconic.runs.engine import LaconicEngine
 from laconic.runs.settings import Settings

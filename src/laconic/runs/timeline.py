@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from laconic.comm.base import Comm, Interval
+from laconic.comm.base import Comm
+from laconic.comm.work import Interval
 from laconic.handshake import gather_texts
 from laconic.runs.engine import Engine
 

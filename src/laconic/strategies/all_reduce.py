@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.codecs.base import Codec, check_feedback, draw_key
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.kinds import check_kinds
 from laconic.reduce import coded_mean_, mean_
 from laconic.replica import Replica

@@ -9,8 +9,8 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Work
 from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.comm.work import Work
 from laconic.election import (
     Measure,
     elect,

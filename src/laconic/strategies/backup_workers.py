@@ -12,7 +12,7 @@ from laconic.arrivals.log import LOG, USED, begin_log, write_log
 from laconic.arrivals.meeting import open_party, party_of
 from laconic.arrivals.planes import Plane
 from laconic.arrivals.rules import Choice
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.reduce import mean_

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.reduce import mean_
 from laconic.replica import Replica
 
@@ -43,6 +43,16 @@ class Strategy(ABC):  # noqa: B024
     def reads_gradient(self) -> bool:
         """Whether `before_step` needs `r.g`, and may rewrite it."""
         return False
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether it has a hook before or after the optimizer's step, where it may change `r.x` or the gradient.
+
+        An optimizer that computes the parameters from its own state at every step would undo such a change. A wrapper
+        that only looks answers as its base.
+        """
+        kind = type(self)
+        return kind.before_step is not Strategy.before_step or kind.after_step is not Strategy.after_step
 
     def room_for_gradient(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""

@@ -13,7 +13,7 @@ from laconic.bits import MOST, square_of
 from laconic.codecs.base import draw_key
 from laconic.codecs.cast import Fp32
 from laconic.codecs.quantize import Quantize
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.replica import Replica

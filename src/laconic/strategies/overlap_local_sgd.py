@@ -6,7 +6,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from laconic.comm.base import arrived
+from laconic.comm.work import arrived
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.reduce import mean_

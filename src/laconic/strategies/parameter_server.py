@@ -11,8 +11,8 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Work
 from laconic.comm.mailbox.base import Letter, Mailbox
+from laconic.comm.work import Work
 from laconic.kinds import check_kinds
 from laconic.letters import open_letters
 from laconic.replica import Replica

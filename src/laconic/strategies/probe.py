@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.heterogeneity import NAMES, estimate
 from laconic.kinds import check_kinds
@@ -73,6 +73,11 @@ class Probe(Strategy):
     def reads_gradient(self) -> bool:
         """As the base."""
         return self.base.reads_gradient
+
+    @property
+    def moves_parameters(self) -> bool:
+        """As the base: looking moves nothing."""
+        return self.base.moves_parameters
 
     def check(self, size: int) -> None:
         """As the base."""

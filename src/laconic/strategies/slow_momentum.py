@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codecs.base import Codec, check_feedback
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.means import mean_part, part_of, spread_

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from laconic.codecs.base import Codec, State, draw_key
 from laconic.codecs.feedback import resize_errors
 from laconic.codecs.one_bit import OneBit
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.optimizers.replica_view import replica_view

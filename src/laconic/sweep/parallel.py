@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from laconic.attached import Attached, attach
 from laconic.codecs.cast import Bf16, Fp16
-from laconic.comm.base import Comm, arrived
+from laconic.comm.base import Comm
 from laconic.comm.group import Group, comm_for
+from laconic.comm.work import arrived
 from laconic.errors import ConfigError
 from laconic.flat import Segment, copy_each_, flatten, lay_out, views
 from laconic.fusion.array import FusedArray

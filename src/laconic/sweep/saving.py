@@ -6,26 +6,42 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from laconic import checkpoint, resizing
 from laconic.errors import CheckpointError
+from laconic.fusion.array import FusedArray
 from laconic.fusion.checkpoints import check, outline_of, part_ages, restore_outline
+from laconic.fusion.optimizers.base import FusedOptimizer
+from laconic.fusion.scaling import GradScaler
+from laconic.fusion.schedules import Schedules
+from laconic.fusion.store import Selection
 from laconic.handshake import gather_texts
 from laconic.part import Part
 from laconic.recipe import brief
-
-if TYPE_CHECKING:
-    from laconic.attached import Attached
-    from laconic.fusion.scaling import GradScaler
-    from laconic.fusion.schedules import Schedules
-    from laconic.sweep.parallel import ParallelArray
+from laconic.worker_state import WorkerState
 
 Fields = dict[str, Any]
 
 
+class Saveable(Protocol):
+    """What is saved and loaded: a `ParallelArray`, whose module imports this one."""
+
+    array: FusedArray
+    optimizer: FusedOptimizer
+
+    @property
+    def attached(self) -> WorkerState:
+        """The array as one worker."""
+        ...
+
+    def select(self, indices: Sequence[int]) -> Selection:
+        """Keep some models; the worker is another one afterwards."""
+        ...
+
+
 def save(
-    parallel: ParallelArray,
+    parallel: Saveable,
     folder: Path,
     *,
     schedules: Schedules | None,
@@ -37,7 +53,7 @@ def save(
     attached = parallel.attached
     outline = outline_of(parallel.array, optimizer=parallel.optimizer, schedules=schedules, scaler=scaler)
     content = {
-        "state": attached.state_dict(),
+        "state": checkpoint.state_of(attached),
         "extra": {"array": outline, "own": dict(extra)},
         "random": outline["random"],
     }
@@ -46,7 +62,7 @@ def save(
     return part.home
 
 
-def load(parallel: ParallelArray, folder: Path, *, schedules: Schedules | None, scaler: GradScaler | None) -> Fields:
+def load(parallel: Saveable, folder: Path, *, schedules: Schedules | None, scaler: GradScaler | None) -> Fields:
     """Restore the newest step that is whole, whatever numbers of workers and of models wrote it."""
     attached = parallel.attached
     home, contents = _newest(attached, folder)
@@ -69,7 +85,7 @@ def load(parallel: ParallelArray, folder: Path, *, schedules: Schedules | None, 
     return found
 
 
-def _newest(attached: Attached, folder: Path) -> tuple[Path, list[Fields]]:
+def _newest(attached: WorkerState, folder: Path) -> tuple[Path, list[Fields]]:
     """The newest step that every rank can go on from: its part, or those of all where their number was another."""
     rank, size = attached.comm.rank, attached.comm.size
     seen = {step for other in {rank, 0} for step in checkpoint.whole_steps(folder, other)}
@@ -97,14 +113,14 @@ def _size(content: Mapping[str, Any]) -> int:
     return int(content["state"]["identity"]["the number of workers"])
 
 
-def _refuse_other_recipe(attached: Attached, theirs: Mapping[str, str]) -> None:
+def _refuse_other_recipe(attached: WorkerState, theirs: Mapping[str, str]) -> None:
     ours = {"the strategy": brief(attached.strategy), "the seed": str(attached.seed)}
     for name, value in ours.items():
         if theirs[name] != value:
             raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {value} in this run; make it alike")
 
 
-def _resized(contents: Sequence[Fields], attached: Attached) -> Fields:
+def _resized(contents: Sequence[Fields], attached: WorkerState) -> Fields:
     """This rank's state in a world of another size."""
     for name in ("rates", "schedules", "scaler"):
         if not all(
@@ -117,9 +133,7 @@ def _resized(contents: Sequence[Fields], attached: Attached) -> Fields:
     return resizing.resized([content["state"] for content in contents], attached)
 
 
-def _make_as_large(
-    parallel: ParallelArray, models: int, schedules: Schedules | None, scaler: GradScaler | None
-) -> None:
+def _make_as_large(parallel: Saveable, models: int, schedules: Schedules | None, scaler: GradScaler | None) -> None:
     if models == parallel.array.size:
         return
     kept = parallel.select([min(slot, parallel.array.size - 1) for slot in range(models)])
@@ -132,7 +146,7 @@ def _home(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _gathered(attached: Attached, value: object) -> list[Any]:
+def _gathered(attached: WorkerState, value: object) -> list[Any]:
     """What every rank says, in the order of ranks."""
     texts = gather_texts(attached.comm, json.dumps(value).encode(), attached.replicas[0].x.device)
     return [json.loads(text) for text in texts]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from laconic.comm.base import Work
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 

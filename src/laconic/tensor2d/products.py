@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
+from laconic.comm.work import Work
 from laconic.tensor2d.mesh import Mesh2D, check_divides
 from laconic.tensor2d.panels import Cut, Launch, Panels
 from laconic.tensor2d.tape import kept

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from laconic.comm.base import Comm, Work
+from laconic.comm.base import Comm
+from laconic.comm.work import Work
 from laconic.errors import ConfigError
 from laconic.tensor2d.products import exact_dtype
 from laconic.tensor2d.tape import kept

@@ -12,12 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, Work, describe, nbytes_of
+from laconic.comm.work import Meter, Work, describe, nbytes_of
 from laconic.errors import CommError, ConfigError, DeadlineError, MismatchError
 
 _LEAST_BYTES = 64  # always allowed, for letters that carry a number
@@ -41,6 +41,16 @@ class Letter(NamedTuple):
 
 
 Handler = Callable[[Letter], bool]
+
+
+class Endpoint(Protocol):
+    """What a mailbox needs of the `Comm` that opens it; `Comm` itself imports this module."""
+
+    rank: int
+    size: int
+    step: int
+    deadline_seconds: float
+    meter: Meter
 
 
 @dataclass
@@ -88,7 +98,7 @@ class Mailbox(ABC):
         capacity: letters that may be under way on one edge.
     """
 
-    def __init__(self, comm: Comm, like: Tensor, capacity: int, changed: threading.Condition) -> None:
+    def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: threading.Condition) -> None:
         if capacity < 1:
             raise ConfigError(f"capacity={capacity}: must be at least 1 letter; 4 is usual")
         self.changed = changed

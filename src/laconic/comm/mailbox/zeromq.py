@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laconic.comm.base import Comm, nbytes_of
+from laconic.comm.base import Comm
 from laconic.comm.mailbox.address import endpoint, own_address
 from laconic.comm.mailbox.base import Letter, Mailbox
 from laconic.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
+from laconic.comm.work import nbytes_of
 from laconic.errors import CommError, ConfigError, PeerLostError
 
 if TYPE_CHECKING:
