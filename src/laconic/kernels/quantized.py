@@ -6,6 +6,7 @@ of its byte k belongs to element 8k + j.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Literal
 
 import torch
@@ -24,6 +25,17 @@ from laconic.kernels.base import (
 )
 from laconic.kernels.chance import mix64
 from laconic.kernels.reference import quantized
+
+
+class _Coding(ctypes.Structure):
+    """`coding` of quantized.c: how numbers are coded."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("n", "block")),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("bits", "scale_bytes", "squared", "dither")),
+        ("shift", ctypes.c_float),
+    ]
 
 
 def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int:
@@ -75,8 +87,8 @@ def _quantize(
 ) -> None:
     library = compiled(x)
     if library is not None:
-        places = (x.data_ptr(), out.data_ptr(), x.numel(), block, bits)
-        library.laconic_quantize(*places, mix64(key), shift, norm == "l2", scale_bytes)
+        coding = _Coding(x.numel(), block, mix64(key), bits, scale_bytes, squared=norm == "l2", shift=shift)
+        library.laconic_quantize(x.data_ptr(), out.data_ptr(), ctypes.byref(coding))
     elif on_gpu(x):
         from laconic.kernels import triton_quantized
 
@@ -121,8 +133,8 @@ def _dequantize(
 ) -> None:
     library = compiled(out)
     if library is not None:
-        places = (payload.data_ptr(), out.data_ptr(), out.numel(), block, bits)
-        library.laconic_dequantize(*places, mix64(key), dither, shift, scale_bytes)
+        coding = _Coding(out.numel(), block, mix64(key), bits, scale_bytes, dither=dither, shift=shift)
+        library.laconic_dequantize(payload.data_ptr(), out.data_ptr(), ctypes.byref(coding))
     elif on_gpu(out):
         from laconic.kernels import triton_quantized
 

@@ -5,6 +5,7 @@ No row sees another's numbers. Elements may be shared out to threads, which chan
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,15 @@ from laconic.kernels.reference import rows
 _REALS = (torch.float32, torch.float64)
 # Fewer elements than this are moved before another thread has begun.
 _PART = 1 << 18
+
+
+class _Span(ctypes.Structure):
+    """`span` of rows.c: which elements of which rows are moved, and by what numbers."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("models", "n", "begin", "end")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "going")),
+    ]
 
 
 def adam_rows_(
@@ -101,6 +111,9 @@ def _share_out(kernel: Callable[..., None], tensors: Sequence[Tensor | None], nu
     assert x is not None
     models, n = x.shape[0], x.numel() // x.shape[0]
     places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    more = numbers.data_ptr(), going.data_ptr()
-    parts = min(torch.get_num_threads(), x.numel() // _PART)
-    shared_out(n, parts, lambda begin, end: kernel(*places, models, n, begin, end, *more))
+
+    def some(begin: int, end: int) -> None:
+        span = _Span(models, n, begin, end, numbers.data_ptr(), going.data_ptr())
+        kernel(*places, ctypes.byref(span))
+
+    shared_out(n, min(torch.get_num_threads(), x.numel() // _PART), some)

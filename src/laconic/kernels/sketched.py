@@ -22,6 +22,17 @@ _MOST_ROWS = 15
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
+class _Sketch(ctypes.Structure):
+    """`sketch` of sketched.c: a table that is read, and how many elements it holds."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        ("key", ctypes.c_uint64),
+        ("n", ctypes.c_int64),
+    ]
+
+
 def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
     r"""Add `scale * x`, fp32 [n], into a table, fp32 [rows, columns]: $S_{q, h_q(i)} \mathrel{+}= \sigma_q(i)\, x_i$.
 
@@ -74,7 +85,8 @@ def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tens
     if library is None:
         return sketched.unsketch(table, indices, n, key=key)
     out, around = torch.empty(n), _around(table)
-    library.laconic_unsketch(around.data_ptr(), *table.shape, key & _LONG, n, out.data_ptr())
+    sketch = _Sketch(around.data_ptr(), *table.shape, key & _LONG, n)
+    library.laconic_unsketch(ctypes.byref(sketch), out.data_ptr())
     return out
 
 
@@ -94,7 +106,8 @@ def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
         return top_k(unsketch(table, None, n, key=key), k)
     sizes, places, counts = net_of(n, k)
     caught, around = [each.data_ptr() for each in (sizes, places, counts)], _around(table)
-    found = library.laconic_heavy(around.data_ptr(), *table.shape, key & _LONG, n, k, *caught, sizes.numel())
+    sketch = _Sketch(around.data_ptr(), *table.shape, key & _LONG, n)
+    found = library.laconic_heavy(ctypes.byref(sketch), k, *caught, sizes.numel())
     if found < 0:
         check_numbers(table)
     return places[:found].clone()

@@ -2,11 +2,24 @@
 
 #define TILE 1024
 
+/* How numbers are coded; as they are decoded, what `squared` says is of no account, and the reverse for `dither`. */
+typedef struct {
+    int64_t n, block;
+    uint64_t seed;
+    int bits, scale_bytes, squared, dither;
+    float shift;
+} coding;
+
 typedef struct {
     int bits, dither;
     uint64_t seed;
     float shift, half;
 } grid;
+
+static grid grid_of(const coding *c) {
+    float half = c->bits == 1 ? 0.5f : (float)((1 << (c->bits - 1)) - 1);
+    return (grid){c->bits, c->dither, c->seed, c->shift, half};
+}
 
 INLINE float draw_for(const grid *g, int64_t place) {
     float draw = draw_at((uint32_t)place, g->seed) + g->shift;
@@ -89,11 +102,10 @@ static float scale_of(const float *x, int64_t n, int squared, int scale_bytes) {
     return float_of(half << 16);
 }
 
-void laconic_quantize(
-    const float *x, uint8_t *out, int64_t n, int64_t block, int bits, uint64_t seed, float shift, int squared,
-    int scale_bytes
-) {
-    grid g = {.bits = bits, .seed = seed, .shift = shift, .half = bits == 1 ? 0.5f : (float)((1 << (bits - 1)) - 1)};
+void laconic_quantize(const float *x, uint8_t *out, const coding *c) {
+    const grid g = grid_of(c);
+    const int64_t n = c->n, block = c->block;
+    const int bits = c->bits, squared = c->squared, scale_bytes = c->scale_bytes;
     int64_t blocks = (n + block - 1) / block, plane = (n + 7) / 8, i = 0;
     uint8_t codes[TILE], *planes = out + blocks * scale_bytes;
     for (int64_t b = 0; b < blocks; b++) {
@@ -121,11 +133,10 @@ static void value(const uint8_t *codes, int64_t begin, int64_t count, float scal
         for (int64_t i = 0; i < count; i++) out[i] = ((float)(int32_t)codes[i] - half) * step;
 }
 
-void laconic_dequantize(
-    const uint8_t *payload, float *out, int64_t n, int64_t block, int bits, uint64_t seed, int dither, float shift,
-    int scale_bytes
-) {
-    grid g = {bits, dither, seed, shift, bits == 1 ? 0.5f : (float)((1 << (bits - 1)) - 1)};
+void laconic_dequantize(const uint8_t *payload, float *out, const coding *c) {
+    const grid g = grid_of(c);
+    const int64_t n = c->n, block = c->block;
+    const int bits = c->bits, scale_bytes = c->scale_bytes;
     int64_t blocks = (n + block - 1) / block, plane = (n + 7) / 8;
     uint8_t codes[TILE];
     const uint8_t *planes = payload + blocks * scale_bytes;

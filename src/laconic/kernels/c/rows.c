@@ -6,6 +6,13 @@
 #define ADAM_NUMBERS 9
 #define SGD_NUMBERS 5
 
+/* Which elements of which rows are moved, and by what numbers. */
+typedef struct {
+    int64_t models, n, begin, end;
+    const double *numbers;
+    const uint8_t *going;
+} span;
+
 #define ADAM(NAME, REAL, ROOT)                                                                                         \
     static void NAME##_row(                                                                                            \
         REAL *restrict x, const REAL *restrict gradient, REAL *restrict mean, REAL *restrict square,                   \
@@ -25,15 +32,12 @@
             x[i] = x[i] * shrink - step * (m / (ROOT(w) * scale + floor));                                             \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(                                                                                                         \
-        REAL *x, const REAL *gradient, REAL *mean, REAL *square, REAL *most, int64_t rows, int64_t n, int64_t begin,   \
-        int64_t end, const double *numbers, const uint8_t *going                                                       \
-    ) {                                                                                                                \
-        for (int64_t row = 0, at = begin; row < rows; row++, at += n)                                                  \
-            if (going[row])                                                                                            \
+    void NAME(REAL *x, const REAL *gradient, REAL *mean, REAL *square, REAL *most, const span *s) {                    \
+        for (int64_t row = 0, at = s->begin; row < s->models; row++, at += s->n)                                       \
+            if (s->going[row])                                                                                         \
                 NAME##_row(                                                                                            \
-                    x + at, gradient + at, mean + at, square + at, most ? most + at : 0, end - begin,                  \
-                    numbers + row * ADAM_NUMBERS);                                                                     \
+                    x + at, gradient + at, mean + at, square + at, most ? most + at : 0, s->end - s->begin,            \
+                    s->numbers + row * ADAM_NUMBERS);                                                                  \
     }
 
 ADAM(laconic_adam_rows, float, __builtin_sqrtf)
@@ -54,13 +58,11 @@ ADAM(laconic_adam_rows_double, double, __builtin_sqrt)
             x[i] = x[i] - step * g;                                                                                    \
         }                                                                                                              \
     }                                                                                                                  \
-    void NAME(                                                                                                         \
-        REAL *x, const REAL *gradient, REAL *momentum, int64_t rows, int64_t n, int64_t begin, int64_t end,            \
-        const double *numbers, const uint8_t *going                                                                    \
-    ) {                                                                                                                \
-        for (int64_t row = 0, at = begin; row < rows; row++, at += n)                                                  \
-            if (going[row])                                                                                            \
-                NAME##_row(x + at, gradient + at, momentum + at, end - begin, numbers + row * SGD_NUMBERS);            \
+    void NAME(REAL *x, const REAL *gradient, REAL *momentum, const span *s) {                                          \
+        for (int64_t row = 0, at = s->begin; row < s->models; row++, at += s->n)                                       \
+            if (s->going[row])                                                                                         \
+                NAME##_row(                                                                                            \
+                    x + at, gradient + at, momentum + at, s->end - s->begin, s->numbers + row * SGD_NUMBERS);          \
     }
 
 SGD(laconic_sgd_rows, float)

@@ -56,6 +56,14 @@ void laconic_sketch(const float *x, int64_t n, float *table, int64_t rows, int64
     }
 }
 
+/* A table that is read, whose rows are `columns + SPAN` apart and go round; and how many elements it holds. */
+typedef struct {
+    const float *table;
+    int64_t rows, columns;
+    uint64_t key;
+    int64_t n;
+} sketch;
+
 /* The middle of an odd number; of an even one, the lower of the two in the middle. */
 INLINE floats middle(floats *v, int64_t rows) {
     if (rows == 1) return v[0];
@@ -73,7 +81,7 @@ INLINE floats middle(floats *v, int64_t rows) {
     return v[(rows - 1) / 2];
 }
 
-/* Estimates of at most SPAN elements of one block; the table's rows are `columns + SPAN` apart and go round. */
+/* Estimates of at most SPAN elements of one block. */
 INLINE void estimate(
     const float *table, int64_t rows, int64_t columns, uint64_t key, int64_t block, int64_t place, int64_t count,
     float *out
@@ -112,17 +120,16 @@ INLINE void estimates(const float *table, int64_t rows, int64_t columns, uint64_
         default: { const int64_t ROWS = rows; call; } \
     }
 
-void laconic_unsketch(const float *table, int64_t rows, int64_t columns, uint64_t key, int64_t n, float *out) {
-    EACH_WAY(rows, estimates(table, ROWS, columns, key, n, out, 0))
+void laconic_unsketch(const sketch *s, float *out) {
+    EACH_WAY(s->rows, estimates(s->table, ROWS, s->columns, s->key, s->n, out, 0))
 }
 
 /* As laconic_top_k, of estimates; rows <= 15. */
 int64_t laconic_heavy(
-    const float *table, int64_t rows, int64_t columns, uint64_t key, int64_t n, int64_t k, int32_t *sizes,
-    int64_t *places, int32_t *counts, int64_t capacity
+    const sketch *s, int64_t k, int32_t *sizes, int64_t *places, int32_t *counts, int64_t capacity
 ) {
     net m = {sizes, places, counts, capacity, k, 0, -1, 0};
-    EACH_WAY(rows, estimates(table, ROWS, columns, key, n, 0, &m))
+    EACH_WAY(s->rows, estimates(s->table, ROWS, s->columns, s->key, s->n, 0, &m))
     widen(&m);
     return m.nan ? -1 : m.held;
 }
