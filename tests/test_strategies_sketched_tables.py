@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels import heavy, sketch_, unsketch
-from laconic.sketches import Cut, marked
+from laconic.sketches import Cut, distinct_marks
 
 
 def table_of(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
@@ -82,15 +82,15 @@ def test_four_candidates_for_each_hold_nearly_all_of_the_largest() -> None:
 
 def test_marks_of_what_was_moved_never_cancel_in_a_cell() -> None:
     where = torch.arange(0, 300, 3)
-    touched = table_of(marked(torch.zeros(300), where), 5, 8, 1) != 0
+    touched = table_of(distinct_marks(300, where), 5, 8, 1) != 0
     assert touched.all()
 
 
 def test_places_of_a_cut_vector_are_found_again() -> None:
     cut = Cut([slice(2, 5), slice(9, 12), slice(14, 15)], [slice(0, 2), slice(5, 9), slice(12, 14)])
     x = torch.arange(15.0)
-    assert cut.loud_of(x)[torch.arange(7)].tolist() == cut.places(torch.arange(7)).tolist() == [2, 3, 4, 9, 10, 11, 14]
+    assert cut.large_of(x)[torch.arange(7)].tolist() == cut.places(torch.arange(7)).tolist() == [2, 3, 4, 9, 10, 11, 14]
     assert cut.small_of(x).tolist() == [0, 1, 5, 6, 7, 8, 12, 13]
     whole = Cut([slice(0, 15)], [])
-    assert whole.loud_of(x) is x
+    assert whole.large_of(x) is x
     assert whole.places(torch.tensor([4])).tolist() == [4]

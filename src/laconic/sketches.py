@@ -1,8 +1,13 @@
-"""What methods share that move a few coordinates at a time: who says what, how plain SGD moves it, and sketches."""
+"""What methods share that move a few coordinates at a time: the table, what is sketched, and how plain SGD moves it.
+
+In a run without data (on the meta device, as `explain` uses it) tables have a shape and no values: nothing is hashed,
+and the first coordinates stand for the largest ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,13 +19,140 @@ from laconic.kernels import heavy, sketch_, top_k, unsketch
 from laconic.replica import Replica
 
 
-class Said(NamedTuple):
+@dataclass(frozen=True)
+class Table:
+    """A count sketch of a vector.
+
+    Tables of the same shape, length and key add up: the sum of tables is the table of the sum.
+
+    Attributes:
+        cells: [rows, columns], fp32.
+        length: elements of the vector.
+        key: of the hashes.
+    """
+
+    cells: Tensor
+    length: int
+    key: int
+
+    @classmethod
+    def of(cls, x: Tensor, shape: Sequence[int], key: int) -> Table:
+        """The sketch of a vector in so many rows and columns."""
+        cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
+        if not x.is_meta and x.numel():
+            sketch_(x.float(), cells, key=key)
+        return cls(cells, x.numel(), key)
+
+    def all_reduced(self, r: Replica, dense: Tensor) -> tuple[Table, Tensor]:
+        """The sum of this table over ranks, and that of a vector that travels with it as it is: one message."""
+        message = torch.cat([self.cells.view(-1).to(dense.dtype), dense])
+        total = r.comm.sum_(message).wait()
+        cells, rest = total[: self.cells.numel()], total[self.cells.numel() :]
+        return Table(cells.view(self.cells.shape).float(), self.length, self.key), rest
+
+    @property
+    def finite(self) -> bool:
+        """Whether no cell is NaN or infinite."""
+        return finite(self.cells)
+
+    @property
+    def norm(self) -> Tensor:
+        """An estimate of the vector's Euclidean norm."""
+        return self.cells.square().sum(1).median().sqrt()
+
+    def heaviest(self, k: int) -> Tensor:
+        """The indices of the k largest estimates, in order."""
+        k = min(k, self.length)
+        if self.cells.is_meta or not k:
+            return torch.arange(k, device=self.cells.device)
+        return heavy(self.cells, self.length, k, key=self.key)
+
+    def estimates(self, indices: Tensor) -> Tensor:
+        """Estimates of these elements."""
+        if self.cells.is_meta:
+            return torch.empty(indices.numel(), device="meta")
+        return unsketch(self.cells, indices, self.length, key=self.key)
+
+    def touched_by(self, indices: Tensor) -> Tensor:
+        """Which cells these elements fall into, as booleans like `cells`."""
+        marks = distinct_marks(self.length, indices)
+        return Table.of(marks, self.cells.shape, self.key).cells != 0
+
+
+def distinct_marks(length: int, indices: Tensor) -> Tensor:
+    """A vector of zeros, but different numbers between 1 and 2 at these indices: no two of them cancel in a cell."""
+    marks = 1 + torch.arange(indices.numel(), device=indices.device) / max(1, indices.numel())
+    return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
+
+
+def largest_of(x: Tensor, k: int) -> Tensor:
+    """The indices of the k largest elements, in order."""
+    k = min(k, x.numel())
+    return torch.arange(k, device=x.device) if x.is_meta or not k else top_k(x, k)
+
+
+def finite(x: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return x.is_meta or bool(x.isfinite().all())
+
+
+# -- which part of a vector is sketched --------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Which stretches of a vector are sketched, and which travel whole.
+
+    Attributes:
+        large: stretches of large tensors, which are sketched.
+        small: stretches of small ones.
+    """
+
+    large: Sequence[slice]
+    small: Sequence[slice]
+
+    @property
+    def length(self) -> int:
+        """Elements that are sketched."""
+        return sum(part.stop - part.start for part in self.large)
+
+    def large_of(self, x: Tensor) -> Tensor:
+        """What is sketched, end to end; the vector itself where that is all of it."""
+        return torch.cat([x[:0], *(x[part] for part in self.large)]) if self.small else x
+
+    def small_of(self, x: Tensor) -> Tensor:
+        """What travels whole, end to end."""
+        return torch.cat([x[:0], *(x[part] for part in self.small)])
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Where elements of `large_of` lie in the vector."""
+        if not self.small or not self.large:
+            return indices
+        lengths = torch.tensor([part.stop - part.start for part in self.large])
+        stops = lengths.cumsum(0)
+        shifts = torch.tensor([part.start for part in self.large]) - (stops - lengths)
+        return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
+
+
+def cut_of(r: Replica, dense_below: int) -> Cut:
+    """Neighbours on the same side are one stretch; where tensors are not known, as in a dry run, all is sketched."""
+    large, small = list[slice](), list[slice]()
+    for segment in r.moments.segments:
+        stretches = small if segment.size < dense_below else large
+        start = stretches.pop().start if stretches and stretches[-1].stop == segment.start else segment.start
+        stretches.append(slice(start, segment.stop))
+    return Cut(large, small) if large or small else Cut([slice(0, r.x.numel())], [])
+
+
+# -- what workers have agreed to move ----------------------------------------------------------------------------------
+
+
+class Move(NamedTuple):
     """What all workers have agreed to move.
 
     Attributes:
         parts: places in the replica's vector, and how far to move there; places of one part are all different, but
-            on a CPU, where what meets is added in order.
-        mine: places of which this worker has nothing more to say.
+            on a CPU, where values in one place are added in order.
+        mine: places of which this worker has now sent all that it had.
         dense: how far to move the small tensors.
         small: where these lie.
     """
@@ -31,48 +163,39 @@ class Said(NamedTuple):
     small: Sequence[slice]
 
 
-class Cut(NamedTuple):
-    """Which stretches of a vector are sketched, and which travel whole.
+def fresh_of(r: Replica, inside: bool) -> Tensor:
+    """This worker's share of the mean gradient, in steps of the parameters where the learning rate is `inside`."""
+    fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
+    return fresh.mul_(r.lr) if inside else fresh
 
-    Attributes:
-        loud: stretches of large tensors.
-        small: stretches of small ones.
+
+def move_(r: Replica, move: Move, *, inside: bool) -> Tensor:
+    """Write into `r.g` what plain SGD is to move; returns the places of `mine` that it does move.
+
+    Where the learning rate is zero nothing moves, and what should have moved there stays in the residual.
     """
+    lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
 
-    loud: Sequence[slice]
-    small: Sequence[slice]
+    def at(where: Tensor | slice) -> Tensor:
+        return lr[where] if lr.ndim else lr
 
-    @property
-    def length(self) -> int:
-        """Elements that are sketched."""
-        return sum(part.stop - part.start for part in self.loud)
+    def steps(where: Tensor | slice, values: Tensor) -> Tensor:
+        if not inside:
+            return values.to(r.g.dtype)
+        rate = at(where).to(values.dtype)
+        return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
 
-    def loud_of(self, x: Tensor) -> Tensor:
-        """What is sketched, end to end; the vector itself where that is all of it."""
-        return torch.cat([x[:0], *(x[part] for part in self.loud)]) if self.small else x
-
-    def small_of(self, x: Tensor) -> Tensor:
-        """What travels whole, end to end."""
-        return torch.cat([x[:0], *(x[part] for part in self.small)])
-
-    def places(self, indices: Tensor) -> Tensor:
-        """Where elements of `loud_of` lie in the vector."""
-        if not self.small or not self.loud:
-            return indices
-        lengths = torch.tensor([part.stop - part.start for part in self.loud])
-        stops = lengths.cumsum(0)
-        shifts = torch.tensor([part.start for part in self.loud]) - (stops - lengths)
-        return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
+    for where, values in move.parts:
+        r.g.index_add_(0, where, steps(where, values))
+    sizes = [part.stop - part.start for part in move.small]
+    for part, values in zip(move.small, move.dense.split(sizes) if sizes else (), strict=True):
+        r.g[part] = steps(part, values)
+    if r.x.is_meta:
+        return move.mine
+    return move.mine[(at(move.mine) > 0).expand_as(move.mine)]
 
 
-def cut_of(r: Replica, dense_below: int) -> Cut:
-    """Neighbours of a kind are one stretch; where tensors are not known, as in a dry run, all is sketched."""
-    loud, small = list[slice](), list[slice]()
-    for segment in r.moments.segments:
-        stretches = small if segment.size < dense_below else loud
-        start = stretches.pop().start if stretches and stretches[-1].stop == segment.start else segment.start
-        stretches.append(slice(start, segment.stop))
-    return Cut(loud, small) if loud or small else Cut([slice(0, r.x.numel())], [])
+# -- recipes and states ------------------------------------------------------------------------------------------------
 
 
 def check_table(fraction: float, columns: int, rows: int) -> None:
@@ -107,90 +230,8 @@ def check_plain(name: str, optimizer: Optimizer) -> None:
         )
 
 
-def fresh_of(r: Replica, inside: bool) -> Tensor:
-    """This worker's share of the mean gradient, in steps of the parameters where the learning rate is `inside`."""
-    fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
-    return fresh.mul_(r.lr) if inside else fresh
-
-
-def move_(r: Replica, said: Said, *, inside: bool) -> Tensor:
-    """Let plain SGD move what was agreed on; returns the places of `mine` that it does move.
-
-    Where the learning rate is nothing so is the step, and what should have moved there stays unsaid.
-    """
-    lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
-
-    def at(where: Tensor | slice) -> Tensor:
-        return lr[where] if lr.ndim else lr
-
-    def steps(where: Tensor | slice, values: Tensor) -> Tensor:
-        if not inside:
-            return values.to(r.g.dtype)
-        rate = at(where).to(values.dtype)
-        return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
-
-    for where, values in said.parts:
-        r.g.index_add_(0, where, steps(where, values))
-    sizes = [part.stop - part.start for part in said.small]
-    for part, values in zip(said.small, said.dense.split(sizes) if sizes else (), strict=True):
-        r.g[part] = steps(part, values)
-    if r.x.is_meta:
-        return said.mine
-    return said.mine[(at(said.mine) > 0).expand_as(said.mine)]
-
-
-# -- sketches, which a run without data goes through too ---------------------------------------------------------------
-
-
-def summed_sketch(r: Replica, loud: Tensor, dense: Tensor, shape: tuple[int, int], key: int) -> tuple[Tensor, Tensor]:
-    """The sum over ranks of the sketch of one vector, and of another as it is: one message."""
-    rows, columns = shape
-    table = torch.zeros(rows, columns, dtype=torch.float32, device=loud.device)
-    message = torch.cat([sketch_like(loud, table, key).view(-1).to(loud.dtype), dense])
-    total = r.comm.sum_(message).wait()
-    return total[: rows * columns].view(rows, columns).float(), total[rows * columns :]
-
-
-def sketch_like(x: Tensor, like: Tensor, key: int) -> Tensor:
-    """The sketch of a vector, in a table of that shape."""
-    table = torch.zeros_like(like)
-    if not x.is_meta and x.numel():
-        sketch_(x.float(), table, key=key)
-    return table
-
-
-def heaviest(table: Tensor, n: int, k: int, key: int) -> Tensor:
-    """The places of the largest estimates, in order."""
-    k = min(k, n)
-    return torch.arange(k, device=table.device) if table.is_meta or not k else heavy(table, n, k, key=key)
-
-
-def estimated(table: Tensor, indices: Tensor, n: int, key: int) -> Tensor:
-    """Estimates of these elements of a vector of n."""
-    if table.is_meta:
-        return torch.empty(indices.numel(), device="meta")
-    return unsketch(table, indices, n, key=key)
-
-
-def largest_of(x: Tensor, k: int) -> Tensor:
-    """The places of the largest elements, in order."""
-    k = min(k, x.numel())
-    return torch.arange(k, device=x.device) if x.is_meta or not k else top_k(x, k)
-
-
-def finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    return x.is_meta or bool(x.isfinite().all())
-
-
-def marked(like: Tensor, where: Tensor) -> Tensor:
-    """Nothing but different numbers between 1 and 2 in these places, so that no two of them cancel in a cell."""
-    marks = 1 + torch.arange(where.numel(), device=like.device) / max(1, where.numel())
-    return torch.zeros_like(like, dtype=torch.float32).index_put_((where,), marks)
-
-
 def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """The states of another number of workers, which together have as much unsaid, and as much momentum.
+    """The states of another number of workers, which together have the same residual and momentum.
 
     Args:
         states: of all workers under `SketchedSGD` or `FetchSGD`, as in their checkpoints.

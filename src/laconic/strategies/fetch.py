@@ -8,24 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codecs.base import draw_key
+from laconic.displacement import check_momentum
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.replica import Replica
-from laconic.sketches import (
-    Said,
-    check_plain,
-    check_table,
-    estimated,
-    finite,
-    fresh_of,
-    heaviest,
-    largest_of,
-    marked,
-    move_,
-    resize_unsent,
-    sketch_like,
-    summed_sketch,
-)
+from laconic.sketches import Move, Table, check_plain, check_table, fresh_of, largest_of, move_, resize_unsent
 from laconic.strategies.base import Strategy
 
 
@@ -81,8 +68,7 @@ class FetchSGD(Strategy):
         """Check the kinds and the ranges."""
         check_kinds(self)
         check_table(self.fraction, self.columns, self.rows)
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.9 is usual")
+        check_momentum(self.momentum)
         if self.second_round < 1:
             raise ConfigError(f"second_round={self.second_round}: at least 1 candidate for each coordinate; 4 is usual")
 
@@ -109,35 +95,39 @@ class FetchSGD(Strategy):
 
     def before_step(self, r: Replica) -> None:
         """Agree on what is to be moved, and let it be the gradient."""
-        fresh, n, k, key = fresh_of(r, self.lr_in_residual), r.x.numel(), self.moved(r.x.numel()), draw_key(r.seed, 0)
-        table, _ = summed_sketch(r, fresh, fresh[:0], (self.rows, self.columns * k), key)
+        # One key for all steps: the tables that are kept must go on adding up.
+        fresh, k, key = fresh_of(r, self.lr_in_residual), self.moved(r.x.numel()), draw_key(r.seed, 0)
+        fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
-        if not finite(table):
+        if not fresh_table.finite:
             r.observed["skipped_steps"] = 1.0
             return
-        speed, error = r.state["momentum_sketch"], r.state["error_sketch"]
-        error.add_(speed.mul_(self.momentum).add_(table))
-        r.observed["unsent_norm"] = error.square().sum(1).median().sqrt()
-        chosen = heaviest(error, n, self.second_round * k if self.conserving else k, key)
+        velocity, error = r.state["momentum_sketch"], Table(r.state["error_sketch"], fresh.numel(), key)
+        error.cells.add_(velocity.mul_(self.momentum).add_(fresh_table.cells))
+        r.observed["unsent_norm"] = error.norm
         if self.conserving:
-            self._move_exactly_(r, fresh, chosen, key)
+            self._move_exactly_(r, fresh, error)
             return
-        values = estimated(error, chosen, n, key).to(fresh.dtype)
-        gone = move_(r, Said([(chosen, values)], chosen, fresh[:0], ()), inside=self.lr_in_residual)
-        touched = sketch_like(marked(fresh, gone), error, key) != 0
-        error[touched] = 0.0
-        speed[touched] = 0.0
+        chosen = error.heaviest(k)
+        move = Move([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
+        gone = move_(r, move, inside=self.lr_in_residual)
+        touched = error.touched_by(gone)
+        error.cells[touched] = 0.0
+        velocity[touched] = 0.0
 
-    def _move_exactly_(self, r: Replica, fresh: Tensor, chosen: Tensor, key: int) -> None:
-        momentum, unsent, error = r.state["momentum"], r.state["unsent"], r.state["error_sketch"]
+    def _move_exactly_(self, r: Replica, fresh: Tensor, error: Table) -> None:
+        """Move the largest of the candidates' exact sums, and take just those out of the table."""
+        momentum, unsent, k = r.state["momentum"], r.state["unsent"], self.moved(r.x.numel())
         unsent.add_(momentum.mul_(self.momentum).add_(fresh))
-        exact = r.comm.sum_(unsent[chosen]).wait()
-        largest = largest_of(exact, self.moved(r.x.numel()))
-        where = chosen[largest]
-        gone = move_(r, Said([(where, exact[largest])], where, fresh[:0], ()), inside=self.lr_in_residual)
-        moved = torch.zeros_like(fresh).index_put_((where,), exact[largest])
-        kept = torch.zeros_like(fresh).index_put_((gone,), moved[gone])
-        error.sub_(sketch_like(kept, error, key))
+        candidates = error.heaviest(self.second_round * k)
+        exact = r.comm.sum_(unsent[candidates]).wait()
+        largest = largest_of(exact, k)
+        where = candidates[largest]
+        gone = move_(r, Move([(where, exact[largest])], where, fresh[:0], ()), inside=self.lr_in_residual)
+        chosen = torch.zeros_like(fresh).index_put_((where,), exact[largest])
+        # Where the learning rate is zero nothing has moved, and the table keeps it.
+        moved = torch.zeros_like(fresh).index_put_((gone,), chosen[gone])
+        error.cells.sub_(Table.of(moved, error.cells.shape, error.key).cells)
         unsent[gone] = 0.0
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

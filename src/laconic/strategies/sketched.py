@@ -9,23 +9,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codecs.base import draw_key
+from laconic.displacement import check_momentum
 from laconic.errors import ConfigError
 from laconic.kinds import check_kinds
 from laconic.replica import Replica
 from laconic.sketches import (
     Cut,
-    Said,
+    Move,
+    Table,
     check_plain,
     check_table,
     cut_of,
-    estimated,
     finite,
     fresh_of,
-    heaviest,
     largest_of,
     move_,
     resize_unsent,
-    summed_sketch,
 )
 from laconic.strategies.base import Strategy
 
@@ -94,8 +93,7 @@ class SketchedSGD(Strategy):
         check_table(self.fraction, self.columns, self.rows)
         if self.second_round < 0:
             raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.9 is usual")
+        check_momentum(self.momentum)
         if self.dense_below < 0:
             raise ConfigError(f"dense_below={self.dense_below}: must be at least 0 elements; 1024 is usual")
 
@@ -118,12 +116,13 @@ class SketchedSGD(Strategy):
         momentum = fresh_of(r, self.lr_in_residual).add_(r.state["momentum"], alpha=self.momentum)
         unsent = r.state["unsent"] + momentum
         cut = cut_of(r, self.dense_below)
-        said = self._gathered(r, unsent, cut) if self.gathers(r.comm.size, cut) else self._recovered(r, unsent, cut)
+        gathers = self.gathers(r.comm.size, cut)
+        move = self._gathered(r, unsent, cut) if gathers else self._recovered(r, unsent, cut)
         r.g.zero_()
-        if said is None:
+        if move is None:
             r.observed["skipped_steps"] = 1.0
             return
-        gone = move_(r, said, inside=self.lr_in_residual)
+        gone = move_(r, move, inside=self.lr_in_residual)
         r.state["momentum"].copy_(momentum)
         if self.masking:
             r.state["momentum"][gone] = 0.0
@@ -157,39 +156,40 @@ class SketchedSGD(Strategy):
         table = 2 / size * _NUMBER_BYTES * (self.rows * self.columns * k + min(self.second_round * k, cut.length))
         return size > 1 and (_NUMBER_BYTES + _INDEX_BYTES) * k < table
 
-    def _recovered(self, r: Replica, unsent: Tensor, cut: Cut) -> Said | None:
+    def _recovered(self, r: Replica, unsent: Tensor, cut: Cut) -> Move | None:
         """By a summed sketch, and the exact sums of the candidates in it; None if a gradient is not finite."""
         k, key = self.moved(cut), draw_key(r.seed, r.step)
-        loud = cut.loud_of(unsent)
-        table, dense = summed_sketch(r, loud, cut.small_of(unsent), (self.rows, self.columns * k), key)
-        if not finite(table) or not finite(dense):
+        large = cut.large_of(unsent)
+        mine = Table.of(large, (self.rows, self.columns * k), key)
+        table, dense = mine.all_reduced(r, cut.small_of(unsent))
+        if not table.finite or not finite(dense):
             return None
-        r.observed["unsent_norm"] = table.square().sum(1).median().sqrt()
-        chosen = heaviest(table, cut.length, self.second_round * k or k, key)
+        r.observed["unsent_norm"] = table.norm
+        chosen = table.heaviest(self.second_round * k or k)
         if self.second_round:
-            exact = r.comm.sum_(loud[chosen]).wait()
+            exact = r.comm.sum_(large[chosen]).wait()
             largest = largest_of(exact, k)
             chosen, values = chosen[largest], exact[largest]
         else:
-            values = estimated(table, chosen, cut.length, key).to(unsent.dtype)
+            values = table.estimates(chosen).to(unsent.dtype)
         places = cut.places(chosen)
-        return Said([(places, values)], places, dense.to(unsent.dtype), cut.small)
+        return Move([(places, values)], places, dense.to(unsent.dtype), cut.small)
 
-    def _gathered(self, r: Replica, unsent: Tensor, cut: Cut) -> Said | None:
+    def _gathered(self, r: Replica, unsent: Tensor, cut: Cut) -> Move | None:
         """By everyone's own largest; None if a gradient is not finite."""
-        k, loud = self.moved(cut), cut.loud_of(unsent)
+        k, large = self.moved(cut), cut.large_of(unsent)
         dense = r.comm.sum_(cut.small_of(unsent)) if cut.small else None
-        fine = finite(loud)
-        mine = largest_of(loud, k) if fine else torch.arange(k, device=loud.device)
-        values = loud[mine] if fine else torch.full_like(loud[:k], torch.nan)
+        fine = finite(large)
+        mine = largest_of(large, k) if fine else torch.arange(k, device=large.device)
+        values = large[mine] if fine else torch.full_like(large[:k], torch.nan)
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         rows = torch.stack(r.comm.gather(message).wait())
         what, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
-        values, places = what.view(loud.dtype).flatten(), cut.places(where.view(torch.int32).flatten().long())
+        values, places = what.view(large.dtype).flatten(), cut.places(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
         if not finite(torch.cat([small, values])):
             return None
         # A CPU adds in order, whatever meets in one place; elsewhere each worker's own are a part.
         many = places.numel() if values.device.type == "cpu" else k
-        told = list(zip(places.split(many or 1), values.split(many or 1), strict=True))
-        return Said(told, cut.places(mine), small, cut.small)
+        parts = list(zip(places.split(many or 1), values.split(many or 1), strict=True))
+        return Move(parts, cut.places(mine), small, cut.small)
