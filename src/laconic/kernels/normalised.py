@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
 
 import torch
 from torch import Tensor
@@ -10,6 +10,27 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.kernels.base import check_same_device, compiled
 from laconic.kernels.reference import normalised as reference
+
+
+class _Layers(ctypes.Structure):
+    """`layers` of normalised.c: rows of each model, and where their moments are."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "gain", "means", "scales")),
+        *((name, ctypes.c_int64) for name in ("models", "count", "n", "step")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Blocks(ctypes.Structure):
+    """`blocks` of normalised.c: how the places of each model's channels lie in memory, and where their moments are."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "gain", "means", "variances")),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "models_inner", "channels", "places")),
+        *((name, ctypes.c_int64) for name in ("x_outer", "x_inner", "groups")),
+        ("eps", ctypes.c_float),
+    ]
 
 
 def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +56,8 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
     if library is None:
         return reference.layer_norm(x, gain, shift, eps)
     found, mean, scale = x.new_empty(x.shape), x.new_empty(sizes[:2]), x.new_empty(sizes[:2])
-    library.laconic_layer_norm(*_addresses(x, gain, shift, found, mean, scale), *sizes, eps)
+    layers = _Layers(*_addresses(x, gain, mean, scale), *sizes, eps)
+    library.laconic_layer_norm(ctypes.byref(layers), *_addresses(shift, found))
     return found, mean, scale
 
 
@@ -62,8 +84,9 @@ def layer_norm_back(
         found = reference.layer_norm_back(gradient, x, gain, mean, scale)
         return found[0] if trained else None, *found[1:]
     of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
-    every = (gradient.contiguous(), x, gain, mean, scale, of_x, of_gain, of_shift, x.new_empty(sizes[2]))
-    library.laconic_layer_norm_back(*_addresses(*every), *sizes)
+    given, normal = gradient.contiguous(), x.new_empty(sizes[2])
+    layers = _Layers(*_addresses(x, gain, mean, scale), *sizes)
+    library.laconic_layer_norm_back(ctypes.byref(layers), *_addresses(given, of_x, of_gain, of_shift, normal))
     return of_x, of_gain, of_shift
 
 
@@ -89,14 +112,14 @@ def group_norm(
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    blocks = _blocks(x, gain, shift, axis)
+    _check_blocks(x, gain, shift, axis)
     _check_groups(x, groups)
     library = compiled(x)
     if library is None:
         return reference.group_norm(x, gain, shift, axis, groups, eps)
     found, mean, variance = x.new_empty(x.shape), *(x.new_empty(*x.shape[:2], groups) for _ in range(2))
-    sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
-    library.laconic_group_norm(*_addresses(x, gain, shift, found, mean, variance), *sizes, eps)
+    blocks = _blocks(x, gain, mean, variance, axis, eps, groups)
+    library.laconic_group_norm(ctypes.byref(blocks), *_addresses(shift, found))
     return found, mean, variance
 
 
@@ -128,7 +151,7 @@ def group_norm_back(
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    blocks = _blocks(x, gain, gain, axis)
+    _check_blocks(x, gain, gain, axis)
     _check_groups(x, groups)
     _check_gradient(gradient, x)
     library = compiled(x)
@@ -136,9 +159,8 @@ def group_norm_back(
         found = reference.group_norm_back(gradient, x, gain, mean, variance, axis, groups, eps)
         return found[0] if trained else None, *found[1:]
     of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
-    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift)
-    sizes = *blocks[:3], groups, blocks.channels // groups, *blocks[4:]
-    library.laconic_group_norm_back(*_addresses(*every), *sizes, eps)
+    given, blocks = gradient.contiguous(), _blocks(x, gain, mean, variance, axis, eps, groups)
+    library.laconic_group_norm_back(ctypes.byref(blocks), *_addresses(given, of_x, of_gain, of_shift))
     return of_x, of_gain, of_shift
 
 
@@ -150,12 +172,13 @@ def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float)
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    blocks = _blocks(x, gain, shift, axis)
+    _check_blocks(x, gain, shift, axis)
     library = compiled(x)
     if library is None:
         return reference.batch_norm(x, gain, shift, axis, eps)
     found, mean, variance = x.new_empty(x.shape), torch.empty_like(gain), torch.empty_like(gain)
-    library.laconic_batch_norm(*_addresses(x, gain, shift, found, mean, variance), *blocks, eps)
+    blocks = _blocks(x, gain, mean, variance, axis, eps)
+    library.laconic_batch_norm(ctypes.byref(blocks), *_addresses(shift, found))
     return found, mean, variance
 
 
@@ -175,28 +198,16 @@ def batch_norm_back(
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
-    blocks = _blocks(x, gain, gain, axis)
+    _check_blocks(x, gain, gain, axis)
     _check_gradient(gradient, x)
     library = compiled(x)
     if library is None:
         found = reference.batch_norm_back(gradient, x, gain, mean, variance, axis, eps)
         return found[0] if trained else None, *found[1:]
     of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.empty_like(gain), torch.empty_like(gain)
-    every = (gradient.contiguous(), x, gain, mean, variance, of_x, of_gain, of_shift)
-    library.laconic_batch_norm_back(*_addresses(*every), *blocks, eps)
+    given, blocks = gradient.contiguous(), _blocks(x, gain, mean, variance, axis, eps)
+    library.laconic_batch_norm_back(ctypes.byref(blocks), *_addresses(given, of_x, of_gain, of_shift))
     return of_x, of_gain, of_shift
-
-
-class _Blocks(NamedTuple):
-    """How the places of each model's channels lie in memory, as the kernels are told."""
-
-    outer: int
-    inner: int
-    models_inner: int
-    channels: int
-    places: int
-    step_outer: int
-    step_inner: int
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
@@ -218,11 +229,18 @@ def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
     return own[0], x.numel() // gain.numel(), gain.numel() // own[0], x.stride(0)
 
 
-def _blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> _Blocks:
-    """The layout of what is normalised by channels.
+def _blocks(x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float, groups: int = 1) -> _Blocks:
+    outer, inner, channels = x.shape[:3]
+    places = x.numel() // (outer * inner * channels)
+    where = _addresses(x, gain, mean, variance)
+    return _Blocks(*where, outer, inner, axis, channels, places, *x.stride()[:2], groups, eps)
+
+
+def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
+    """Refuse what cannot be normalised by channels.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
     """
     check_same_device(x, gain, shift)
     if axis not in (0, 1):
@@ -232,8 +250,6 @@ def _blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> _Blocks:
         raise ConfigError(f"{_shapes(x, gain, shift)}: must be [{first}, channels, ...], and [models, channels] twice")
     _check_filled(x)
     _check_dense(x.select(axis, 0) if x.stride(axis) == 0 else x, gain, shift)
-    outer, inner, channels = x.shape[:3]
-    return _Blocks(outer, inner, axis, channels, x.numel() // (outer * inner * channels), *x.stride()[:2])
 
 
 def _check_filled(x: Tensor) -> None:

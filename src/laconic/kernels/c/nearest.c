@@ -163,9 +163,7 @@ typedef struct {
 /* sums: room for [threads][count], and for as much again where there is a `later`; the first of them, as many as are
    returned, are to be added up, then as many for `later`. candidates: [count][features], count a multiple of TOGETHER.
    What fills up the last panel has near = 0 and gains nothing. */
-int64_t laconic_gains(
-    const facility *f, const float *later, const float *candidates, int64_t count, double *sums
-) {
+int64_t laconic_gains(const facility *f, const float *later, const float *candidates, int64_t count, double *sums) {
     work whole = {.points = f->points, .candidates = candidates, .near = f->near, .later = later,
                   .panels = f->panels, .features = f->features, .count = count};
     int64_t used = threads_for(count * f->panels * f->features * LANES, f->threads);

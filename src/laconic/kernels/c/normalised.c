@@ -162,10 +162,19 @@ static void scale_rows(
         scale_row(x + row * n, gain, shift, out + row * n, means[row], scales[row], n);
 }
 
-void laconic_layer_norm(
-    const float *x, const float *gain, const float *shift, float *out, float *means, float *scales, int64_t models,
-    int64_t count, int64_t n, int64_t step, float eps
-) {
+/* Rows of each model, [models][count][n], `step` from a model's to the next one's; 1 / sqrt(variance + eps) in scales. */
+typedef struct {
+    const float *x, *gain;
+    float *means, *scales;
+    int64_t models, count, n, step;
+    float eps;
+} layers;
+
+void laconic_layer_norm(const layers *l, const float *shift, float *out) {
+    const float *x = l->x, *gain = l->gain;
+    const float eps = l->eps;
+    float *means = l->means, *scales = l->scales;
+    const int64_t models = l->models, count = l->count, n = l->n, step = l->step;
     for (int64_t b = 0; b < models; b++, gain += n, shift += n, out += count * n) {
         float *mean = means + b * count, *scale = scales + b * count;
         if (b && !step) {
@@ -220,12 +229,12 @@ static void return_rows(
 
 /* of_gain and of_shift are added to; `normal` is room for one row. */
 void laconic_layer_norm_back(
-    const float *gradient, const float *x, const float *gain, const float *means, const float *scales, float *of_x,
-    float *of_gain, float *of_shift, float *normal, int64_t models, int64_t count, int64_t n, int64_t step
+    const layers *l, const float *gradient, float *of_x, float *of_gain, float *of_shift, float *normal
 ) {
-    for (int64_t b = 0; b < models; b++)
+    const int64_t count = l->count, n = l->n;
+    for (int64_t b = 0; b < l->models; b++)
         return_rows(
-            gradient + b * count * n, x + b * step, gain + b * n, means + b * count, scales + b * count,
+            gradient + b * count * n, l->x + b * l->step, l->gain + b * n, l->means + b * count, l->scales + b * count,
             of_x ? of_x + b * count * n : 0, of_gain + b * n, of_shift + b * n, normal, count, n);
 }
 
@@ -253,13 +262,21 @@ INLINE void return_block(
     for (int64_t i = 0; i < places; i++) of_x[i] = gradient[i] * factor - (first + (x[i] - mean) * second);
 }
 
-/* x may lie apart, or be the same for all of an axis; what is written is dense. */
-void laconic_group_norm(
-    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances,
-    int64_t outer, int64_t inner, int64_t models_inner, int64_t groups, int64_t parts, int64_t places,
-    int64_t x_outer, int64_t x_inner, float eps
-) {
-    int64_t channels = groups * parts;
+/* [outer][inner][channels][places], of which `models_inner` tells whether the models are the inner axis. x may lie
+   apart, or be the same for all of an axis; what is written is dense. `groups` is of no account by channels. */
+typedef struct {
+    const float *x, *gain;
+    float *means, *variances;
+    int64_t outer, inner, models_inner, channels, places, x_outer, x_inner, groups;
+    float eps;
+} blocks;
+
+void laconic_group_norm(const blocks *b, const float *shift, float *out) {
+    const float *x = b->x, *gain = b->gain;
+    float *means = b->means, *variances = b->variances;
+    const int64_t outer = b->outer, inner = b->inner, models_inner = b->models_inner, channels = b->channels;
+    const int64_t groups = b->groups, parts = channels / groups, places = b->places;
+    const int64_t x_outer = b->x_outer, x_inner = b->x_inner;
     for (int64_t row = 0; row < outer * inner; row++) {
         const float *from = x + row / inner * x_outer + row % inner * x_inner;
         const int64_t model = (models_inner ? row % inner : row / inner) * channels;
@@ -270,7 +287,7 @@ void laconic_group_norm(
                 means[set] = means[set - same];
                 variances[set] = variances[set - same];
             } else moments(from + at, 0, 1, parts * places, means + set, variances + set);
-            float scale = root_under_one(variances[set], eps);
+            float scale = root_under_one(variances[set], b->eps);
             for (int64_t part = 0; part < parts; part++) {
                 int64_t own = model + group * parts + part, block = at + part * places;
                 scale_block(
@@ -282,19 +299,18 @@ void laconic_group_norm(
 }
 
 /* of_gain and of_shift are added to; of_x may be missing. */
-void laconic_group_norm_back(
-    const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
-    float *of_gain, float *of_shift, int64_t outer, int64_t inner, int64_t models_inner, int64_t groups,
-    int64_t parts, int64_t places, int64_t x_outer, int64_t x_inner, float eps
-) {
-    int64_t channels = groups * parts;
+void laconic_group_norm_back(const blocks *b, const float *gradient, float *of_x, float *of_gain, float *of_shift) {
+    const float *x = b->x, *gain = b->gain, *means = b->means, *variances = b->variances;
+    const int64_t outer = b->outer, inner = b->inner, models_inner = b->models_inner, channels = b->channels;
+    const int64_t groups = b->groups, parts = channels / groups, places = b->places;
+    const int64_t x_outer = b->x_outer, x_inner = b->x_inner;
     double count = (double)(parts * places);
     for (int64_t row = 0; row < outer * inner; row++) {
         const float *from = x + row / inner * x_outer + row % inner * x_inner;
         const int64_t model = (models_inner ? row % inner : row / inner) * channels;
         for (int64_t group = 0; group < groups; group++) {
             int64_t set = row * groups + group, at = group * parts * places, to = row * channels * places + at;
-            float mean = means[set], scale = root_under_one(variances[set], eps);
+            float mean = means[set], scale = root_under_one(variances[set], b->eps);
             double first = 0.0, second = 0.0;
             for (int64_t part = 0; part < parts; part++) {
                 int64_t own = model + group * parts + part, block = part * places;
@@ -323,20 +339,17 @@ typedef struct {
     int64_t models, samples, from_model, from_sample, to_model, to_sample;
 } layout;
 
-static layout laid_out(
-    int64_t outer, int64_t inner, int64_t models_inner, int64_t row, int64_t x_outer, int64_t x_inner
-) {
-    if (models_inner) return (layout){inner, outer, x_inner, x_outer, row, inner * row};
-    return (layout){outer, inner, x_outer, x_inner, inner * row, row};
+static layout laid_out(const blocks *b) {
+    const int64_t row = b->channels * b->places;
+    if (b->models_inner) return (layout){b->inner, b->outer, b->x_inner, b->x_outer, row, b->inner * row};
+    return (layout){b->outer, b->inner, b->x_outer, b->x_inner, b->inner * row, row};
 }
 
-/* As by groups. */
-void laconic_batch_norm(
-    const float *x, const float *gain, const float *shift, float *out, float *means, float *variances,
-    int64_t outer, int64_t inner, int64_t models_inner, int64_t channels, int64_t places, int64_t x_outer,
-    int64_t x_inner, float eps
-) {
-    layout way = laid_out(outer, inner, models_inner, channels * places, x_outer, x_inner);
+void laconic_batch_norm(const blocks *b, const float *shift, float *out) {
+    const float *x = b->x, *gain = b->gain;
+    float *means = b->means, *variances = b->variances;
+    const int64_t channels = b->channels, places = b->places;
+    const layout way = laid_out(b);
     for (int64_t channel = 0; channel < channels; channel++)
         for (int64_t model = 0; model < way.models; model++) {
             int64_t set = model * channels + channel, at = channel * places;
@@ -345,7 +358,7 @@ void laconic_batch_norm(
                 means[set] = means[channel];
                 variances[set] = variances[channel];
             } else moments(from, way.from_sample, way.samples, places, means + set, variances + set);
-            float factor = root_under_one(variances[set], eps) * gain[set];
+            float factor = root_under_one(variances[set], b->eps) * gain[set];
             float *to = out + model * way.to_model + at;
             for (int64_t sample = 0; sample < way.samples; sample++)
                 scale_block(
@@ -354,18 +367,17 @@ void laconic_batch_norm(
         }
 }
 
-void laconic_batch_norm_back(
-    const float *gradient, const float *x, const float *gain, const float *means, const float *variances, float *of_x,
-    float *of_gain, float *of_shift, int64_t outer, int64_t inner, int64_t models_inner,
-    int64_t channels, int64_t places, int64_t x_outer, int64_t x_inner, float eps
-) {
-    layout way = laid_out(outer, inner, models_inner, channels * places, x_outer, x_inner);
+/* of_x may be missing. */
+void laconic_batch_norm_back(const blocks *b, const float *gradient, float *of_x, float *of_gain, float *of_shift) {
+    const float *x = b->x, *gain = b->gain, *means = b->means, *variances = b->variances;
+    const int64_t channels = b->channels, places = b->places;
+    const layout way = laid_out(b);
     double count = (double)(way.samples * places);
     for (int64_t channel = 0; channel < channels; channel++)
         for (int64_t model = 0; model < way.models; model++) {
             int64_t set = model * channels + channel, at = channel * places;
             const float *from = x + model * way.from_model + at, *back = gradient + model * way.to_model + at;
-            float mean = means[set], scale = root_under_one(variances[set], eps);
+            float mean = means[set], scale = root_under_one(variances[set], b->eps);
             double first = 0.0, second = 0.0;
             for (int64_t sample = 0; sample < way.samples; sample++) {
                 const float *one = back + sample * way.to_sample;
