@@ -85,16 +85,24 @@ def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -
     Raises:
         ConfigError: a figure is missing or not finite, or there is nobody to differ from.
     """
-    dissimilarity, noise, gradient = _figures(observed)
+    missing = [name for name in NAMES if not isfinite(observed.get(name, inf))]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}={observed.get(missing[0])}: needs a finite figure; train some steps under Probe"
+        )
+    # Unbiased estimates of small squares may be negative.
+    dissimilarity, noise, gradient = (max(0.0, float(observed[name])) for name in NAMES)
     if workers < 2 or period < 1:
         raise ConfigError(f"workers={workers}, period={period}: needs at least 2 workers, and 1 step a round")
     noisy = noise / (workers * period) >= gradient
-    inner = 0.0 if noisy else min(1.0, _root(gradient, dissimilarity))
+    # |grad F| / zeta bounds both how long local steps should be and how many of them a round bears.
+    steps = sqrt(gradient / dissimilarity) if dissimilarity else inf
+    inner = 0.0 if noisy else min(1.0, steps)
     longest = _LONGER * period
     apart = f"gradients differ by {sqrt(dissimilarity):.3g} between workers"
     common = f"their common part is {sqrt(gradient):.3g}"
     if inner <= _FEW:
-        length = _between(noise / workers, gradient, longest)
+        length = max(1, int(min(noise / workers / gradient if gradient else inf, longest)))
         left = sqrt(noise / (workers * period))
         reason = (
             f"the mean of a round's gradients is off by {left:.3g} from noise alone, and {common}: steps at one point "
@@ -103,28 +111,10 @@ def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -
             else f"{apart}, and {common}: local steps would drift; few long steps are left, which AC-SA speeds up"
         )
         return Recommendation("minibatch", f"InnerOuter(period={length}, inner=0.0)", length, 0.0, reason)
-    length = max(1, min(longest, int(min(_root(gradient, dissimilarity), longest))))
+    length = max(1, int(min(steps, longest)))
     if inner >= _MOST:
         reason = f"{apart}, and {common}: for about {length} local steps the common part prevails"
         return Recommendation("local", f"LocalSGD(period={length})", length, 1.0, reason)
     inner = float(f"{inner:.2g}")
     reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below it"
     return Recommendation("inner/outer", f"InnerOuter(period={period}, inner={inner})", period, inner, reason)
-
-
-def _figures(observed: Mapping[str, float]) -> list[float]:
-    missing = [name for name in NAMES if not isfinite(observed.get(name, inf))]
-    if missing:
-        raise ConfigError(
-            f"{missing[0]}={observed.get(missing[0])}: needs a finite figure; train some steps under Probe"
-        )
-    return [max(0.0, float(observed[name])) for name in NAMES]
-
-
-def _root(above: float, below: float) -> float:
-    """The root of a ratio; without anything below, without bound."""
-    return sqrt(above / below) if below else inf
-
-
-def _between(above: float, below: float, longest: int) -> int:
-    return max(1, int(min(above / below if below else inf, longest)))

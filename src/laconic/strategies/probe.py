@@ -1,4 +1,4 @@
-"""Look, now and then, at how much workers' gradients differ."""
+"""Measure, now and then, how much workers' gradients differ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,10 +94,12 @@ class Probe(Strategy):
             )
 
     def start(self, r: Replica) -> None:
-        """Make room for two deviations."""
+        """Make room for two deviations, and over averages for where a round begins."""
         self.base.start(r)
-        for name in ("deviation", "earlier") if self.sends_gradients else ("deviation", "earlier", "anchor"):
-            r.scratch(f"probe.{name}")
+        r.scratch("probe.deviation")
+        r.scratch("probe.earlier")
+        if not self.sends_gradients:
+            r.scratch("probe.anchor")
         r.state["probe.means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
         r.state["probe.square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
         r.state["probe.half"] = torch.zeros((), dtype=torch.bool)
@@ -105,29 +107,34 @@ class Probe(Strategy):
             r.state["probe.rounds"] = torch.zeros((), dtype=torch.int64)
             self._begin_round(r)
 
-    # -- gradients -----------------------------------------------------------------------------------------------
+    # The hooks below read as two stories. Where the base sends gradients, `on_gradient` takes each part's deviation as
+    # its mean arrives, and `before_step` finds them complete. Over averages, `before_step` and `after_step` follow how
+    # far a worker moves, and `_end_round` takes the deviation when the base averages.
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base; when it is time to look, keep the difference."""
+        """As the base; at an exchange that is looked at, keep the difference to the mean."""
+        # Without all workers the mean is over others than before, and the two deviations do not compare.
         if self._place(r.step) == 0 or r.active < r.comm.size:
             return self.base.on_gradient(r, part)
-        mine, square = r.state["probe.deviation"][part], r.state["probe.square"]
-        mine.copy_(r.g[part])
+        # The mean takes the gradient's place, so this worker's own is copied first.
+        deviation, square = r.state["probe.deviation"][part], r.state["probe.square"]
+        deviation.copy_(r.g[part])
         work = self.base.on_gradient(r, part)
         if work is None:
             raise ConfigError(f"base={self.base}: exchanges nothing while the backward pass runs; look at AllReduce()")
 
-        def compare(mean: Tensor) -> Tensor:
-            if part.stop == r.x.numel():  # the first part to be launched
+        def subtract(mean: Tensor) -> Tensor:
+            # Parts come from the end of the vector: with the first of them the sum begins anew.
+            if part.stop == r.x.numel():
                 square.zero_()
             square.add_(r.g[part].square().sum(dtype=torch.float64))
-            mine.sub_(r.g[part])
+            deviation.sub_(r.g[part])
             return mean
 
-        return work.then(compare)
+        return work.then(subtract)
 
     def before_step(self, r: Replica) -> None:
-        """As the base; after a look, estimate."""
+        """As the base; where it sends gradients, all deviations of this exchange are there now."""
         if self.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
                 self._look(r, self._place(r.step))
@@ -135,70 +142,72 @@ class Probe(Strategy):
             r.state["probe.anchor"].copy_(r.x)
         self.base.before_step(r)
 
-    # -- averages ------------------------------------------------------------------------------------------------
-
     def after_step(self, r: Replica) -> None:
-        """As the base; when that averages, compare."""
+        """As the base; over averages count the step, and end the round with the base's average."""
         if self.sends_gradients:
             self.base.after_step(r)
             return
         r.state["probe.lr_sum"] = r.state["probe.lr_sum"] + r.lr
         r.state["probe.steps"] += 1
         if isinstance(self.base, LocalSGD) and (r.step % self.base.period == 0 or r.step <= self.base.warmup_steps):
-            self._compare(r, self.base.after_step)
+            self._end_round(r, self.base.after_step)
         else:
             self.base.after_step(r)
 
     def average_(self, r: Replica) -> None:
-        """As the base, and compare."""
+        """As the base; over averages this ends the round, unless none has begun."""
         if self.sends_gradients or not r.state["probe.steps"]:
             self.base.average_(r)
         else:
-            self._compare(r, self.base.average_)
+            self._end_round(r, self.base.average_)
 
     def consensus(self, r: Replica) -> Tensor:
         """As the base."""
         return self.base.consensus(r)
 
-    def _compare(self, r: Replica, average_: Callable[[Replica], None]) -> None:
-        """End a round with the base's average, and keep by how much this worker's gradients were off."""
-        place = self._place(int(r.state["probe.rounds"]))
-        if place == 0 or r.comm.size == 1:
-            average_(r)
-        else:
-            mine, lr = r.state["probe.deviation"].copy_(r.x), r.state["probe.lr_sum"]
-            average_(r)
-            per_lr = torch.where(lr > 0, 1 / lr, 0.0)
-            # Downhill is backwards: who has come further than the mean had the larger gradient.
-            mine.sub_(r.x).mul_(-per_lr)
-            r.state["probe.square"] = r.state["probe.anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
-            self._look(r, place)
-        r.state["probe.rounds"] += 1
-        self._begin_round(r)
-
     def _begin_round(self, r: Replica) -> None:
         r.state["probe.lr_sum"] = torch.zeros((), dtype=torch.float64)
         r.state["probe.steps"] = torch.zeros((), dtype=torch.int64)
 
-    # -- both ----------------------------------------------------------------------------------------------------
+    def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
+        """Average as the base does, and keep by how much the mean of this worker's gradients deviates."""
+        place = self._place(int(r.state["probe.rounds"]))
+        if place == 0 or r.comm.size == 1:
+            average_(r)
+        else:
+            deviation, lr = r.state["probe.deviation"].copy_(r.x), r.state["probe.lr_sum"]
+            average_(r)
+            per_lr = torch.where(lr > 0, 1 / lr, 0.0)
+            # Steps go against the gradient: who has come further than the mean had the larger one.
+            deviation.sub_(r.x).mul_(-per_lr)
+            r.state["probe.square"] = r.state["probe.anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
+            self._look(r, place)
+        r.state["probe.rounds"] += 1
+        self._begin_round(r)
 
     def _place(self, exchanges: int) -> int:
         """1 at the first exchange of a look, 2 at the second, 0 elsewhere; `exchanges` were done before."""
         return max(0, exchanges % self.every - (self.every - 3))
 
     def _look(self, r: Replica, place: int) -> None:
-        now, before = r.state["probe.deviation"], r.state["probe.earlier"]
-        whole = place == 2 and bool(r.state["probe.half"])
-        if place:
-            r.state["probe.half"].fill_(place == 1)
+        """Keep the first deviation of a look; at the second, estimate from both."""
+        if place == 0:
+            return
+        now, earlier = r.state["probe.deviation"], r.state["probe.earlier"]
+        # A first exchange without all workers was left out, and then there is nothing to compare the second with.
+        complete = place == 2 and bool(r.state["probe.half"])
+        r.state["probe.half"].fill_(place == 1)
         if place == 1:
-            before.copy_(now)
-        if whole:
-            pairs = ((now, now), (before, before), (now, before))
-            sums = r.comm.sum_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
-            steps = r.state.get("probe.steps", torch.ones(()))
-            found = estimate(sums, r.state["probe.square"], r.comm.size, float(steps))
-            means = r.state["probe.means"].mul_(self.keep)
-            means.add_(torch.cat([torch.ones_like(found[:1]), found]))
-            for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
-                r.observed[name] = mean
+            earlier.copy_(now)
+        if not complete:
+            return
+        pairs = ((now, now), (earlier, earlier), (now, earlier))
+        sums = r.comm.sum_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
+        steps = r.state.get("probe.steps", torch.ones(()))
+        found = estimate(sums, r.state["probe.square"], r.comm.size, float(steps))
+        # Means over looks, the first element counting them as the others are counted: dividing by it corrects for
+        # having begun at zero.
+        means = r.state["probe.means"].mul_(self.keep)
+        means.add_(torch.cat([torch.ones_like(found[:1]), found]))
+        for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
+            r.observed[name] = mean

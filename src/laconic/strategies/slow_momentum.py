@@ -50,13 +50,13 @@ class SlowMo(Strategy):
     arXiv:1905.03817. DiLoCo: Douillard et al., 2023, arXiv:2311.08105, Algorithm 1.
 
     Args:
-        base: what happens between averages; `Local()` is silence.
-        period: $\tau$, optimizer steps between slow steps; more says less.
+        base: what happens between averages; over `Local()` workers send nothing there.
+        period: $\tau$, optimizer steps between slow steps; more sends less.
         momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual, more workers bear more.
         lr: $\alpha$, the slow learning rate; 1 is usual.
         buffers: what becomes of the optimizer's own state at a slow step: "maintain" keeps it, "reset" forgets it,
             step counters too, "average" averages its moments over workers.
-        exact: False takes each worker's own parameters for the average, and says nothing at a slow step.
+        exact: False takes each worker's own parameters for the average, and sends nothing at a slow step.
         outer: an optimizer for the slow step instead of momentum.
         shard: every worker keeps and moves its part of the slow state alone.
         device: "cpu" keeps the slow state in the host's memory; None keeps it with the parameters.
@@ -113,7 +113,7 @@ class SlowMo(Strategy):
         return self.base.reads_gradient
 
     def check(self, size: int) -> None:
-        """As the base; and refuse a codec that leaves something unsaid for ever."""
+        """As the base; and refuse a codec that drops what it cannot encode."""
         check_feedback(self.codec)
         self.base.check(size)
 
@@ -126,14 +126,17 @@ class SlowMo(Strategy):
             moments_of(optimizer)
 
     def start(self, r: Replica) -> None:
-        """Remember where the first round begins."""
+        """Begin the first round, without slow momentum, where training begins."""
         self.base.start(r)
         exact = torch.promote_types(r.x.dtype, torch.float32)
+        # A codec encodes differences from the anchor, which must then be equal on all ranks.
         start = r.x if self.codec is None else common_start(r)
-        r.state["anchor"] = self._own(r, start).to(self._home(r.x), exact, copy=True)
+        # Tensors without data, as `explain` uses them, cannot leave their device.
+        home = r.x.device if self.device is None or r.x.is_meta else torch.device(self.device)
+        r.state["anchor"] = self._shard_of(r, start).to(home, exact, copy=True)
         if self.outer is None:
             r.state["slow"] = torch.zeros_like(r.state["anchor"])
-            r.state["lr_sum"] = _nothing_like(r.state["anchor"])
+            r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=home)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """As the base."""
@@ -144,74 +147,66 @@ class SlowMo(Strategy):
         self.base.before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """The base's part; then, when the period is over, the slow step."""
+        """The base's part; then, when the period is over, the slow step, from which the next round begins."""
         self.base.after_step(r)
+        anchor = r.state["anchor"]
         if self.outer is None:
-            r.state["lr_sum"] = r.state["lr_sum"] + self._own_rate(r)
+            lr = r.lr
+            r.state["lr_sum"] = r.state["lr_sum"] + (
+                self._shard_of(r, lr).to(anchor.device) if isinstance(lr, Tensor) else lr
+            )
         if r.step % self.period:
             return
-        anchor, average = r.state["anchor"], self._average(r)
+
+        average = self._average(r)
         if self.outer is None and self.momentum == 0 and self.lr == 1:
+            # The average itself, as anchor - (anchor - average) would round.
             anchor.copy_(average)
         else:
-            # The round began where the parameters could say the anchor, which may be more exact than they.
+            # The round began at the anchor as the parameters' dtype holds it, unless differences were taken to it.
             begun = anchor if self.codec is not None else anchor.to(r.x.dtype)
             self._move_(anchor, begun - average, r.state)
-        self._go_on_from(r, anchor)
 
-    def _move_(self, anchor: Tensor, way_back: Tensor, state: MutableMapping[str, Tensor]) -> None:
-        if self.outer is not None:
-            self.outer.step_(anchor, way_back, state)
-            return
-        slow, lr = state["slow"], (state["lr_sum"] / self.period).to(anchor.dtype)
-        # Nothing has moved where the learning rate was zero, so any positive divisor will do there.
-        slow.mul_(self.momentum).addcdiv_(way_back, torch.where(lr > 0, lr, 1.0))
-        anchor.addcmul_(slow, lr, value=-self.lr)
-
-    def consensus(self, r: Replica) -> Tensor:
-        """As the base."""
-        return self.base.consensus(r)
-
-    # -- where the slow state lies -------------------------------------------------------------------------------
-
-    def _home(self, x: Tensor) -> torch.device:
-        # Tensors without data, as `explain` uses them, cannot leave their device.
-        return x.device if self.device is None or x.is_meta else torch.device(self.device)
-
-    def _own(self, r: Replica, x: Tensor) -> Tensor:
-        return part_of(r.comm, x) if self.shard else x
-
-    def _own_rate(self, r: Replica) -> float | Tensor:
-        lr = r.lr
-        return self._own(r, lr).to(r.state["anchor"].device) if isinstance(lr, Tensor) else lr
-
-    def _average(self, r: Replica) -> Tensor:
-        """The exact average, as much of it as this worker has the slow state for."""
-        if self.codec is not None:
-            anchor = r.state["anchor"]
-            return anchor + coded_way(r, anchor, self.codec).to(anchor.device)
-        if self.shard and type(self.base).average_ is Strategy.average_:
-            return mean_part(r.comm, r.x).to(r.state["anchor"])
-        if self.exact:
-            self.base.average_(r)
-        else:
-            r.settle()  # what is still under way must not change
-        return self._own(r, r.x).to(r.state["anchor"])
-
-    def _go_on_from(self, r: Replica, anchor: Tensor) -> None:
-        """The next round: all parameters from the slow step's, and the optimizer's state as `buffers` says."""
         if self.shard:
             spread_(r.comm, anchor.to(r.x), r.x)
         else:
             r.x.copy_(anchor)
         if self.outer is None:
-            r.state["lr_sum"] = _nothing_like(anchor)
+            r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=anchor.device)
         if self.buffers == "reset":
             r.moments.forget()
         if self.buffers == "average":
             r.moments.average_(r.comm)
 
+    def consensus(self, r: Replica) -> Tensor:
+        """As the base."""
+        return self.base.consensus(r)
 
-def _nothing_like(x: Tensor) -> Tensor:
-    """A sum of learning rates before the first, on the device of `x`."""
-    return x.new_zeros((), dtype=torch.float64)
+    def _average(self, r: Replica) -> Tensor:
+        """The workers' average, where the slow state lies, and as much of it as this worker has slow state for."""
+        anchor = r.state["anchor"]
+        if self.codec is not None:
+            return anchor + coded_way(r, anchor, self.codec).to(anchor.device)
+        if self.shard and type(self.base).average_ is Strategy.average_:
+            # A plain mean can stop half-way: the first half of an all-reduce leaves each worker its part.
+            return mean_part(r.comm, r.x).to(anchor)
+        if self.exact:
+            self.base.average_(r)
+        else:
+            # Messages in flight may still be read from the parameters, which the slow step is about to change.
+            r.settle()
+        return self._shard_of(r, r.x).to(anchor)
+
+    def _move_(self, anchor: Tensor, displacement: Tensor, state: MutableMapping[str, Tensor]) -> None:
+        """The slow step: from where the round began, given how far that is from the average."""
+        if self.outer is not None:
+            self.outer.step_(anchor, displacement, state)
+            return
+        slow, lr = state["slow"], (state["lr_sum"] / self.period).to(anchor.dtype)
+        # Nothing has moved where the learning rate was zero, so any positive divisor will do there.
+        slow.mul_(self.momentum).addcdiv_(displacement, torch.where(lr > 0, lr, 1.0))
+        anchor.addcmul_(slow, lr, value=-self.lr)
+
+    def _shard_of(self, r: Replica, x: Tensor) -> Tensor:
+        """What of a vector like the parameters this worker keeps slow state for."""
+        return part_of(r.comm, x) if self.shard else x
