@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laconic.fusion.batch import Batch, Value
 from laconic.fusion.remembered import Memory
+from laconic.kernels.base import compiled
 
 Way = Callable[..., Batch]
 PIN = "LACONIC_DETERMINISTIC"
@@ -70,6 +71,15 @@ def _patient(uses: float) -> Generator[None]:
         yield
     finally:
         _PATIENCE.reset(token)
+
+
+def has_kernel(*values: Value | None) -> bool:
+    """Whether compiled kernels take these: all are there, fp32, on the CPU and not empty, outside of autocast."""
+    tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
+    if any(tensor is None or tensor.dtype != torch.float32 or not tensor.numel() for tensor in tensors):
+        return False
+    first = tensors[0]
+    return first is not None and not torch.is_autocast_enabled(first.device.type) and compiled(first) is not None
 
 
 def fastest(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.fusion.batch import Batch, Value, along, each
-from laconic.fusion.choice import fastest
-from laconic.fusion.native import has_kernel
+from laconic.fusion.choice import fastest, has_kernel
 from laconic.fusion.routing import Context, rule
 from laconic.kernels.base import AWAY_BYTES
 from laconic.kernels.linear import weights_between

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.fusion.batch import Batch, Value, along, each, flat
-from laconic.fusion.choice import Way, fastest
-from laconic.fusion.native import has_kernel
+from laconic.fusion.choice import Way, fastest, has_kernel
 from laconic.fusion.normalised import by_channels, by_groups, by_layers
 from laconic.fusion.routing import Context, rule
 

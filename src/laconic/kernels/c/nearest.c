@@ -210,8 +210,8 @@ static void copy_row(const float *points, int64_t features, int64_t point, float
     for (int64_t k = 0; k < features; k++) row[k] = panel[k * LANES];
 }
 
-/* What lazy greedy goes by, and what it finds. `ids` is a heap of `size` candidates by `bounds`, `asked` has room for as
-   many. `rows` has room for [widest][features], `sums` for [threads][widest]; block and widest are multiples of
+/* What lazy greedy goes by, and what it finds. `ids` is a heap of `size` candidates by `bounds`, `asked` has room for
+   as many. `rows` has room for [widest][features], `sums` for [threads][widest]; block and widest are multiples of
    TOGETHER. At most `picks` are made, the first of them number `position`, into `picked` and `gains`. */
 typedef struct {
     int64_t *ids, *asked, *picked;

@@ -162,7 +162,7 @@ static void scale_rows(
         scale_row(x + row * n, gain, shift, out + row * n, means[row], scales[row], n);
 }
 
-/* Rows of each model, [models][count][n], `step` from a model's to the next one's; 1 / sqrt(variance + eps) in scales. */
+/* [models][count][n], a model's rows `step` from the next one's; scales are 1 / sqrt(variance + eps). */
 typedef struct {
     const float *x, *gain;
     float *means, *scales;
