@@ -19,7 +19,7 @@ $(VENV)/ok: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
-	$(BIN)/laconic demo
+	$(BIN)/thinwire demo
 
 test: $(VENV)/ok check  ## set-up, checks and tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -41,7 +41,7 @@ bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
 	$(BIN)/python -m benchmarks
 
 reproduce: $(VENV)/ok  ## the papers' claims at the scale of one machine
-	$(BIN)/laconic reproduce
+	$(BIN)/thinwire reproduce
 
 docs: $(VENV)/ok  ## the site, in docs/_build/html
 	$(BIN)/python -m pip install --quiet --group docs

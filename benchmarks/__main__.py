@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compressed, coreset, stragglers
-from laconic.emulate import Network, available, parse_links, run_workers
-from laconic.runs.comparison import Comparison, compare
-from laconic.runs.defaults import resolve
+from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.runs.comparison import Comparison, compare
+from thinwire.runs.defaults import resolve
 
 WORKERS = 4
 Row = tuple[str, str, str, str]
@@ -42,8 +42,8 @@ def against_ddp(link: str | None, workers: int, rounds: int) -> dict[str, Any]:
 
 def paired_row(name: str, yardstick: str, found: dict[str, Any], bar: str) -> Row:
     """One line of the table: the ratio's median and quartiles, by the clock and by CPU time."""
-    laconic = found["contenders"]["laconic"]
-    wall, cpu = laconic[f"speed_vs_{yardstick}"], laconic[f"cpu_speed_vs_{yardstick}"]
+    thinwire = found["contenders"]["thinwire"]
+    wall, cpu = thinwire[f"speed_vs_{yardstick}"], thinwire[f"cpu_speed_vs_{yardstick}"]
     return (name, f"{wall['median']:.3f}", f"{wall['low']:.3f} to {wall['high']:.3f}; CPU {cpu['median']:.3f}", bar)
 
 
@@ -52,7 +52,7 @@ def exposed(steps: int, rounds: int) -> Comparison:
     names = ["AllReduce()", "LocalSGD(period=8)"]
     asked = {"task": "text", "model": "6m", "workers": WORKERS, "link": "100mbit", "strategy": names[0]}
     settings = resolve({**asked, "steps": steps, "batch_size": 4, "eval_limit": 8})
-    folder = Path(tempfile.mkdtemp(prefix="laconic-bench-")) / "comparison"
+    folder = Path(tempfile.mkdtemp(prefix="thinwire-bench-")) / "comparison"
     return compare(settings, names, folder, rounds=rounds)
 
 

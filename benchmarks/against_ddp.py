@@ -1,7 +1,7 @@
 """AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
 
 torchrun --nproc-per-node 4 -m benchmarks.against_ddp
-laconic emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
+thinwire emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
 python -m benchmarks.against_ddp
 """
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
+import thinwire
 from benchmarks.paired import Step, report, start, take_turns
-from laconic import tasks
+from thinwire import tasks
 
 
 def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int = 4) -> None:
@@ -41,12 +41,12 @@ def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if wrap == "ddp":
             model = DistributedDataParallel(model)
-        elif wrap == "laconic":
-            laconic.attach(model, optimizer, laconic.AllReduce())
+        elif wrap == "thinwire":
+            thinwire.attach(model, optimizer, thinwire.AllReduce())
         return step(model, optimizer)
 
     yardstick = "ddp" if workers > 1 else "bare"
-    seconds = take_turns({name: contender(name) for name in (yardstick, "laconic")}, rounds=rounds, steps=steps)
+    seconds = take_turns({name: contender(name) for name in (yardstick, "thinwire")}, rounds=rounds, steps=steps)
     report(seconds, yardstick=yardstick)
     if dist.is_initialized():
         dist.destroy_process_group()

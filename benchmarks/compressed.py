@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
+import thinwire
 from benchmarks.paired import Step, Turns, start, take_turns
-from laconic import tasks
-from laconic.emulate import Network, available, parse_links, run_workers
+from thinwire import tasks
+from thinwire.emulate import Network, available, parse_links, run_workers
 
 WORKERS = 4
 LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)
@@ -50,18 +50,18 @@ def contender(task: Any, name: str) -> Step:
     batch = task.batch(shard, 0, batch_size=4, seed=0, rank=rank)
     model = task.model("6m", seed=0)
     lamb = "lamb" in name
-    optimizer = (laconic.OneBitLamb if lamb else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    optimizer = (thinwire.OneBitLamb if lamb else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     wrapped = DistributedDataParallel(model) if name.startswith("ddp") else model
     if name == "lamb":
-        laconic.attach(model, optimizer, laconic.CompressedMomentum(warmup_steps=1, overlap=True))
+        thinwire.attach(model, optimizer, thinwire.CompressedMomentum(warmup_steps=1, overlap=True))
     elif name == "codes":
-        laconic.attach(model, optimizer, laconic.AllReduce(codec=laconic.ErrorFeedback(laconic.OneBit())))
+        thinwire.attach(model, optimizer, thinwire.AllReduce(codec=thinwire.ErrorFeedback(thinwire.OneBit())))
 
     def once() -> None:
         optimizer.zero_grad()
         task.loss(wrapped, batch).backward()
         optimizer.step()
-        if isinstance(optimizer, laconic.OneBitLamb) and wrapped is model:
+        if isinstance(optimizer, thinwire.OneBitLamb) and wrapped is model:
             optimizer.freeze()
 
     return once

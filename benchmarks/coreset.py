@@ -103,7 +103,7 @@ def apricot_alone(n: int) -> Found:
 
 def ours(n: int) -> Found:
     """The same points and budget, by `select`."""
-    from laconic.coreset import select
+    from thinwire.coreset import select
 
     x = gaussian(n)
     return measured(lambda: select(x, budget=n // 10).indices, x, lambda: select(x[:100], budget=5))
@@ -111,7 +111,7 @@ def ours(n: int) -> Found:
 
 def per_class(n: int) -> Found:
     """10 % of ten classes."""
-    from laconic.coreset import select
+    from thinwire.coreset import select
 
     x, labels = gaussian(n), torch.arange(n) % 10
     return measured(lambda: select(x, fraction=0.1, labels=labels).indices, x, lambda: select(x[:100], budget=5), 2000)
@@ -119,7 +119,7 @@ def per_class(n: int) -> Found:
 
 def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
     """So many points by a method that does not look at all pairs, beside random ones."""
-    from laconic.coreset import select
+    from thinwire.coreset import select
 
     x = clustered(n)
     work = lambda: select(x, fraction=fraction, method=method).indices  # type: ignore[arg-type]  # noqa: E731
@@ -130,7 +130,7 @@ def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
 
 def gap(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
     """How far such a method is from exact greedy, where both can be run: on a sample of the same points."""
-    from laconic.coreset import select
+    from thinwire.coreset import select
 
     x = clustered(n)
     exact = select(x, fraction=fraction)

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laconic import fusion
-from laconic.fusion import Each, forget_choices, fuse, keep_memory, measuring
-from laconic.sweep.sampling import RandomSampler
-from laconic.sweep.space import Space, parse_domain
-from laconic.sweep.sweeping import sweep
-from laconic.sweep.training import Plan, train_alone
-from laconic.tasks import load
+from thinwire import fusion
+from thinwire.fusion import Each, forget_choices, fuse, keep_memory, measuring
+from thinwire.sweep.sampling import RandomSampler
+from thinwire.sweep.space import Space, parse_domain
+from thinwire.sweep.sweeping import sweep
+from thinwire.sweep.training import Plan, train_alone
+from thinwire.tasks import load
 
 Row = tuple[str, ...]
 Work = Callable[[], object]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.paired import Step, start, take_turns
-from laconic import kernels
-from laconic.kernels import adaptive
-from laconic.kernels.base import compiled
-from laconic.kernels.reference import adaptive as by_torch
-from laconic.kernels.reference import largest, quantized, signs, sketched
+from thinwire import kernels
+from thinwire.kernels import adaptive
+from thinwire.kernels.base import compiled
+from thinwire.kernels.reference import adaptive as by_torch
+from thinwire.kernels.reference import largest, quantized, signs, sketched
 
 Row = tuple[str, str, str, str, str]
 Work = Callable[[], object]
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     asked = options(arguments)
     start()
     if compiled(torch.empty(0)) is None:
-        print("no compiled kernels: there is no C compiler, or LACONIC_NATIVE=0")
+        print("no compiled kernels: there is no C compiler, or THINWIRE_NATIVE=0")
         return
     head = ("what, on one core", "ns an element", "speed vs copying", "speed vs torch", "bar")
     for row in chain((head, ("---",) * 5), rows(quick=asked.quick, torch_rounds=asked.torch_rounds, only=asked.only)):

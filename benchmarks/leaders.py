@@ -3,7 +3,7 @@
 python -m benchmarks.leaders [--only WORD ...] [--rates RATE ...] [--rounds N] [--seconds N]
 
 Four workers, each behind a link of 20 Mbit/s where links can be emulated, train a small CNN (on MNIST where
-LACONIC_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on two
+THINWIRE_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on two
 cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the learning
 rate that was best of some for a seed apart. The mean of the workers is evaluated.
 """
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import laconic
+import thinwire
 from benchmarks.paired import start
-from laconic.attached import Attached
-from laconic.emulate import Network, Straggler, available, parse_links, run_workers
-from laconic.strategies.base import Strategy
-from laconic.tasks import Task, load
+from thinwire.emulate import Network, Straggler, available, parse_links, run_workers
+from thinwire.strategies.base import Strategy
+from thinwire.tasks import Task, load
+from thinwire.worker.worker import Attached
 
 WORKERS = 4
 PERIOD = 8
@@ -57,11 +57,11 @@ class Contender:
 
 
 CONTENDERS = {
-    "AllReduce": Contender(laconic.AllReduce(), 1),
-    "LSGD": Contender(laconic.LSGD(PERIOD, result="mean"), PERIOD),
-    "AsyncLSGD": Contender(laconic.AsyncLSGD(PERIOD, result="mean"), 0),
-    "even LSGD": Contender(laconic.LSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
-    "even AsyncLSGD": Contender(laconic.AsyncLSGD(PERIOD, result="mean"), 0, factor=1.0),
+    "AllReduce": Contender(thinwire.AllReduce(), 1),
+    "LSGD": Contender(thinwire.LSGD(PERIOD, result="mean"), PERIOD),
+    "AsyncLSGD": Contender(thinwire.AsyncLSGD(PERIOD, result="mean"), 0),
+    "even LSGD": Contender(thinwire.LSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
+    "even AsyncLSGD": Contender(thinwire.AsyncLSGD(PERIOD, result="mean"), 0, factor=1.0),
 }
 
 
@@ -144,7 +144,7 @@ def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: fl
     rank = dist.get_rank()
     model = task.model("cnn", seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    attached = laconic.attach(model, optimizer, contender.strategy, seed=seed)
+    attached = thinwire.attach(model, optimizer, contender.strategy, seed=seed)
     straggler = Straggler(factor=contender.factor if rank == WORKERS - 1 else 1.0, rank=rank)
     shard = task.shards(WORKERS, split="iid", seed=seed)[rank]
     dist.barrier()
@@ -188,7 +188,7 @@ def tuned(task: Task, contender: Contender, asked: Asked) -> Tuned:
 def work(asked: Asked) -> None:
     """As one of several workers: run all, and write what was found as a line of JSON."""
     start()
-    task = load("mnist" if os.environ.get("LACONIC_DATA") else "digits")
+    task = load("mnist" if os.environ.get("THINWIRE_DATA") else "digits")
     found = {name: asdict(tuned(task, CONTENDERS[name], asked)) for name in asked.names}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

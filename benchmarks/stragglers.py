@@ -26,15 +26,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-import laconic
+import thinwire
 from benchmarks.paired import start
 from benchmarks.stragglers_ideal import ideal_seconds
-from laconic.arrivals.notes import Note
-from laconic.arrivals.party import Party
-from laconic.arrivals.planes import Plane
-from laconic.arrivals.round import Round
-from laconic.emulate import run_workers
-from laconic.emulate.straggler import Straggler
+from thinwire.emulate import run_workers
+from thinwire.emulate.straggler import Straggler
+from thinwire.quorum.control_messages import Note
+from thinwire.quorum.participant import Party
+from thinwire.quorum.reduction_selector import Plane
+from thinwire.quorum.round import Round
 
 WORKERS = 4
 STOPPED_SECONDS = 5.0
@@ -125,7 +125,7 @@ def take(turn: Turn, number: int) -> Taken:
     width = round(turn.numel**0.5)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    attached = laconic.attach(model, optimizer, laconic.BackupWorkers(turn.backups, plane=turn.plane))
+    attached = thinwire.attach(model, optimizer, thinwire.BackupWorkers(turn.backups, plane=turn.plane))
     straggler, batch, turns = straggler_of(turn, rank, number), torch.randn(8, width) + rank, 0
     pids = gathered(torch.tensor([os.getpid()]))
     dist.barrier()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-from laconic import __version__
+from thinwire import __version__
 
-project = "laconic"
-author = "The laconic developers"
-copyright = "The laconic developers"
+project = "thinwire"
+author = "The thinwire developers"
+copyright = "The thinwire developers"
 version = release = __version__
 
 extensions = [
@@ -23,8 +23,8 @@ extensions = [
 exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(?!laconic\.).*"),
-    (r"py:class", r"laconic\..*\.([TU]|Batch|Network)"),
+    (r"py:.*", r"(?!thinwire\.).*"),
+    (r"py:class", r"thinwire\..*\.([TU]|Batch|Network)"),
 ]
 
 myst_enable_extensions = ["dollarmath", "deflist", "fieldlist"]
@@ -38,7 +38,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 html_theme = "furo"
-html_title = "laconic"
+html_title = "thinwire"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"

@@ -11,17 +11,17 @@ import os
 import torch
 import torch.distributed as dist
 
-import laconic
-from laconic import tasks
+import thinwire
+from thinwire import tasks
 
 
-def work(comm: laconic.Comm) -> None:
+def work(comm: thinwire.Comm) -> None:
     """Train one worker, then measure its own model and the one all agree on."""
     torch.set_num_threads(1)
     task = tasks.load("digits")
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    attached = laconic.attach(model, optimizer, laconic.Gossip(laconic.Ring()), comm=comm)
+    attached = thinwire.attach(model, optimizer, thinwire.Gossip(thinwire.Ring()), comm=comm)
     shard = task.shards(comm.size, split="label")[comm.rank]
     for step in range(100):
         task.loss(model, task.batch(shard, step, batch_size=16, seed=0, rank=comm.rank)).backward()
@@ -40,10 +40,10 @@ def work(comm: laconic.Comm) -> None:
 def main() -> None:
     """Run the workers."""
     if "RANK" not in os.environ:
-        laconic.run_threads(4, work)
+        thinwire.run_threads(4, work)
         return
     dist.init_process_group("gloo")
-    work(laconic.GroupComm())
+    work(thinwire.GroupComm())
     dist.destroy_process_group()
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-import laconic
-from laconic import tasks
-from laconic.reduce import mean_
+import thinwire
+from thinwire import tasks
+from thinwire.reduce.compressed_all_reduce import mean_
 
 # own strategy: begin
 
 
 @dataclass(frozen=True)
-class InTurn(laconic.Strategy):
+class InTurn(thinwire.Strategy):
     """Average one part of the parameters at each step, the parts in turn.
 
     Every parameter is averaged once in `parts` steps, as with LocalSGD(period=parts), and as many bytes travel; but
@@ -33,9 +33,11 @@ class InTurn(laconic.Strategy):
 
     def __post_init__(self) -> None:
         if self.parts < 1:
-            raise laconic.ConfigError(f"parts={self.parts}: must be at least 1, which averages everything at each step")
+            raise thinwire.ConfigError(
+                f"parts={self.parts}: must be at least 1, which averages everything at each step"
+            )
 
-    def after_step(self, r: laconic.Replica) -> None:
+    def after_step(self, r: thinwire.Replica) -> None:
         """Average this step's part."""
         mean_(r.comm, r.x.tensor_split(self.parts)[r.step % self.parts]).wait()
 
@@ -53,13 +55,13 @@ class Outcome:
     messages: int
 
 
-def train(strategy: laconic.Strategy, comm: laconic.Comm, *, steps: int) -> Outcome:
+def train(strategy: thinwire.Strategy, comm: thinwire.Comm, *, steps: int) -> Outcome:
     """Train on digits; the accuracy is that of the consensus model."""
     torch.set_num_threads(1)
     task = tasks.load("digits")
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    attached = laconic.attach(model, optimizer, strategy, comm=comm)
+    attached = thinwire.attach(model, optimizer, strategy, comm=comm)
     shard = task.shards(comm.size)[comm.rank]
     before = comm.meter.payload_bytes, comm.meter.messages
     for step in range(steps):
@@ -72,18 +74,18 @@ def train(strategy: laconic.Strategy, comm: laconic.Comm, *, steps: int) -> Outc
     return Outcome(comm.rank, accuracy, payload_bytes, messages)
 
 
-def run(strategy: laconic.Strategy, *, steps: int = 80) -> Outcome:
+def run(strategy: thinwire.Strategy, *, steps: int = 80) -> Outcome:
     """On the processes that torchrun started, or else on four threads; what rank 0 or this process has to tell."""
     if dist.is_initialized():
-        return train(strategy, laconic.GroupComm(), steps=steps)
-    return laconic.run_threads(4, lambda comm: train(strategy, comm, steps=steps))[0]
+        return train(strategy, thinwire.GroupComm(), steps=steps)
+    return thinwire.run_threads(4, lambda comm: train(strategy, comm, steps=steps))[0]
 
 
 def main() -> None:
     """Train with both strategies."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    for strategy in (laconic.LocalSGD(period=8), InTurn(parts=8)):
+    for strategy in (thinwire.LocalSGD(period=8), InTurn(parts=8)):
         told = run(strategy)
         if told.rank == 0:
             kilobytes = told.payload_bytes / 1e3

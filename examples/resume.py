@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import laconic
-from laconic import tasks
+import thinwire
+from thinwire import tasks
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5)
-    replica = laconic.attach(model, optimizer, laconic.SlowMo(base=laconic.PushSum(), period=12))
+    replica = thinwire.attach(model, optimizer, thinwire.SlowMo(base=thinwire.PushSum(), period=12))
     rank, size = replica.comm.rank, replica.comm.size
     shard = task.shards(size)[rank]
 

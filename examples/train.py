@@ -1,27 +1,27 @@
-"""A plain PyTorch loop on handwritten digits; laconic's lines end in `# laconic`.
+"""A plain PyTorch loop on handwritten digits; thinwire's lines end in `# thinwire`.
 
 One worker:             python examples/train.py
 Two workers:            torchrun --standalone --nproc-per-node 2 examples/train.py
-Four, over slow links:  laconic emulate --workers 4 --link 100mbit -- python examples/train.py
+Four, over slow links:  thinwire emulate --workers 4 --link 100mbit -- python examples/train.py
 """
 
 import os
 
 import torch
-import torch.distributed as dist  # laconic
+import torch.distributed as dist  # thinwire
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import laconic  # laconic
+import thinwire  # thinwire
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main() -> None:
     """Train, and say what came of it."""
-    if SIZE > 1:  # laconic
-        dist.init_process_group("gloo")  # laconic
+    if SIZE > 1:  # thinwire
+        dist.init_process_group("gloo")  # thinwire
     pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     pixels = pixels.float() / 16
     train = TensorDataset(pixels[360 + RANK :: SIZE], labels[360 + RANK :: SIZE])
@@ -30,16 +30,16 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    strategy = laconic.SlowMo(period=8, momentum=0.2)  # laconic
-    replica = laconic.attach(model, optimizer, strategy)  # laconic
+    strategy = thinwire.SlowMo(period=8, momentum=0.2)  # thinwire
+    replica = thinwire.attach(model, optimizer, strategy)  # thinwire
 
     for _ in range(10):
-        for x, y in replica.join(loader):  # laconic
+        for x, y in replica.join(loader):  # thinwire
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    with replica.consensus(), torch.no_grad():  # laconic
+    with replica.consensus(), torch.no_grad():  # thinwire
         accuracy = (model(pixels[:360]).argmax(1) == labels[:360]).float().mean().item()
     if RANK == 0:
         sent = f"{replica.comm.meter.payload_bytes / 1e6:.2f} MB"

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-import laconic
-from laconic import Attached, Comm, Strategy
+import thinwire
 from tests.problems import flat
+from thinwire import Attached, Comm, Strategy
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]
@@ -70,7 +70,7 @@ def attach(
 ) -> Attached:
     """A small model under a strategy, in buckets of a few parameters."""
     model = net() if model is None else model
-    return laconic.attach(model, optimizer(model), strategy, comm=comm, **{"bucket_bytes": 48, **settings})
+    return thinwire.attach(model, optimizer(model), strategy, comm=comm, **{"bucket_bytes": 48, **settings})
 
 
 def steps(attached: Attached, data: Iterable[Batch]) -> Attached:
@@ -90,4 +90,4 @@ def threads(size: int, strategy: Strategy, count: int = 6, **settings: Any) -> l
         attached.detach()
         return flat(attached.model)
 
-    return laconic.run_threads(size, work, deadline_seconds=20)
+    return thinwire.run_threads(size, work, deadline_seconds=20)

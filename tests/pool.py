@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from laconic.emulate.meeting import free_port
+from thinwire.emulate.rendezvous import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo when they are made, which costs half a second.
@@ -22,8 +22,8 @@ _context.set_forkserver_preload(
         "torch.distributed",
         "pytest",
         "hypothesis",
-        "laconic.attached",
-        "laconic.recipe",
+        "thinwire.worker.worker",
+        "thinwire.strategies.recipe",
         "tests.pool",
     ]
 )

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-import laconic
-from laconic import Attached, Comm, Peers, Replica, Strategy, Topology
-from tests.oracles import irregular_targets
+import thinwire
+from tests.oracles.common import irregular_targets
+from thinwire import Attached, Comm, Peers, Replica, Strategy, Topology
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def train(
         nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
     dealt = [{"params": list(model.parameters())[i :: len(factors)]} for i in range(len(factors))]
     optimizer = torch.optim.SGD(dealt, lr=1.0, **settings)
-    attached = laconic.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
+    attached = thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
     for step, rate in enumerate(rates):
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             group["lr"] = rate * factor
@@ -194,7 +194,7 @@ def train(
 
 def together(n: int, strategy: Strategy, problem: Problem, rates: Sequence[float], **settings: Any) -> Tensor:
     """The parameters of n threads after training, stacked."""
-    return torch.stack(laconic.run_threads(n, lambda c: flat(train(c, strategy, problem, rates, **settings).model)))
+    return torch.stack(thinwire.run_threads(n, lambda c: flat(train(c, strategy, problem, rates, **settings).model)))
 
 
 def watched(
@@ -212,7 +212,7 @@ def watched(
         train(comm, strategy, problem, rates, after_step=lambda a: seen.append(see(a.replicas[0]).clone()), **settings)
         return torch.stack(seen)
 
-    return torch.stack(laconic.run_threads(n, body), dim=1)
+    return torch.stack(thinwire.run_threads(n, body), dim=1)
 
 
 def distance(x: Tensor, y: Tensor) -> float:

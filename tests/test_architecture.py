@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-import laconic
-from laconic import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
-from laconic.recipe import WORDS
+import thinwire
+from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
+from thinwire.strategies.recipe import WORDS
 
-ROOT = Path(laconic.__file__).parent
+ROOT = Path(thinwire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # From the ground up: a room may import from the floors below its own.
@@ -74,7 +74,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    """A file's module, within laconic."""
+    """A file's module, within thinwire."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -93,11 +93,11 @@ def imports_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """The modules of laconic that a file imports, within laconic; "" is the whole of it."""
+    """The modules of thinwire that a file imports, within thinwire; "" is the whole of it."""
     found: set[str] = set()
     for module, name in imports_of(path):
-        if module == "laconic" or module.startswith("laconic."):
-            inner = module.removeprefix("laconic").removeprefix(".")
+        if module == "thinwire" or module.startswith("thinwire."):
+            inner = module.removeprefix("thinwire").removeprefix(".")
             deeper = f"{inner}.{name}".strip(".")
             found.add(deeper if deeper in MODULES else inner)
     return found
@@ -128,7 +128,7 @@ def test_imports_point_down() -> None:
             continue
         for other in own_imports(path):
             if room_of(other) != room and not may_import(room, room_of(other)):
-                wrong.append(f"{module} imports {other or 'laconic'}")
+                wrong.append(f"{module} imports {other or 'thinwire'}")
     assert not wrong, wrong
 
 
@@ -268,33 +268,33 @@ def in_the_linter_s_order(name: str) -> tuple[int, list[int | str]]:
 
 
 def test_the_public_names_are_sorted_and_complete() -> None:
-    assert list(laconic.__all__) == sorted(laconic.__all__, key=in_the_linter_s_order)
-    assert len(set(laconic.__all__)) == len(laconic.__all__)
-    found = {name for names in laconic._PLACES.values() for name in names.split()}
-    assert found | {"__version__"} == set(laconic.__all__)
+    assert list(thinwire.__all__) == sorted(thinwire.__all__, key=in_the_linter_s_order)
+    assert len(set(thinwire.__all__)) == len(thinwire.__all__)
+    found = {name for names in thinwire._PLACES.values() for name in names.split()}
+    assert found | {"__version__"} == set(thinwire.__all__)
 
 
 def test_type_checkers_find_the_public_names_where_they_are_imported_from() -> None:
-    tree = ast.parse(Path(laconic.__file__).read_text())
+    tree = ast.parse(Path(thinwire.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     told = {
-        (str(node.module).removeprefix("laconic."), alias.name)
+        (str(node.module).removeprefix("thinwire."), alias.name)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert told == {(place, name) for place, names in laconic._PLACES.items() for name in names.split()}
+    assert told == {(place, name) for place, names in thinwire._PLACES.items() for name in names.split()}
 
 
 def test_the_command_line_does_not_wait_for_torch() -> None:
-    code = "import sys, laconic.cli.commands; print('torch' in sys.modules)"
+    code = "import sys, thinwire.cli.commands; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert found.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("name", [name for name in laconic.__all__ if name != "__version__"])
+@pytest.mark.parametrize("name", [name for name in thinwire.__all__ if name != "__version__"])
 def test_every_public_name_is_documented(name: str) -> None:
-    thing = getattr(laconic, name)
+    thing = getattr(thinwire, name)
     assert inspect.getdoc(thing)
     if not inspect.isclass(thing):
         return
@@ -303,7 +303,7 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert inspect.getdoc(getattr(thing, attribute)), f"{name}.{attribute}"
 
 
-def test_importing_laconic_needs_torch_and_nothing_else() -> None:
+def test_importing_thinwire_needs_torch_and_nothing_else() -> None:
     optional = [
         "matplotlib",
         "rich",
@@ -319,8 +319,8 @@ def test_importing_laconic_needs_torch_and_nothing_else() -> None:
     code = f"""
 import sys, torch
 before = set(sys.modules)
-import laconic
-laconic.attach, laconic.parse
+import thinwire
+thinwire.attach, thinwire.parse
 print([name for name in {optional} if name in sys.modules and name not in before])
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
@@ -331,9 +331,9 @@ print([name for name in {optional} if name in sys.modules and name not in before
 
 
 def kinds_of(base: type) -> list[type]:
-    """All kinds of recipe in laconic itself."""
+    """All kinds of recipe in thinwire itself."""
     below = [kind for child in base.__subclasses__() for kind in [child, *kinds_of(child)]]
-    return [kind for kind in below if kind.__module__.startswith("laconic.") and not inspect.isabstract(kind)]
+    return [kind for kind in below if kind.__module__.startswith("thinwire.") and not inspect.isabstract(kind)]
 
 
 RECIPES = [kind for base in (Strategy, Topology, Codec) for kind in kinds_of(base)]
@@ -349,7 +349,7 @@ def test_every_recipe_is_a_frozen_dataclass_that_its_repr_makes_again(kind: type
             setattr(recipe, field.name, None)
     assert again(recipe) == recipe
     assert WORDS[kind.__name__] is kind
-    assert kind.__name__ in laconic.__all__
+    assert kind.__name__ in thinwire.__all__
 
 
 def again(recipe: Any) -> Any:
@@ -365,8 +365,8 @@ def again(recipe: Any) -> Any:
     "recipe",
     [
         SlowMo(PushSum(Hypercube()), period=48, momentum=0.6, lr=0.9),
-        SlowMo(laconic.AllReduce(Bf16()), period=1, momentum=1e-3),
-        Gossip(laconic.Complete(), order="after"),
+        SlowMo(thinwire.AllReduce(Bf16()), period=1, momentum=1e-3),
+        Gossip(thinwire.Complete(), order="after"),
         LocalSGD(10**9),
     ],
     ids=repr,

@@ -23,11 +23,11 @@ import torch
 from examples.own_strategy import InTurn
 from examples.own_strategy import run as run_own
 
-import laconic
-from laconic import strategies
-from laconic.emulate.meeting import free_port
-from laconic.recipe import WORDS
-from laconic.runs.recipes import PEERS, parse_recipe
+import thinwire
+from thinwire import strategies
+from thinwire.emulate.rendezvous import free_port
+from thinwire.runs.recipes import PEERS, parse_recipe
+from thinwire.strategies.recipe import WORDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -111,14 +111,14 @@ def test_every_make_target_that_is_named_exists(page: Path) -> None:
 def test_every_recipe_is_understood(page: Path) -> None:
     for code in inline(page):
         if re.match(rf"({'|'.join(STRATEGIES)})\(.*\)$", code) and "..." not in code:
-            laconic.parse(code)
+            thinwire.parse(code)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_command_line_is_understood(page: Path) -> None:
-    commands = pytest.importorskip("laconic.cli.commands")
+    commands = pytest.importorskip("thinwire.cli.commands")
     shell = "\n".join(body for _, body in blocks(page, "sh")).replace("\\\n", " ")
-    lines = [line for line in shell.split("\n") if line.startswith("laconic ")]
+    lines = [line for line in shell.split("\n") if line.startswith("thinwire ")]
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         assert is_dataclass(commands.parse(words)), line
@@ -169,7 +169,7 @@ def names_in(row: str) -> list[str]:
 def test_the_paper_of_every_strategy_is_listed() -> None:
     page = text(Path("docs/reference/papers.md"))
     for name in STRATEGIES:
-        paper = getattr(laconic, name).paper
+        paper = getattr(thinwire, name).paper
         if not paper:
             assert name == "Probe", "all but what only looks come from somewhere"
             continue
@@ -190,13 +190,13 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_words_by_which_an_error_is_found_are_in_it() -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "laconic").rglob("*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "thinwire").rglob("*.py"))
     said = re.sub(r'"\s*f?"', "", sources)
     table = text(Path("docs/how-to/troubleshooting.md")).partition("## Errors")[2].partition("## Symptoms")[0]
     rows = re.findall(r"^\| `(\w+)`, `([^`]+)` \|", table, re.MULTILINE)
     assert len(rows) > 10
     for kind, words in rows:
-        assert issubclass(getattr(laconic, kind), laconic.LaconicError)
+        assert issubclass(getattr(thinwire, kind), thinwire.ThinwireError)
         assert words in said, words
 
 
@@ -206,7 +206,7 @@ def test_the_words_by_which_an_error_is_found_are_in_it() -> None:
 def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
     import json
 
-    from laconic.runs import resolve, work
+    from thinwire.runs import resolve, work
 
     asked = {"task": "digits", "strategy": "LocalSGD(period=2)", "steps": 4, "eval_every": 2, "save_every": 4}
     summary = work(resolve({**asked, "workers": 1, "threads": 1}), tmp_path)
@@ -294,26 +294,26 @@ def test_an_example_that_is_resumed_ends_as_if_it_had_not_stopped(tmp_path: Path
 
 
 def test_ones_own_strategy_sends_what_local_sgd_sends_in_more_messages() -> None:
-    own, local = run_own(InTurn(parts=4), steps=8), run_own(laconic.LocalSGD(period=4), steps=8)
+    own, local = run_own(InTurn(parts=4), steps=8), run_own(thinwire.LocalSGD(period=4), steps=8)
     assert own.payload_bytes == pytest.approx(local.payload_bytes)
     assert own.messages == 4 * local.messages
 
 
 def test_ones_own_strategy_in_one_part_is_local_sgd_at_every_step() -> None:
-    def parameters(strategy: laconic.Strategy) -> Callable[[laconic.Comm], list[float]]:
+    def parameters(strategy: thinwire.Strategy) -> Callable[[thinwire.Comm], list[float]]:
         return lambda comm: train_a_little(strategy, comm)
 
-    own, local = (laconic.run_threads(3, parameters(s)) for s in (InTurn(parts=1), laconic.LocalSGD(period=1)))
+    own, local = (thinwire.run_threads(3, parameters(s)) for s in (InTurn(parts=1), thinwire.LocalSGD(period=1)))
     assert own == local
 
 
-def train_a_little(strategy: laconic.Strategy, comm: laconic.Comm) -> list[float]:
+def train_a_little(strategy: thinwire.Strategy, comm: thinwire.Comm) -> list[float]:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():
         model.weight.fill_(0.5)
         model.bias.zero_()
-    laconic.attach(model, optimizer, strategy, comm=comm)
+    thinwire.attach(model, optimizer, strategy, comm=comm)
     for step in range(5):
         model(torch.full((1, 3), 1.0 + comm.rank + step)).square().mean().backward()
         optimizer.step()

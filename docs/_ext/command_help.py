@@ -1,4 +1,4 @@
-"""`{command-help}`: what `laconic --help` and `laconic COMMAND --help` print, run when the site is built."""
+"""`{command-help}`: what `thinwire --help` and `thinwire COMMAND --help` print, run when the site is built."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
 
-from laconic.cli.commands import present
+from thinwire.cli.commands import present
 
 WIDTH = "84"
 
@@ -23,7 +23,7 @@ class CommandHelp(SphinxDirective):
         return [self._block(ask()), *(self._section(name) for name in present())]
 
     def _section(self, name: str) -> nodes.Node:
-        title = f"laconic {name}"
+        title = f"thinwire {name}"
         section = nodes.section("", nodes.title(title, title), self._block(ask(name)), names=[title])
         self.state.document.note_implicit_target(section)
         return section
@@ -41,7 +41,7 @@ def ask(*command: str) -> str:
         CalledProcessError: there is no such command.
     """
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": WIDTH}
-    arguments = [sys.executable, "-m", "laconic.cli", *command, "--help"]
+    arguments = [sys.executable, "-m", "thinwire.cli", *command, "--help"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=120)
     lines = done.stdout.strip("\n").split("\n")
     return "\n".join(textwrap.fill(line.rstrip(), int(WIDTH)) for line in lines)

@@ -9,7 +9,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.typing import ExtensionMetadata
 
-PUBLIC = ("laconic", "laconic.tasks", "laconic.emulate", "laconic.report")
+PUBLIC = ("thinwire", "thinwire.tasks", "thinwire.emulate", "thinwire.report")
 WIDEST = 150
 """Characters of TeX beyond which formulas that stand side by side get lines of their own."""
 
@@ -37,7 +37,7 @@ def _process(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines:
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
     """Follow a name from the module that defines it to the place where it is public."""
     home, _, name = str(node.get("reftarget", "")).rpartition(".")
-    if not home.startswith("laconic."):
+    if not home.startswith("thinwire."):
         return None
     places = (f"{public}.{name}" for public in PUBLIC if public != home)
     resolve_xref = env.domains["py"].resolve_xref

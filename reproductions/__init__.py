@@ -1,0 +1,1 @@
+"""The papers' claims, checked on one machine against the papers' own baselines."""

@@ -1,0 +1,195 @@
+"""Bits chosen by the gradient keep a bound with hardly more than the fewest, and learn more than fixed ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import fmean
+from typing import Any
+
+from reproductions.dqsgd.regression import Kept, kept, parity
+from reproductions.dqsgd.thread_runs import Learned, learned
+from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.threads import Schedule
+from thinwire.codecs.majority import MajorityVote
+from thinwire.codecs.qsgd import QSGD
+from thinwire.codecs.terngrad import TernGrad
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.gradients.all_reduce import AllReduce
+from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
+from thinwire.strategies.gradients.dynamic_quantization import DQSGD
+from thinwire.tasks import Task, load
+
+WORKERS = 4
+_BLOCK = 512  # as QSGD's buckets
+_EXCESS, _POINTS, _FEWER = 0.01, 0.005, 0.75
+_DENSE, _OURS, _RIVAL = "SGD", "DQ-SGD, 3 bits", "QSGD, 4 bits"
+_SLOW = ("fixed, 4 bits", "DQ-SGD, 4 bits", "DQ-SGD, bound")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Args:
+        task: what is learned.
+        model: its size; the task's first where None.
+        schedule: how long; the rate is one of `rates`.
+        rates: tried for every method, the best of which counts.
+        votes: tried where all entries move alike.
+        seeds: of each run that counts.
+        bounds: seeds of the runs under a bound.
+        left_out: methods that no verdict needs, where time is short.
+    """
+
+    task: str
+    model: str | None
+    schedule: Schedule
+    rates: tuple[float, ...]
+    votes: tuple[float, ...]
+    seeds: int
+    bounds: int
+    left_out: tuple[str, ...] = _SLOW
+
+
+_DIGITS = Scale("digits", None, Schedule(100, 8, 0.1, momentum=0.9), (0.03, 0.1), (0.001, 0.003), 2, 1)
+_NEWS = Scale("agnews", None, Schedule(200, 16, 1.0, momentum=0.9), (1.0,), (0.01,), 3, 1)
+
+
+def scales(quick: bool, real: bool) -> list[Scale]:
+    """What is measured: the paper's tasks, the first of them where time is short; digits where files are missing."""
+    if quick:
+        return [_NEWS if real else _DIGITS]
+    if not real:
+        return [replace(_DIGITS, rates=(0.03, 0.1, 0.3), votes=(0.001, 0.003), seeds=5, bounds=5, left_out=())]
+    pictures = Scale("cifar10", "resnet8", Schedule(300, 32, 0.1, momentum=0.9), (0.03, 0.1), (0.0003, 0.001), 1, 1)
+    news = replace(_NEWS, rates=(0.5, 1.0, 2.0), votes=(0.003, 0.01, 0.03), bounds=5, left_out=())
+    return [news, pictures]
+
+
+def methods(steps: int, left_out: Sequence[str] = ()) -> dict[str, Strategy]:
+    """All that are compared, by name, but for those left out."""
+    every: dict[str, Strategy] = {
+        _DENSE: AllReduce(),
+        "SignSGD": AllReduce(MajorityVote()),
+        "TernGrad": AllReduce(TernGrad()),
+        _RIVAL: AllReduce(QSGD(4)),
+        "fixed, 4 bits": DQSGD(FixedBits(4), _BLOCK),
+        "fixed, 3 bits": DQSGD(FixedBits(3), _BLOCK),
+        "DQ-SGD, 4 bits": DQSGD(BitBudget(4.0, steps), _BLOCK),
+        _OURS: DQSGD(BitBudget(3.0, steps), _BLOCK),
+        "DQ-SGD, bound": DQSGD(ErrorBound(3e-3, steps), _BLOCK),
+    }
+    return {name: strategy for name, strategy in every.items() if name not in left_out}
+
+
+def measure(attempt: Attempt) -> Result:
+    """Keep a bound on a convex problem, learn a task with every method, judge, and draw."""
+    plans, places = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA"))), count()
+    problem, bounds = parity(load("digits"), WORKERS), list[Kept]()
+    for seed in range(plans[0].bounds):
+        attempt.begin(f"logistic regression under a bound, seed {seed}", next(places))
+        bounds.append(kept(problem, error=3e-6, steps=400, lr=0.2 / problem.smoothness, seed=seed))
+    found: dict[str, dict[str, list[Learned]]] = {}
+    for plan in plans:
+        task, found[plan.task] = load(plan.task), {}
+        for name, strategy in methods(plan.schedule.steps, plan.left_out).items():
+            attempt.begin(f"{plan.task}: {name}", next(places))
+            found[plan.task][name] = _best(task, strategy, plan)
+    result = judge(bounds, found, _drawn(attempt, bounds, found))
+    data = ", ".join(f"{load(plan.task).title}, rate {_rates(plan)}, {plan.schedule.steps} steps" for plan in plans)
+    return replace(result, details={**result.details, "data": data})
+
+
+def _rates(plan: Scale) -> str:
+    """The rates tried, in words."""
+    tried, votes = (" or ".join(f"{rate:g}" for rate in rates) for rates in (plan.rates, plan.votes))
+    return f"{tried} ({votes} where entries move alike), {plan.seeds} seeds"
+
+
+def _best(task: Task, strategy: Strategy, plan: Scale) -> list[Learned]:
+    """The runs of the rate that learns most with a seed of its own."""
+
+    def run(rate: float, seed: int) -> Learned:
+        schedule = replace(plan.schedule, lr=rate)
+        return learned(task, strategy, schedule, workers=WORKERS, seed=seed, model=plan.model)
+
+    votes = isinstance(strategy, AllReduce) and isinstance(strategy.codec, MajorityVote)
+    rates = plan.votes if votes else plan.rates
+    rate = min(rates, key=lambda each: run(each, 1000).loss) if len(rates) > 1 else next(iter(rates))
+    return [run(rate, seed) for seed in range(plan.seeds)]
+
+
+def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]], pictures: list[str]) -> Result:
+    """Whether bounds were kept with few bits, and what was learned with fewer is as good."""
+    excess = [run.excess for run in bounds]
+    respected = all(run.gap <= run.bound and run.added <= 1 for run in bounds)
+    gains = {task: _mean(runs[_OURS], "accuracy") - _mean(runs[_RIVAL], "accuracy") for task, runs in found.items()}
+    shares = {
+        task: _mean(runs[_OURS], "payload_bytes") / _mean(runs[_RIVAL], "payload_bytes") for task, runs in found.items()
+    }
+    as_good = all(
+        gain >= _POINTS or (gain >= -_POINTS and shares[task] <= _FEWER + 0.02) for task, gain in gains.items()
+    )
+    return Result(
+        holds=respected and fmean(excess) <= _EXCESS and as_good,
+        measured=f"bound {'kept' if respected else 'broken'} with {fmean(excess):+.2%} bits more than the fewest; "
+        + "; ".join(
+            f"{task}: {100 * gains[task]:+.2f} points beside QSGD of 4 bits, with {shares[task]:.2f} times its bytes"
+            for task in gains
+        ),
+        value=fmean(excess),
+        least=min(excess),
+        most=max(excess),
+        details={
+            "convex: distance from the optimum, and its bound": ", ".join(
+                f"{run.gap:.2e} of {run.bound:.2e}" for run in bounds
+            ),
+            "convex: share of the allowed error that was used": ", ".join(f"{run.added:.3f}" for run in bounds),
+            "convex: mean bits, and the fewest of hindsight": ", ".join(
+                f"{fmean(run.bits):.4f} of {run.fewest / len(run.bits):.4f}" for run in bounds
+            ),
+            **_rows(found),
+            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
+        },
+    )
+
+
+def _rows(found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> dict[str, Any]:
+    return {
+        f"{task}, {name}": f"accuracy {_mean(runs, 'accuracy'):.4f} "
+        f"({min(run.accuracy for run in runs):.4f} to {max(run.accuracy for run in runs):.4f}), "
+        f"loss {_mean(runs, 'loss'):.4f}, {_mean(runs, 'bits_per_entry'):.3f} bits sent for a parameter and step"
+        for task, methods_of in found.items()
+        for name, runs in methods_of.items()
+    }
+
+
+def _mean(runs: Sequence[Learned], name: str) -> float:
+    return fmean(getattr(run, name) for run in runs)
+
+
+def _drawn(attempt: Attempt, bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> list[str]:
+    """The names of the pictures; none where matplotlib is not installed."""
+    try:
+        from reproductions.dqsgd.pictures import accuracy_picture, bits_picture
+    except ModuleNotFoundError:
+        return []
+    pictures = [bits_picture(bounds), *(accuracy_picture(f"{task}-accuracy", runs) for task, runs in found.items())]
+    return [picture.png(attempt.folder).name for picture in pictures]
+
+
+CLAIM = Claim(
+    name="dqsgd",
+    sentence="Bits chosen by the size of gradients and by what is left to spend keep a bound on the loss with hardly "
+    "more than the fewest there could be, and learn as much as fixed ones with fewer.",
+    paper="Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021, "
+    "arXiv:2107.14575",
+    published="better trade-offs of accuracy against communication than SGD, SignSGD, TernGrad and QSGD",
+    rule=f"logistic regression: the distance from the optimum and the ledger within their bounds, mean bits within "
+    f"{_EXCESS:.0%} of the fewest of hindsight; every task: at least {_POINTS:.1%} more accurate than QSGD of 4 bits, "
+    f"or no more than that less accurate with {_FEWER:g} times its bytes",
+    run=measure,
+)

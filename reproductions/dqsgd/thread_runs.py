@@ -1,0 +1,81 @@
+"""A task learned by threads, with an account of every byte: accuracy against what it took to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from reproductions.shared.threads import Schedule
+from thinwire.comm.base import Comm
+from thinwire.comm.threads import run_threads
+from thinwire.strategies.base import Strategy
+from thinwire.tasks import Task
+from thinwire.worker.worker import attach
+
+PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one run came to.
+
+    Attributes:
+        accuracy: of the agreed model on held-out data, or whatever the task measures.
+        loss: on held-out data, in nats.
+        payload_bytes: that one worker sent while it trained.
+        steps: it took.
+        parameters: of the model.
+        wire_bytes: that one worker's interface sent meanwhile, the mean over workers; None where it was not counted.
+    """
+
+    accuracy: float
+    loss: float
+    payload_bytes: float
+    steps: int
+    parameters: int
+    wire_bytes: float | None = None
+
+    @property
+    def bits_per_entry(self) -> float:
+        """Payload of a step for each parameter."""
+        return 8 * self.payload_bytes / self.steps / self.parameters
+
+
+def learned(
+    task: Task, strategy: Strategy, schedule: Schedule, *, workers: int, seed: int, model: str | None = None
+) -> Learned:
+    """Train on evenly dealt data, one thread for each worker, and measure rank 0's account and model.
+
+    Args:
+        task: what is learned.
+        strategy: how workers speak.
+        schedule: how long and how fast.
+        workers: how many threads.
+        seed: of the deal, the first parameters, the order of the data and the strategy's draws.
+        model: of a named size; the task's first unless given.
+    """
+    shards = task.shards(workers, split="iid", seed=seed)
+
+    def body(comm: Comm) -> Learned:
+        network = task.model(model, seed=seed)
+        optimizer = torch.optim.SGD(
+            network.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay
+        )
+        attached = attach(network, optimizer, strategy, comm=comm, seed=seed)
+        before = comm.meter.payload_bytes
+        for step in range(schedule.steps):
+            optimizer.param_groups[0]["lr"] = schedule.rate(step)
+            batch = task.batch(shards[comm.rank], step, batch_size=schedule.batch_size, seed=seed, rank=comm.rank)
+            optimizer.zero_grad()
+            task.loss(network, batch).backward()
+            optimizer.step()
+        sent = comm.meter.payload_bytes - before
+        attached.detach()
+        # Parameters are equal on all ranks, and models of these tasks have no buffers that differ in what they say.
+        found = task.evaluate(network) if comm.rank == 0 else None
+        size = sum(p.numel() for p in network.parameters())
+        metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)
+        return Learned(metric, loss, sent, schedule.steps, size)
+
+    return run_threads(workers, body, deadline_seconds=PATIENCE_SECONDS)[0]

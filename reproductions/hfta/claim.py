@@ -1,0 +1,140 @@
+"""An array of models trains several times as many models in a second as one process after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+import torch
+
+from reproductions.hfta.losses import Losses, largest, losses
+from reproductions.hfta.networks import workloads
+from reproductions.hfta.training import WAYS, Pace, Paces, in_turns, ratios, speedup
+from reproductions.shared.claims import Attempt, Claim, Result
+
+LEAST_SPEEDUP = 2.4
+MOST_DIFFERENCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Args:
+        sizes: numbers of models, ascending.
+        seconds: that each way trains for.
+        steps: of the loss curves.
+        curves: models whose losses are compared.
+        rounds: in which the ways take turns at the most models; once is enough for the others, which are not judged.
+    """
+
+    sizes: tuple[int, ...] = (1, 4, 16)
+    seconds: float = 1.5
+    steps: int = 60
+    curves: int = 3
+    rounds: int = 3
+
+
+QUICK = Scale(sizes=(8,), seconds=0.8, steps=12, rounds=1)
+
+
+def study(attempt: Attempt) -> Result:
+    """Measure every network in every way, compare the losses, draw both, and judge."""
+    scale, places, threads = QUICK if attempt.quick else Scale(), count(), torch.get_num_threads()
+    paces: dict[str, dict[int, dict[str, list[Pace]]]] = {}
+    found: dict[str, Losses] = {}
+    for name, workload in workloads().items():
+        attempt.begin(f"losses of {workload.title}", next(places))
+        found[workload.title] = losses(workload, scale.curves, scale.steps)
+        paces[workload.title] = {}
+        for size in scale.sizes:
+            attempt.begin(f"{workload.title}, {size} models", next(places))
+            rounds = scale.rounds if size == max(scale.sizes) else 1
+            paces[workload.title][size] = in_turns(name, size, scale.seconds, threads, rounds)
+    data = {f"data of {workload.title}": workload.data for workload in workloads().values()}
+    how = f"rounds at the most models: {scale.rounds}, {scale.seconds:g} s a way, in turns, ratios within rounds"
+    told = {"threads": threads, "pace of": f"{how}; every process keeps its memory, as a sweep's does"}
+    return judge(paces, largest(found), {**told, **data, "pictures": _drawn(attempt, paces, found)})
+
+
+def judge(paces: Paces, differences: Mapping[str, Mapping[str, float]], details: Mapping[str, Any]) -> Result:
+    """Whether every network gains what the paper's least did, at the most models, with the same losses.
+
+    Args:
+        paces: by network, number of models and way, round by round.
+        differences: by network, those of `largest`.
+        details: what else is told.
+    """
+    largest = {title: sizes[max(sizes)] for title, sizes in paces.items()}
+    gains = {title: speedup(found, "array", "process") for title, found in largest.items()}
+    slow = [title for title, gain in gains.items() if gain < LEAST_SPEEDUP]
+    apart = [title for title, found in differences.items() if not found["fp64"] <= MOST_DIFFERENCE]
+    value, best = median(gains.values()), max(gains, key=lambda title: gains[title])
+    rows: dict[str, Any] = {}
+    for title, sizes in paces.items():
+        for size, found in sizes.items():
+            rows[f"{title}, {size} models"] = _in_words(size, found)
+        rows[f"{title}, largest difference of the loss curves"] = _apart(differences[title])
+    rows["other losses than separate runs, in fp64"] = ", ".join(apart) or "none"
+    rows["less than the paper's least"] = ", ".join(slow) or "none"
+    rows["slower than the best other way, at the most models"] = ", ".join(_beaten(largest)) or "none"
+    words = f"{value:.3g} times as many models in a second (median of {len(gains)} networks; best: {best})"
+    low, high = min(gains.values()), max(gains.values())
+    return Result(not slow and not apart, words, value, low, high, {**rows, **details})
+
+
+def _apart(found: Mapping[str, float]) -> str:
+    return (
+        f"{found['fp64']:.1g} of the first loss in fp64; {found['fp32']:.2g} in fp32, where separate runs that begin "
+        f"one rounding apart differ by {found['rounding']:.2g}"
+    )
+
+
+def _beaten(largest: Mapping[str, Mapping[str, Sequence[Pace]]]) -> list[str]:
+    others = [way for way in WAYS if way != "array"]
+    gains = {title: {way: speedup(found, "array", way) for way in others} for title, found in largest.items()}
+    worst = {title: min(every, key=lambda way: every[way]) for title, every in gains.items()}
+    return [
+        f"{title} (x {gains[title][way]:.2f} of {WAYS[way]})" for title, way in worst.items() if gains[title][way] < 1
+    ]
+
+
+def _in_words(size: int, found: Mapping[str, Sequence[Pace]]) -> str:
+    """The array's pace over every other way's, and its memory per model over that of a process."""
+    over = ", ".join(f"x {_ratio(found, way)} {WAYS[way]}" for way in WAYS if way != "array")
+    array, alone = (max(pace.nbytes for pace in found[way]) for way in ("array", "process"))
+    each = median(pace.models_per_second for pace in found["array"])
+    return f"{each:.4g} steps/s: {over}; memory per model x {array / size / alone:.2f} of a process"
+
+
+def _ratio(found: Mapping[str, Sequence[Pace]], way: str) -> str:
+    """The median of the rounds, and where there are several, their least and greatest."""
+    each = ratios(found, "array", way)
+    return f"{median(each):.2f}" + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
+
+
+def _drawn(attempt: Attempt, paces: Paces, found: Mapping[str, Losses]) -> list[str]:
+    """The names of the pictures; none where matplotlib is not installed."""
+    try:
+        from reproductions.hfta.pictures import difference_picture, loss_picture, pace_picture
+    except ModuleNotFoundError:
+        return []
+    pictures = (pace_picture(paces), loss_picture(found), difference_picture(found))
+    return [picture.png(attempt.folder).name for picture in pictures]
+
+
+CLAIM = Claim(
+    name="hfta",
+    sentence="Models that differ in hyperparameters alone train several times faster as one array than one process "
+    "after another on the same device, and their losses are the same.",
+    paper="Wang, Yang, Zheng, Li and Pekhimenko, Horizontally Fused Training Array, MLSys 2021, arXiv:2102.02344",
+    published="2.42 to 11.50 times one after another on GPUs (V100, RTX 6000, A100); 2.98 to 15.13 on a TPU v3",
+    rule=f"on this machine's processor, at the most models: every network at least {LEAST_SPEEDUP:g} times the pace of "
+    "one process at a time; and in fp64, where rounding does not grow to what can be seen, losses within "
+    f"{MOST_DIFFERENCE:g} of the first loss of separate runs after every step (fp32 is told beside what rounding alone "
+    "does there); a processor is not the paper's device",
+    run=study,
+)

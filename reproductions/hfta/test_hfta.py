@@ -1,0 +1,158 @@
+"""The claim about arrays of models is judged by its figures, whatever they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from reproductions.hfta.claim import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
+from reproductions.hfta.losses import in_double, largest, losses, nudged
+from reproductions.hfta.networks import PointClassifier, clouds, workloads
+from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure
+from thinwire.errors import ThinwireError
+from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune_cache as remembered
+
+pytestmark = pytest.mark.usefixtures("no_way_is_kept")
+
+
+def found(fused: float, others: float = 1.0) -> Paces:
+    """One network whose array is so many times as fast as one process, at eight models and in each of three rounds."""
+    paces = {way: Pace(others, 100) for way in WAYS} | {"array": Pace(fused, 400), "process": Pace(1.0, 100)}
+    # In the second round the machine is ten times as fast; in the third twice, and for the array four times.
+    rounds = {way: [pace, replace(pace, models_per_second=10 * pace.models_per_second)] for way, pace in paces.items()}
+    third = {way: replace(pace, models_per_second=2 * pace.models_per_second) for way, pace in paces.items()}
+    third["array"] = replace(paces["array"], models_per_second=4 * fused)
+    return {"Net": {1: {way: [Pace(1.0, 100)] for way in WAYS}, 8: {way: [*rounds[way], third[way]] for way in WAYS}}}
+
+
+def apart(exact: float) -> Mapping[str, float]:
+    """Losses so far apart in fp64; in fp32 rounding may do what it does."""
+    return {"fp64": exact, "fp32": 0.24, "rounding": 0.3}
+
+
+def test_a_fast_array_with_the_same_losses_holds() -> None:
+    result = judge(found(5.0), {"Net": apart(1e-13)}, {})
+    assert result.holds
+    assert (result.value, result.least, result.most) == (5.0, 5.0, 5.0)
+    assert "x 5.00 (5.00 to 10.00) one process after another" in result.details["Net, 8 models"]
+    assert "x 1.00 one process after another" in result.details["Net, 1 models"]
+    assert "memory per model x 0.50" in result.details["Net, 8 models"]
+    assert result.details["less than the paper's least"] == "none"
+    words = result.details["Net, largest difference of the loss curves"]
+    assert "1e-13 of the first loss in fp64; 0.24 in fp32" in words and "differ by 0.3" in words
+
+
+@pytest.mark.parametrize(
+    ("fused", "difference"),
+    [(LEAST_SPEEDUP - 0.1, 0.0), (5.0, 2 * MOST_DIFFERENCE), (5.0, math.nan)],
+)
+def test_a_slow_array_or_other_losses_do_not_hold(fused: float, difference: float) -> None:
+    result = judge(found(fused), {"Net": apart(difference)}, {})
+    assert not result.holds
+    assert result.details["other losses than separate runs, in fp64"] == ("Net" if difference else "none")
+
+
+def test_an_array_that_another_way_beats_is_named() -> None:
+    result = judge(found(3.0, others=4.0), {"Net": apart(0.0)}, {})
+    assert result.holds
+    assert "Net (x 0.75 of " in result.details["slower than the best other way, at the most models"]
+
+
+def test_losses_of_an_array_are_those_of_separate_runs_but_for_rounding() -> None:
+    workload = workloads()["pointnet-cls"]
+    found = losses(workload, 2, 3)
+    assert [len(every) for every in (found.array, found.separate, found.short_array, found.short_nudged)] == [3] * 4
+    told = largest({"Net": found})["Net"]
+    assert told["fp64"] < 1e-10
+    # Adam divides by gradients that are nothing but rounding where a norm follows a bias, and fp32 shows it.
+    assert 1e-9 < told["fp32"] < 0.1 and 1e-9 < told["rounding"] < 0.1
+    other = replace(found, array=[list(each) for each in found.separate])
+    other.array[1][0] += 0.5  # type: ignore[index]
+    assert other.difference.tolist()[0] == 0 and other.difference[1] > 0.1
+    assert torch.equal(other.short_drift, found.short_drift)
+
+
+def test_parameters_are_moved_by_one_rounding() -> None:
+    workload = workloads()["pointnet-cls"]
+    for before, after in zip(made(workload, 2), nudged(workload, 2), strict=True):
+        for a, b in zip(before.parameters(), after.parameters(), strict=True):
+            up, down = (torch.nextafter(a, torch.full_like(a, end)) for end in (torch.inf, -torch.inf))
+            assert ((b == up) | (b == down)).all()
+        moved = torch.cat([(b > a).flatten() for a, b in zip(before.parameters(), after.parameters(), strict=True)])
+        assert 0.4 < moved.double().mean() < 0.6
+
+
+def test_a_workload_in_double_is_the_same_in_double() -> None:
+    workload = workloads()["pointnet-seg"]
+    (points,), (parts,) = in_double(workload).batch(3)
+    (short,), (same,) = workload.batch(3)
+    assert points.dtype == torch.float64 and torch.equal(points.float(), short) and torch.equal(parts, same)
+    assert {p.dtype for p in in_double(workload).make().parameters()} == {torch.float64}
+
+
+def test_a_way_is_measured_by_models_and_bytes() -> None:
+    pace = forked(partial(measure, "pointnet-cls", "loop", 2, 0.01, 1))
+    assert pace.models_per_second > 0
+    assert pace.nbytes > 1 << 20
+
+
+def test_ways_take_turns_round_by_round_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: object) -> Pace:
+        assert (given[0], *given[2:]) == ("net", 4, 0.5, 2)
+        return Pace(list(WAYS).index(str(given[1])), os.getpid())
+
+    monkeypatch.setattr("reproductions.hfta.training.measure", measured)
+    turns = [json.loads(line) for line in main(["net", "4", "0.5", "2", "2"])]
+    assert [way for turn in turns for way in turn] == [*WAYS, *reversed(WAYS)]
+    assert all(pace["models_per_second"] == list(WAYS).index(way) for turn in turns for way, pace in turn.items())
+    processes = {pace["nbytes"] for turn in turns for pace in turn.values()}
+    assert len(processes) == len(turns) and os.getpid() not in processes
+
+
+def test_turns_are_collected_by_way_and_round() -> None:
+    paces = in_turns("pointnet-cls", 1, 0.01, 1, rounds=2)
+    assert list(paces) == list(WAYS)
+    assert all(pace.models_per_second > 0 for each in paces.values() for pace in each)
+    assert {len(each) for each in paces.values()} == {2}
+
+
+def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.PIN, raising=False)
+    assert not remembered.place().exists()
+    forked(partial(measure, "pointnet-cls", "array", 2, 0.01, 1))
+    assert json.loads(remembered.place().read_text())
+
+
+def test_a_process_that_fails_is_told_of_and_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ThinwireError, match="ended without a result"):
+        forked(lambda: Pace(1.0))  # type: ignore[call-arg]
+    with pytest.raises(ThinwireError, match=r"no-such-network 1 0\.01 1 1: the process ended without a result"):
+        in_turns("no-such-network", 1, 0.01, 1, rounds=1)
+    monkeypatch.setattr("reproductions.hfta.training._DEADLINE_SECONDS", 0.05)
+    start = time.monotonic()
+    with pytest.raises(ThinwireError, match=r"no result within 0\.05 s"):
+        forked(lambda: time.sleep(600) or Pace(1.0, 1))
+    assert time.monotonic() - start < 60
+
+
+def test_points_of_a_cloud_lie_on_its_surface() -> None:
+    (points,), (kinds,) = clouds(0, parts=False)
+    assert kinds.tolist() == [0, 1, 2, 3] * 2
+    radii = points[0].norm(dim=0)
+    torch.testing.assert_close(radii, radii[:1].expand_as(radii))
+    _, (parts,) = clouds(0, parts=True)
+    assert torch.equal(parts // 2, kinds.unsqueeze(1).expand_as(parts))
+    assert PointClassifier()(points).shape == (8, 4)
+
+
+def test_the_claim_says_whose_it_is() -> None:
+    assert (CLAIM.name, "2102.02344" in CLAIM.paper) == ("hfta", True)

@@ -1,0 +1,228 @@
+"""1-bit LAMB learns what LAMB learns from the same samples, says far less, and is faster for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import fmean, median
+from typing import Any
+
+from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
+from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.curves import Curve, curves_of
+from thinwire.emulate import available
+from thinwire.runs.comparison import Comparison, compare
+from thinwire.runs.defaults import resolve
+
+LAMB, OURS, FORGETFUL = "LAMB", "1-bit LAMB", "1-bit LAMB without error feedback"
+ALONE, DDP, POWER = "no communication", "DDP", "DDP with PowerSGD"
+_SHARE = 1 / 6
+_LOSS, _VOLUME, _PACE, _GAIN = 1.01, 31.0, 1.3, 1.4
+_SLOW, _FAST = "100mbit", "1gbit"
+Begin = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Args:
+        steps: of the runs whose loss counts.
+        rounds: how often each of these is run, with a seed of its own.
+        evaluations: on held-out data, of each.
+        timed_model: the size of the model whose pace counts.
+        timed_steps: of the runs whose pace counts.
+        timed_rounds: how often each of these is run, taking turns.
+        batch_size: of these, a step and worker.
+        links: over which they run.
+        peers: torch's own methods beside them.
+    """
+
+    steps: int = 600
+    rounds: int = 3
+    evaluations: int = 12
+    timed_model: str = "6m"
+    timed_steps: int = 18
+    timed_rounds: int = 3
+    batch_size: int = 4
+    links: tuple[str, ...] = (_SLOW, _FAST)
+    peers: tuple[str, ...] = (DDP, POWER)
+
+    @property
+    def timed(self) -> tuple[str, ...]:
+        """What is timed, in order."""
+        return (ALONE, *self.peers, OURS)
+
+
+QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=1, links=(_SLOW,), peers=(DDP,))
+
+
+def warm_up(steps: int) -> int:
+    """How many of a run's steps are its first stage."""
+    return max(2, round(steps * _SHARE))
+
+
+def measure(attempt: Attempt) -> Result:
+    """Compare losses where nothing hinders messages, then pace over slow links."""
+    scale, places = QUICK if attempt.quick else Scale(), count()
+
+    def begin(what: str, _: int) -> None:
+        attempt.begin(what, next(places))
+
+    learned = _learned(attempt, scale, begin)
+    timed = {link: _timed(attempt, scale, link, begin) for link in scale.links} if available() is None else {}
+    return judge(learned, timed, scale, attempt)
+
+
+def _learned(attempt: Attempt, scale: Scale, begin: Begin) -> Comparison:
+    warm = f"warmup_steps={warm_up(scale.steps)}"
+    recipes = ["AllReduce()", f"CompressedMomentum({warm})", f"CompressedMomentum({warm}, feedback=False)"]
+    asked = {
+        "model": "0.5m",
+        "steps": scale.steps,
+        "batch_size": 8,
+        "eval_every": max(1, scale.steps // scale.evaluations),
+    }
+    return _compared(attempt, begin, "learning", recipes, asked, scale.rounds)
+
+
+def _timed(attempt: Attempt, scale: Scale, link: str, begin: Begin) -> Comparison:
+    warm = warm_up(scale.timed_steps)
+    texts = {
+        ALONE: "Local()",
+        DDP: "ddp",
+        POWER: f"ddp+powersgd(start={warm})",
+        OURS: f"CompressedMomentum(warmup_steps={warm}, overlap=True)",
+    }
+    recipes = [texts[name] for name in scale.timed]
+    asked = {"model": scale.timed_model, "steps": scale.timed_steps, "batch_size": scale.batch_size, "link": link}
+    more = {"eval_every": scale.timed_steps, "eval_limit": 16}
+    return _compared(attempt, begin, f"pace-{link}", recipes, {**asked, **more}, scale.timed_rounds)
+
+
+def _compared(
+    attempt: Attempt, begin: Begin, name: str, recipes: Sequence[str], asked: Mapping[str, Any], rounds: int
+) -> Comparison:
+    settings = resolve({"task": "text", "workers": 4, **asked})
+    decayed: dict[str, Any] = {"schedule": "cosine", "warmup_steps": asked["steps"] // 12}
+    return compare(
+        replace(settings, optimizer="onebit-lamb", lr=0.02, weight_decay=0.01, **decayed),
+        recipes,
+        attempt.folder / name,
+        rounds=rounds,
+        title=f"1-bit LAMB: {name}",
+        listener=attempt.listener,
+        begin=begin,
+    )
+
+
+def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, attempt: Attempt) -> Result:
+    """Whether the losses are alike, the bytes as few as promised, and steps as short."""
+    curves: dict[str, list[Curve]] = dict(zip((LAMB, OURS, FORGETFUL), curves_of(learned), strict=True))
+    ratios = [ours.last_loss / theirs.last_loss for ours, theirs in zip(curves[OURS], curves[LAMB], strict=True)]
+    stages = stages_of(learned, 1, warm_up(scale.steps))
+    coded, whole = (min(getattr(each, name) for each in stages) for name in ("coded_volume", "volume"))
+    seconds = {link: _seconds(done, scale) for link, done in timed.items()}
+    every_pace = {link: _ratios(each[OURS], each[ALONE]) for link, each in seconds.items()}
+    every_gain = {link: _ratios(each[DDP], each[OURS]) for link, each in seconds.items()}
+    paces, gains = ({link: median(found) for link, found in each.items()} for each in (every_pace, every_gain))
+    middle = {link: {name: median(found) for name, found in each.items()} for link, each in seconds.items()}
+    swift = paces.get(_SLOW, 0.0) <= _PACE and gains.get(_FAST, _GAIN) >= _GAIN
+    return Result(
+        holds=fmean(ratios) <= _LOSS and coded >= _VOLUME and swift,
+        measured=f"held-out loss {_losses(curves, LAMB)} to {_losses(curves, OURS)}; {whole:.2f} times less payload "
+        f"over the run, {coded:.2f} times less once the variance is frozen"
+        + "".join(
+            f"; over {link} a step takes {paces[link]:.2f} times one without communication, and "
+            f"{gains[link]:.2f} times less than DDP's"
+            for link in seconds
+        ),
+        value=whole,
+        least=whole,
+        most=max(each.volume for each in stages),
+        details={
+            **{f"held-out loss, {name}": _losses(curves, name) for name in curves},
+            "held-out loss over LAMB's, by round": ", ".join(f"{ratio:.4f}" for ratio in ratios),
+            "volume by formula": _formula(stages),
+            "volume once frozen, against bf16": f"{coded / 2:.2f}",
+            **{
+                f"seconds per step over {link}, {name}": f"{s:.4f}"
+                for link in middle
+                for name, s in middle[link].items()
+            },
+            **{
+                f"over {link}, by round: of a step without communication": _listed(every_pace[link]) for link in seconds
+            },
+            **{f"over {link}, by round: times faster than DDP": _listed(every_gain[link]) for link in seconds},
+            **_with_warm_up(middle, timed, scale),
+            "pace of": f"a model of {scale.timed_model} parameters, {scale.timed_rounds} rounds of {scale.timed_steps} "
+            f"steps, methods taking turns, ratios within rounds, {scale.batch_size} passages a step and worker",
+            "links": ", ".join(seconds) or "none: namespaces are not available here",
+            "pictures": ", ".join(_drawn(attempt, curves, middle, scale)) or "none: matplotlib is missing",
+        },
+    )
+
+
+def _ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _seconds(done: Comparison, scale: Scale) -> dict[str, list[float]]:
+    """The time of each method's steps, round by round."""
+    skipped = warm_up(scale.timed_steps) + 1
+    return {name: step_seconds(done, place, skipped) for place, name in enumerate(scale.timed)}
+
+
+def _with_warm_up(
+    seconds: Mapping[str, Mapping[str, float]], timed: Mapping[str, Comparison], scale: Scale
+) -> dict[str, str]:
+    """How many times faster than DDP a run is whose first sixth sends gradients."""
+    found: dict[str, str] = {}
+    for link, each in seconds.items():
+        stages = stages_of(timed[link], scale.timed.index(OURS), warm_up(scale.timed_steps))
+        mean = _SHARE * median(one.warm_seconds for one in stages) + (1 - _SHARE) * each[OURS]
+        found[f"times faster than DDP over {link}, warm-up counted"] = f"{each[DDP] / mean:.2f}"
+    return found
+
+
+def _formula(stages: Sequence[Stages]) -> str:
+    coded = fmean(each.coded_volume for each in stages)
+    return f"{volume_by_formula(_SHARE, coded):.2f}, counted {fmean(each.volume for each in stages):.2f}"
+
+
+def _losses(curves: Mapping[str, Sequence[Curve]], name: str) -> str:
+    return f"{fmean(curve.last_loss for curve in curves[name]):.4f}"
+
+
+def _drawn(
+    attempt: Attempt,
+    curves: Mapping[str, Sequence[Curve]],
+    seconds: Mapping[str, Mapping[str, float]],
+    scale: Scale,
+) -> list[str]:
+    """The names of the pictures; none where matplotlib is not installed."""
+    try:
+        from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
+    except ModuleNotFoundError:
+        return []
+    pictures = [loss_picture(curves, warm_up(scale.steps)), *([pace_picture(seconds)] if seconds else [])]
+    return [picture.png(attempt.folder).name for picture in pictures]
+
+
+CLAIM = Claim(
+    name="onebit-lamb",
+    sentence="From the same samples 1-bit LAMB learns what LAMB learns, with a fraction of its bytes, and over a slow "
+    "network in a fraction of its time.",
+    paper="Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069",
+    published="BERT-Large, up to 256 GPUs: up to 4.6 times less volume with the warm-up counted, up to 2.8 times "
+    "faster than LAMB, the same convergence per sample",
+    rule=f"held-out loss at most {_LOSS:g} times LAMB's; payload at least {_VOLUME:g} times less than fp32's once the "
+    f"variance is frozen; a step of 6 M parameters over {_SLOW} then takes at most {_PACE:g} times one without "
+    f"communication, and over {_FAST} DDP's takes at least {_GAIN:g} times as long (where namespaces are available)",
+    run=measure,
+)

@@ -1,0 +1,178 @@
+"""Tensor parallelism in two dimensions says less, holds less and is done sooner than in one, at four ranks already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from reproductions.optimus.race import Finish, formula_payload_bytes, formula_peak_bytes, run_race
+from reproductions.optimus.scaling import LIMIT_BYTES, Row, scaling
+from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
+from reproductions.optimus.worker import Race
+from reproductions.shared.claims import Attempt, Claim, Result
+from thinwire.emulate import available
+
+LINK = "1gbit"
+MEMORY_TOLERANCE = 0.1
+LARGER_BATCH = 4.0
+HIDDEN_PART = 0.5
+RIVALS: tuple[Scheme, ...] = ("1d", "1d+sequence")
+_QUICK = (Race(Stem(2, 256, 4, 64, 32), 2, 2, rounds=5, steps=2, product=4096, panels=4),)
+_FULL = (
+    Race(Stem(4, 256, 4, 64, 32), 2, 2, rounds=7, steps=2, product=4096, panels=4),
+    Race(Stem(4, 256, 4, 64, 128), 2, 2, rounds=3),
+    Race(Stem(4, 256, 16, 64, 32), 4, 4, rounds=3),
+)
+
+
+def measure(attempt: Attempt) -> Result:
+    """Race on a shaped link, compare with the formulas, and let these speak of more ranks."""
+    link = None if available() else LINK
+    finishes: list[Finish] = []
+    for place, race in enumerate(_QUICK if attempt.quick else _FULL):
+        attempt.begin(_title(race), place)
+        finishes.append(run_race(race, link))
+    rows = scaling()
+    return judge(finishes, rows, link, _drawn(attempt, finishes, rows, link))
+
+
+def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pictures: Sequence[str]) -> Result:
+    """Whether each race was won in bytes, memory and time, as the formulas say, and what they say of 16 ranks."""
+    first = finishes[0]
+    sixteen = next(row for row in rows if row.ranks == 16)
+    verdicts = {
+        "the three train the same model": all(_alike(finish) for finish in finishes),
+        "counted bytes are those of the formulas": all(_exact(finish) for finish in finishes),
+        "fewest bytes": all(_fewest(finish.payload_bytes) for finish in finishes),
+        "peak memory as the formulas say": all(_close(finish) for finish in finishes),
+        "least memory": all(_fewest(finish.peak_bytes) for finish in finishes),
+        "soonest at 4 ranks": all(_soonest(finish) for finish in finishes if _ranks(finish.race) == 4),
+        "overlap hides half of the wait for panels": median(first.hidden()) >= HIDDEN_PART,
+        "batch at 16 ranks": sixteen.batch_ratio >= LARGER_BATCH,
+    }
+    ratios = _time_ratios(first, "1d")
+    return Result(
+        holds=all(verdicts.values()),
+        measured=f"2x2 against one dimension over {link or 'loopback'} at {first.race.stem.tokens} tokens of "
+        f"{first.race.stem.hidden} features: {median(ratios):.2f}x the time of a step "
+        f"({median(_time_ratios(first, '1d+sequence')):.2f}x with the sequence split), "
+        f"{first.payload_bytes('2d') / first.payload_bytes('1d'):.2f}x the bytes, "
+        f"{first.peak_bytes('2d') / first.peak_bytes('1d'):.2f}x the memory; by formula {sixteen.batch_ratio:.1f}x "
+        f"the largest batch at 16 ranks",
+        value=median(ratios),
+        least=min(ratios),
+        most=max(ratios),
+        details={
+            **{what: "yes" if so else "NO" for what, so in verdicts.items()},
+            **{key: text for finish in finishes for key, text in _rows(finish).items()},
+            "wait for panels that overlap hides": _overlap(first),
+            **{f"by formula, {row.ranks} ranks, {row.hidden} features": _scaled(row) for row in rows},
+            "not counted": "what Gloo takes for itself within a call, and the interpreter",
+            "link": link or "the machine's own (no namespaces here)",
+            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
+        },
+    )
+
+
+def _ranks(race: Race) -> int:
+    return race.rows * race.columns
+
+
+def _title(race: Race) -> str:
+    stem = race.stem
+    return f"{race.rows}x{race.columns}, {stem.layers} layers of {stem.hidden}, {stem.tokens} tokens"
+
+
+def _alike(finish: Finish) -> bool:
+    losses = finish.losses()
+    return max(losses) - min(losses) <= 1e-5 * max(losses)
+
+
+def _exact(finish: Finish) -> bool:
+    wanted = {scheme: formula_payload_bytes(finish.race, scheme) for scheme in SCHEMES}
+    return all(
+        abs(each.payload_bytes - wanted[scheme]) <= 1e-9 * wanted[scheme]
+        for scheme in SCHEMES
+        for each in finish.counts[scheme]
+    )
+
+
+def _close(finish: Finish) -> bool:
+    wanted = {scheme: formula_peak_bytes(finish.race, scheme) for scheme in SCHEMES}
+    return all(
+        abs(each.peak_bytes / wanted[scheme] - 1) <= MEMORY_TOLERANCE
+        for scheme in SCHEMES
+        for each in finish.counts[scheme]
+    )
+
+
+def _fewest(figure: Any) -> bool:
+    return all(figure("2d") < figure(rival) for rival in RIVALS)
+
+
+def _soonest(finish: Finish) -> bool:
+    return all(median(_time_ratios(finish, rival)) < 1 for rival in RIVALS)
+
+
+def _time_ratios(finish: Finish, rival: Scheme) -> list[float]:
+    """Two dimensions over a rival, in each round."""
+    return [ours / theirs for ours, theirs in zip(finish.seconds("2d"), finish.seconds(rival), strict=True)]
+
+
+def _rows(finish: Finish) -> dict[str, str]:
+    return {
+        f"{_title(finish.race)}: {scheme}": (
+            f"{1000 * median(finish.seconds(scheme)):.0f} ms a step ({1000 * min(finish.seconds(scheme)):.0f} to "
+            f"{1000 * max(finish.seconds(scheme)):.0f}); {finish.payload_bytes(scheme) / 1e6:.3f} MB sent, by formula "
+            f"{formula_payload_bytes(finish.race, scheme) / 1e6:.3f}; {finish.peak_bytes(scheme) / 1e6:.2f} MB held, "
+            f"by formula {formula_peak_bytes(finish.race, scheme) / 1e6:.2f}; loss {finish.counts[scheme][0].loss:.5f}"
+        )
+        for scheme in SCHEMES
+    }
+
+
+def _overlap(finish: Finish) -> str:
+    hidden = finish.hidden()
+    ours, theirs = (
+        tuple(1000 * fmean(each[k] for each in finish.waits[way]) for k in (0, 1)) for way in ("hidden", "exposed")
+    )
+    return (
+        f"{median(hidden):.0%} ({min(hidden):.0%} to {max(hidden):.0%}): of a product of {finish.race.product} rows "
+        f"and columns and its gradients, {ours[0]:.0f} of {ours[1]:.0f} ms waiting, against {theirs[0]:.0f} of "
+        f"{theirs[1]:.0f} ms with one message at a time"
+    )
+
+
+def _scaled(row: Row) -> str:
+    sent, held, most = row.payload_bytes, row.peak_bytes, row.most_tokens
+    return (
+        f"sent a step {sent['1d'] / 1e9:.2f} GB in one dimension, {sent['2d'] / 1e9:.2f} in two "
+        f"({sent['2d, paper'] / 1e9:.2f} in the paper's storage); held {held['1d'] / 1e9:.1f}, with the sequence split "
+        f"{held['1d+sequence'] / 1e9:.1f}, in two {held['2d'] / 1e9:.1f} GB; largest batch in "
+        f"{LIMIT_BYTES / 2**30:.0f} GiB {most['1d']}, {most['1d+sequence']}, {most['2d']} tokens: "
+        f"{row.batch_ratio:.1f}x"
+    )
+
+
+def _drawn(attempt: Attempt, finishes: Sequence[Finish], rows: Sequence[Row], link: str | None) -> list[str]:
+    """The names of the pictures; none where matplotlib is not installed."""
+    try:
+        from reproductions.optimus.pictures import race_picture, scaling_picture
+    except ModuleNotFoundError:
+        return []
+    return [each.png(attempt.folder).name for each in (race_picture(finishes[0], link), scaling_picture(rows))]
+
+
+CLAIM = Claim(
+    name="optimus",
+    sentence="Tensor parallelism in two dimensions, which cuts parameters and activations, trains faster and fits "
+    "larger batches than in one.",
+    paper="Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021, arXiv:2104.05343",
+    published="64 GPUs: 1.48x the speed of training, 1.78x that of inference and 8x the largest batch of Megatron",
+    rule=f"against torch's own tensor parallelism, with and without a split sequence: at 4 ranks and 8 tokens a "
+    f"feature or more a shorter step (median of rounds), fewer bytes and less memory; counted bytes exactly and peak "
+    f"memory within {MEMORY_TOLERANCE:.0%} of the formulas; at 16 ranks by these at least {LARGER_BATCH:g}x the "
+    f"largest batch without a split sequence; overlap hides at least {HIDDEN_PART:.0%} of the wait for panels",
+    run=measure,
+)

@@ -1,0 +1,68 @@
+"""What formulas say of more ranks than a machine can play: bytes, memory and the largest batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+from reproductions.optimus.transformer_layers import SCHEMES, Scheme
+from thinwire.tensor2d.costs import Layer, layer_elements, most_tokens, one_dimensional_elements, step_peak
+
+# The model grows with the ranks, as in the paper's weak scaling: parameters per rank and tokens per feature stay.
+RANKS = (4, 16, 36, 64, 256, 1024)
+HIDDEN_PER_SIDE = 1024
+TOKENS_PER_HIDDEN = 8
+LAYERS = 24
+HEAD_SIZE = 64
+LIMIT_BYTES = 16 * 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures for one number of ranks, per rank, in fp32.
+
+    Args:
+        ranks: p, of a square mesh.
+        hidden: features of the stream, which grow with the mesh's side.
+        payload_bytes: of a step, by scheme; beside thinwire's storage the paper's, as "2d, paper".
+        peak_bytes: of a step's tensors, by scheme.
+        most_tokens: the largest batch that fits the limit, by scheme.
+    """
+
+    ranks: int
+    hidden: int
+    payload_bytes: dict[str, float]
+    peak_bytes: dict[Scheme, float]
+    most_tokens: dict[Scheme, int]
+
+    @property
+    def batch_ratio(self) -> float:
+        """How many times larger a batch fits in two dimensions than in one; infinite where none fits in one."""
+        one = self.most_tokens["1d"]
+        return self.most_tokens["2d"] / one if one else float("inf")
+
+
+def scaling(limit_nbytes: float = LIMIT_BYTES) -> list[Row]:
+    """A row for each number of ranks."""
+    return [_row(p, limit_nbytes) for p in RANKS]
+
+
+def _row(ranks: int, limit_nbytes: float) -> Row:
+    side = isqrt(ranks)
+    hidden = HIDDEN_PER_SIDE * side
+    layer = Layer(tokens=TOKENS_PER_HIDDEN * hidden, hidden=hidden, rows=side, columns=side)
+    heads = hidden // HEAD_SIZE
+    # The paper keeps every weight in one storage, of which no gather serves two products.
+    elements = {
+        "1d": one_dimensional_elements(layer),
+        "1d+sequence": one_dimensional_elements(layer, sequence_parallel=True, keeps_gathered=True),
+        "2d": layer_elements(layer),
+        "2d, paper": layer_elements(layer, layout="AB"),
+    }
+    return Row(
+        ranks,
+        hidden,
+        {name: 4 * LAYERS * each for name, each in elements.items()},
+        {scheme: 4 * step_peak(layer, LAYERS, heads, scheme=scheme) for scheme in SCHEMES},
+        {scheme: most_tokens(layer, LAYERS, heads, limit_nbytes, scheme=scheme) for scheme in SCHEMES},
+    )

@@ -1,0 +1,151 @@
+"""Slow momentum and its bases tuned alike on one task, by threads of one process: the same figures every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+
+from thinwire.comm.base import Comm
+from thinwire.comm.threads import run_threads
+from thinwire.storage.files import write_atomically
+from thinwire.strategies.recipe import parse
+from thinwire.tasks import Batch, Task
+from thinwire.tasks.base import evaluating
+from thinwire.worker.worker import Attached, attach
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs have in common.
+
+    Args:
+        task: what is learned.
+        workers: how many threads.
+        steps: optimizer steps; the learning rate rises over the first tenth and falls in a cosine to a tenth.
+        batch_size: examples a step and worker.
+        momentum: of the workers' own SGD.
+        split: how the examples are dealt out, as tasks say it.
+    """
+
+    task: Task
+    workers: int
+    steps: int
+    batch_size: int
+    momentum: float = 0.9
+    split: str = "iid"
+
+    def rate(self, lr: float, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = max(1, self.steps // 10)
+        if step < warm:
+            return lr * (step + 1) / warm
+        done = torch.tensor((step - warm) / (self.steps - warm), dtype=torch.float64)
+        return lr * (0.55 + 0.45 * float(torch.cos(torch.pi * done)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting of one method."""
+
+    recipe: str
+    lr: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came of one run: losses of the consensus model in nats, and its accuracy."""
+
+    train_loss: float
+    held_out_loss: float
+    accuracy: float
+
+
+Told = Callable[[Trial, int], None]
+Run = Callable[["Plan", Trial, int], Figures]
+Runs = Mapping[str, Mapping[Trial, Sequence[Figures]]]
+
+
+def run(plan: Plan, trial: Trial, seed: int) -> Figures:
+    """Train and measure; the seed decides first parameters, the deal and the order of data."""
+    task = plan.task
+    shards = task.shards(plan.workers, split=plan.split, seed=seed)
+
+    def body(comm: Comm) -> tuple[float, Figures]:
+        model = task.model(seed=seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=plan.momentum)
+        attached = attach(model, optimizer, parse(trial.recipe), comm=comm, seed=seed)
+
+        def batch(step: int, size: int) -> Batch:
+            return task.batch(shards[comm.rank], step, batch_size=size, seed=seed, rank=comm.rank)
+
+        for step in range(plan.steps):
+            optimizer.param_groups[0]["lr"] = plan.rate(trial.lr, step)
+            optimizer.zero_grad()
+            loss = task.loss(model, batch(step, plan.batch_size))
+            loss.backward()
+            attached.saw(loss=loss)
+            optimizer.step()
+        return _measured(attached, task, batch(plan.steps, 128))
+
+    results = run_threads(plan.workers, body)
+    found = results[0][1]
+    return Figures(fmean(loss for loss, _ in results), found.held_out_loss, found.accuracy)
+
+
+class Kept:
+    """Runs whose figures are kept in a file, so that a study which was broken off goes on where it was.
+
+    Args:
+        path: a line of JSON for each run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known = {each["run"]: Figures(**each["figures"]) for each in map(json.loads, lines)}
+
+    def __call__(self, plan: Plan, trial: Trial, seed: int) -> Figures:
+        """The figures of a run: those that are kept, or new ones."""
+        name = repr((plan.task.name, replace(plan, task=None), trial, seed))  # pyright: ignore[reportArgumentType]
+        if name not in self._known:
+            self._known[name] = run(plan, trial, seed)
+            lines = [json.dumps({"run": key, "figures": asdict(each)}) for key, each in self._known.items()]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, ("\n".join(lines) + "\n").encode())
+        return self._known[name]
+
+
+def _measured(attached: Attached, task: Task, seen: Batch) -> tuple[float, Figures]:
+    """The consensus model's loss on this worker's own data, and its figures on what is held out."""
+    with attached.consensus() as model:
+        train_loss = _loss(task, model, seen)
+        found = task.evaluate(model)
+    attached.detach()
+    return train_loss, Figures(train_loss, found.loss, found.metric)
+
+
+def _loss(task: Task, model: nn.Module, batch: Batch) -> float:
+    with evaluating(model):
+        return float(task.loss(model, batch))
+
+
+def tuned(plan: Plan, grids: Mapping[str, Sequence[Trial]], seeds: Sequence[int], told: Told, run: Run = run) -> Runs:
+    """Every trial of every method, with every seed."""
+    found: dict[str, dict[Trial, list[Figures]]] = {name: {} for name in grids}
+    for name, trials in grids.items():
+        for trial in trials:
+            for seed in seeds:
+                told(trial, seed)
+                found[name].setdefault(trial, []).append(run(plan, trial, seed))
+    return found
+
+
+def best(runs: Mapping[Trial, Sequence[Figures]]) -> Trial:
+    """The trial with the lowest mean held-out loss."""
+    return min(runs, key=lambda trial: fmean(each.held_out_loss for each in runs[trial]))

@@ -1,5 +1,0 @@
-"""What a recipe will cost, found out before any run."""
-
-from laconic.plan.explain import Card, Link, Method, explain
-
-__all__ = ["Card", "Link", "Method", "explain"]

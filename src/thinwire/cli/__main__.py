@@ -1,0 +1,7 @@
+"""`python -m thinwire.cli` is `thinwire`."""
+
+import sys
+
+from thinwire.cli import main
+
+sys.exit(main())

@@ -1,0 +1,120 @@
+"""`thinwire compare`: several strategies on one task, side by side."""
+
+from __future__ import annotations
+
+import json as json_text
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.cli.console import err, out
+from thinwire.cli.options import default_folder, settings_as_options
+from thinwire.cli.progress import Watch, show_summaries
+from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.runs import Comparison, Settings
+
+
+_OF_SINGLE_RUNS = ["strategy", "tensor_parallel", "coreset", "device", "save_every", "timeline_steps", "tensorboard"]
+
+
+@dataclass(frozen=True)
+class Compare(settings_as_options(without=_OF_SINGLE_RUNS)):
+    """Run several strategies one after another, from the same parameters and on the same data in the same order.
+
+    Example: thinwire compare --task text --strategies "AllReduce(); PushSum(); ddp" --workers 4 --link 100mbit
+
+    Every run has the same settings, and its steps, seconds or target loss for itself.
+
+    Args:
+        strategies: recipes separated by semicolons; torch's own are ddp, ddp+bf16, ddp+powersgd, post-local-sgd.
+        rounds: how often each is run, every round with a seed of its own from --seed on; the table then shows the
+            round of median speed, and the spread is printed.
+        out: the comparison's folder; runs/TASK-compare-TIME unless given.
+        markdown: print the table as Markdown.
+        json: print the summaries as JSON.
+    """
+
+    strategies: str = "ddp; AllReduce(); LocalSGD(period=8); SlowMo(); PushSum()"
+    workers: int = 4
+    rounds: int = 1
+    out: Path | None = None
+    markdown: bool = False
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Run them all; returns 0."""
+        from thinwire.runs import resolve
+        from thinwire.runs.recipes import split_recipes
+
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds {self.rounds}: must be at least 1")
+        recipes = split_recipes(self.strategies)
+        settings = resolve({**self.asked(), "strategy": recipes[0]})
+        folder = self.out or default_folder(settings.task, "compare")
+        done = run(settings, recipes, folder, rounds=self.rounds, title=title(settings, len(recipes)))
+        page = report(folder)
+        if self.json:
+            out.print(json_text.dumps(done.summaries), markup=False)
+            return 0
+        show(done, markdown=self.markdown)
+        out.print(str(page or folder), markup=False)
+        return 0
+
+
+def run(settings: Settings, recipes: Sequence[str], folder: Path, *, rounds: int, title: str) -> Comparison:
+    """Run a comparison and show its progress."""
+    from thinwire.runs import compare
+
+    with ExitStack() as contexts:
+        watches: list[Watch] = []
+
+        def begin(recipe: str, place: int) -> None:
+            contexts.close()
+            label = f"[{place + 1}/{rounds * len(recipes)}] {recipe}"
+            watches[:] = [contexts.enter_context(Watch(label, settings.steps, settings.seconds))]
+
+        return compare(
+            settings,
+            recipes,
+            folder,
+            rounds=rounds,
+            title=title,
+            listener=lambda event: watches[0](event),
+            begin=begin,
+        )
+
+
+def title(settings: Settings, count: int) -> str:
+    """What is compared, in words."""
+    link = f" over {settings.link}" if settings.link else ""
+    return f"{count} strategies on {settings.task} ({settings.model}), {settings.workers} workers{link}"
+
+
+def show(done: Comparison, *, markdown: bool = False) -> None:
+    """Print the table, and what differed between rounds."""
+    from thinwire.report import markdown as as_markdown
+
+    if markdown:
+        out.print(as_markdown(done.summaries), markup=False, end="")
+    else:
+        show_summaries(done.summaries)
+    if len(done.rounds[0]) > 1:
+        for recipe, (least, most) in zip(done.strategies, done.spread("seconds_per_step"), strict=True):
+            if math.isfinite(least):
+                out.print(f"{recipe}: {least:.3g} to {most:.3g} s/step over {len(done.rounds[0])} rounds", markup=False)
+
+
+def report(folder: Path) -> Path | None:
+    """The comparison's page; None, and the reason is printed, where it cannot be drawn."""
+    from thinwire.report import write_report
+
+    try:
+        return write_report(folder).report
+    except ConfigError as error:
+        err.print(f"no report: {error}", markup=False)
+        return None

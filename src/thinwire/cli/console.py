@@ -1,0 +1,12 @@
+"""Where commands write: results to the standard output, everything else to the standard error."""
+
+from rich.console import Console
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def complain(problem: object) -> None:
+    """Say what went wrong, in one message, on the standard error."""
+    err.print("[bold red]thinwire:[/] ", end="")
+    err.print(str(problem), markup=False)

@@ -1,0 +1,126 @@
+"""`thinwire demo`: what a slow network does to training, and what can be done about it, in under four minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.compare import report, run, show, title
+from thinwire.cli.console import err, out
+from thinwire.cli.options import command_line, default_folder
+
+if TYPE_CHECKING:
+    from thinwire.runs import Settings
+
+STRATEGIES = ("ddp", "AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8, momentum=0.5)", "PushSum()")
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a small language model of Python's own sources with four workers over 100 Mbit links, with five strategies.
+
+    Each gets the same seconds of training, the same first parameters and the same data in the same order. Where
+    this machine does not allow network namespaces, the workers use its loopback interface instead.
+
+    Args:
+        seconds: training time for each strategy.
+        link: the link of each worker, such as 100mbit.
+        out: the comparison's folder; runs/text-demo-TIME unless given.
+    """
+
+    seconds: float = 16.0
+    link: str = "100mbit"
+    out: Path | None = None
+
+    def __call__(self) -> int:
+        """Run the five, print the table, and explain it."""
+        settings = self._settings()
+        folder = self.out or default_folder(settings.task, "demo")
+        done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
+        page = report(folder)
+        show(done)
+        out.print("\n" + reading(done.summaries), markup=False)
+        if page is not None:
+            out.print(f"\nThe report, with curves and a timeline of who waits when: {page}", markup=False)
+        return 0
+
+    def _settings(self) -> Settings:
+        from thinwire.emulate import available, parse_links
+        from thinwire.runs import resolve
+
+        parse_links(self.link, 4)
+        reason = available()
+        if reason is not None:
+            err.print(f"No slow links here: {reason}.", markup=False)
+            err.print("The workers use this machine's loopback interface, which nothing slows down.", markup=False)
+        asked = {
+            "task": "text",
+            "model": "0.5m",
+            "strategy": STRATEGIES[0],
+            "workers": 4,
+            "link": None if reason else self.link,
+            "seconds": self.seconds,
+            "batch_size": 4,
+            "warmup_steps": 10,
+            "eval_limit": 64,
+            "command": command_line(),
+        }
+        return resolve(asked)
+
+
+def reading(summaries: Sequence[Fields]) -> str:
+    """One paragraph on what the figures mean, whatever they are.
+
+    Args:
+        summaries: of runs of equal training time; the others are compared with the first.
+    """
+    base, *others = summaries
+    base_bytes, base_pace = base["payload_bytes_per_worker_per_step"], base["seconds_per_step"]
+    rivals: list[Fields] = []
+    words = [
+        f"In {base['seconds']:.0f} s of training {base['strategy']} took {base['steps']} steps and spent "
+        f"{base['exposed_seconds_per_step'] / base_pace:.0%} of them waiting for the network; it sends "
+        f"{_megabytes(base)} per worker and step."
+    ]
+    for each in others:
+        if abs(each["payload_bytes_per_worker_per_step"] - base_bytes) <= 0.01 * base_bytes:
+            ratio = base_pace / each["seconds_per_step"]
+            words.append(f"{_called(each)} sends the same and makes {ratio:.2f} times as many steps in a second.")
+        else:
+            rivals.append(each)
+    if not rivals:
+        return " ".join(words)
+    fastest = min(rivals, key=lambda each: each["seconds_per_step"])
+    ratio = base_pace / fastest["seconds_per_step"]
+    if ratio < 1.02:
+        words.append(
+            f"Sending less made no steps faster than those of {base['strategy']}: the link is not what holds it back."
+        )
+    else:
+        words.append(
+            f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
+            f"{fastest['steps']} steps in the same time."
+        )
+    best = min(rivals, key=lambda each: each["eval_loss"])
+    loss = base["eval_loss"]
+    if best["eval_loss"] > loss:
+        words.append(f"At equal time none reached a lower held-out loss than {base['strategy']} ({loss:.3f}).")
+        return " ".join(words)
+    words.append(
+        f"At equal time {_called(best)} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}."
+    )
+    worse = " and ".join(_called(each) for each in rivals if each["eval_loss"] > loss)
+    if worse:
+        words.append(f"{worse} did worse than {base['strategy']}: sending less is not free.")
+    return " ".join(words)
+
+
+def _called(summary: Fields) -> str:
+    return str(summary["strategy"]).partition("(")[0]
+
+
+def _megabytes(summary: Fields) -> str:
+    return f"{summary['payload_bytes_per_worker_per_step'] / 1e6:.2f} MB"

@@ -1,0 +1,86 @@
+"""The meshes over which a model can be cut, as a table."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.cli.console import out
+from thinwire.errors import ConfigError
+from thinwire.report.units import nbytes, rate, seconds
+
+if TYPE_CHECKING:
+    from thinwire.tensor2d.advisor import Advice
+
+_LINK = "1gbit+50us"
+
+
+def explain_meshes(
+    ranks: int, *, task: str | None, size: str | None, batch_size: int, link: str | None, data: Path | None, json: bool
+) -> None:
+    """Show every mesh of `ranks` for a task's model, with the one to take.
+
+    Args:
+        ranks: of the mesh.
+        task: a language task; text unless given.
+        size: of its model.
+        batch_size: samples of the whole batch.
+        link: of every rank, RATE+DELAY; 1gbit+50us unless given.
+        data: the folder of data files.
+        json: print the advice as JSON.
+
+    Raises:
+        ConfigError: a model that the advisor does not know, or a link without a rate.
+    """
+    import torch
+
+    from thinwire import tasks
+    from thinwire.emulate import parse_links
+    from thinwire.tensor2d.advisor import advise, describe_transformer, measure_flops
+    from thinwire.tensor2d.panels import Pace
+
+    found = tasks.load(task or "text", data=data)
+    with torch.device("meta"):
+        model = found.model(size or found.default_size, seed=0)
+    length = found.batch(found.shards(1)[0], 0, batch_size=1, seed=0, rank=0)[0].shape[-1]
+    described = describe_transformer(model, samples=batch_size, length=length)
+    slowest = parse_links(link or _LINK, 1)[0]
+    if slowest.bits_per_second is None:
+        raise ConfigError(f"--link {link}: a mesh is chosen by a rate, such as {_LINK}")
+    pace = Pace(slowest.delay_seconds, slowest.bits_per_second, measure_flops())
+    advice = advise(described, ranks, pace)
+    if json:
+        out.print(json_text.dumps(asdict(advice)), markup=False)
+        return
+    out.print(f"{found.name} ({size or found.default_size}), {batch_size} samples of {length} tokens", markup=False)
+    _show(advice)
+
+
+def _show(advice: Advice) -> None:
+    from rich.table import Table
+
+    pace = advice.pace
+    out.print(
+        f"links of {rate(pace.bits_per_second)} and {seconds(pace.seconds_per_message)}, "
+        f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n",
+        markup=False,
+    )
+    table = Table("mesh", "kind", "sent a step", "messages", "memory", "talk", "compute")
+    for cost in advice.costs:
+        name = f"{cost.rows}x{cost.columns}" + " *" * (cost is advice.best)
+        if cost.refusal and not cost.memory_bytes:
+            table.add_row(name, cost.refusal)
+            continue
+        table.add_row(
+            name,
+            cost.refusal or cost.kind,
+            nbytes(cost.sent_bytes),
+            str(cost.messages),
+            nbytes(cost.memory_bytes),
+            seconds(cost.talk_seconds),
+            seconds(cost.compute_seconds),
+        )
+    out.print(table)
+    out.print(advice.reason, markup=False)

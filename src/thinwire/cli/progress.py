@@ -1,0 +1,118 @@
+"""How a run is getting on: a live line on a terminal, one plain line every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from thinwire.cli.console import err, out
+from thinwire.report import rich_table, rows
+
+_PLAIN_SECONDS = 10.0
+_WIDE = 200
+Fields = dict[str, Any]
+
+
+class Watch:
+    """A context that shows the events of one run on the standard error.
+
+    Args:
+        label: what is being trained.
+        steps: where the run ends, if it ends by steps.
+        seconds: its budget of training time, if it has one.
+        console: where to write.
+    """
+
+    def __init__(self, label: str, steps: int | None, seconds: float | None, *, console: Console = err) -> None:
+        self._label = label
+        self._steps = steps
+        self._seconds = seconds
+        self._console = console
+        self._live: Progress | None = None
+        self._step: Fields = {}
+        self._evaluation: Fields = {}
+        self._told = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Start to show."""
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(24),
+                TextColumn("{task.fields[words]}"),
+            )
+            self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._live.start()
+            self._bar = self._live.add_task(self._label, total=1.0, words="starting")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the live line away."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Fields) -> None:
+        """Take in one event of a run."""
+        if event["event"] == "step":
+            self._step = event
+        elif event["event"] == "evaluation":
+            self._evaluation = event
+        if self._live is not None:
+            self._live.update(self._bar, completed=self._done(), words=self._words())
+        elif self._step and time.monotonic() - self._told >= _PLAIN_SECONDS:
+            self._told = time.monotonic()
+            self._console.print(f"{self._label}: {self._words()}", markup=False)
+
+    def _done(self) -> float:
+        """The share of the run that is over, as far as its limits tell."""
+        shares = [0.0]
+        if self._steps and self._step:
+            shares.append(self._step["step"] / self._steps)
+        if self._seconds and self._step:
+            shares.append(self._step["seconds"] / self._seconds)
+        return min(1.0, max(shares))
+
+    def _words(self) -> str:
+        if not self._step:
+            return "step 0"
+        step, done = self._step, self._done()
+        words = [
+            f"step {step['step']}{f'/{self._steps}' if self._steps else ''}",
+            f"loss {step['loss']:.3f}",
+            f"{1e3 * step['seconds'] / step['step']:.0f} ms/step",
+            f"{step['payload_bytes'] / 1e6:.1f} MB sent",
+        ]
+        if self._evaluation:
+            words.insert(2, f"held-out {self._evaluation['eval_loss']:.3f}")
+        if done > 0:
+            words.append(f"{_clock(step['seconds'] * (1 - done) / done)} left")
+        return ", ".join(words)
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds, as in 2:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def show_summaries(summaries: Sequence[Fields]) -> None:
+    """Print summaries as a table: a run per line where that fits, else, and for one run, a figure per line."""
+    console = Console(highlight=False, width=None if out.is_terminal else _WIDE)
+    lines = rows(summaries)
+    widths = [max(len(heading), *(len(line[heading]) for line in lines)) + 3 for heading in lines[0]]
+    if len(lines) > 1 and sum(widths) < console.width:
+        console.print(rich_table(summaries))
+        return
+    table = Table("", show_header=len(lines) > 1)
+    for line in lines:
+        table.add_column(line["strategy"], justify="right", overflow="fold")
+    for heading in lines[0] if len(lines) == 1 else list(lines[0])[1:]:
+        table.add_row(heading, *(line[heading] for line in lines))
+    console.print(table)

@@ -1,0 +1,63 @@
+"""Natural compression: powers of two, up or down at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, State, as_single, payload_like
+from thinwire.kernels import decode_signs_, encode_signs_, uniform
+
+_MANTISSA_BITS, _LARGEST = 23, 254
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Natural(Codec):
+    r"""Round each element to one of the two powers of two around it, at random, so that its mean is right.
+
+    $$C(x) = \operatorname{sgn}(x)\, 2^{\lfloor \log_2 |x| \rfloor} (1 + \zeta), \qquad
+      P(\zeta = 1) = |x|\, 2^{-\lfloor \log_2 |x| \rfloor} - 1,$$
+
+    which is the sign, the exponent of fp32, and a mantissa that is thrown away. $E|C(x) - x|^2 \le |x|^2/8$ at every
+    scale, without any block. Elements below the normal range become zero or its smallest number.
+    Payload: 9 bits an element.
+
+    Horvath et al., Natural Compression for Distributed Deep Learning, MSML 2022, arXiv:1905.10988, Definition 1.
+    """
+
+    @property
+    def expansion(self) -> float:
+        """Theorem 1 of the paper."""
+        return 0.125
+
+    @property
+    def grain(self) -> int:
+        """Whole bytes of signs."""
+        return 8
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """A byte of exponent for each element, then the signs."""
+        x, n = as_single(x), x.numel()
+        pattern = x.view(torch.int32) & 0x7FFFFFFF
+        up = (pattern & 0x7FFFFF).to(torch.float32) * 2.0**-_MANTISSA_BITS > uniform(n, int(key), device=x.device)
+        exponents = ((pattern >> _MANTISSA_BITS) + up.to(torch.int32)).clamp(max=_LARGEST)
+        signs = payload_like(x, _SCALE_BYTES * bool(n) + -(-n // 8))
+        encode_signs_(x, None, signs, block=max(n, 1), norm="l1", scale_bytes=_SCALE_BYTES)
+        return torch.cat([exponents.to(torch.uint8), signs[_SCALE_BYTES:]])
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Powers of two with their signs; an exponent of zero is zero."""
+        n = like.numel()
+        exponents, signs = payload.split([n, -(-n // 8)])
+        size = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+        one = torch.ones(int(bool(n)), device=payload.device).view(torch.uint8)
+        x = torch.empty_like(size)
+        decode_signs_(torch.cat([one, signs]), x, block=max(n, 1), scale_bytes=_SCALE_BYTES)
+        return x.mul_(size).to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """Nine bits an element."""
+        return n + -(-n // 8)

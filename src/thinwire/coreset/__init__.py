@@ -1,0 +1,24 @@
+"""Coresets: the few points that speak for all, with their weights."""
+
+from thinwire.coreset.coreset import Coreset
+from thinwire.coreset.craig import Craig
+from thinwire.coreset.policy import Points
+from thinwire.coreset.proxies import reader
+from thinwire.coreset.sampler import CraigSampler, Weighted, weighted_mean
+from thinwire.coreset.schedule import Selector
+from thinwire.coreset.selection import select
+from thinwire.coreset.similarity import Distances, EuclideanDistances
+
+__all__ = [
+    "Coreset",
+    "Craig",
+    "CraigSampler",
+    "Distances",
+    "EuclideanDistances",
+    "Points",
+    "Selector",
+    "Weighted",
+    "reader",
+    "select",
+    "weighted_mean",
+]

@@ -1,0 +1,196 @@
+"""Other ways of choosing points, to hold Craig against; random is the one to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.coreset.classes import shares
+from thinwire.coreset.policy import Points, Policy
+from thinwire.coreset.proxies import LastLayer
+from thinwire.coreset.selection import select
+from thinwire.coreset.similarity import Distances, EuclideanDistances
+from thinwire.coreset.strata import Strata, stratify
+from thinwire.coreset.subset import Subset, budget_of, keyed
+from thinwire.errors import ConfigError
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Points by chance, all with the same weight.
+
+    With `every=1` it is training on all the data, visited over several epochs; with `every=None` it is a random subset.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Draw without replacement."""
+        rows = torch.randperm(points.n, generator=keyed(seed, 0x2A2D))[: budget_of(self.fraction, points.n)]
+        return even(rows, points.n)
+
+
+@dataclass(frozen=True)
+class Stratified(Policy):
+    """Points by chance, each class with its share; within a class all with the same weight."""
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Draw from each class without replacement."""
+        _, members, sizes = points.labels.unique(return_inverse=True, return_counts=True)
+        given = shares(sizes.tolist(), budget_of(self.fraction, points.n))
+        return Strata(members, torch.tensor(given)).draw(seed)
+
+
+@dataclass(frozen=True)
+class KCenter(Policy):
+    """Points such that none is far from all of them; each has the size of its cluster as its weight.
+
+    The farthest point from those chosen is chosen next, which is within twice the least possible radius: Gonzalez,
+    Clustering to Minimize the Maximum Intercluster Distance, 1985; for training, Sener and Savarese, Active Learning
+    for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018, arXiv:1708.00489.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Go by logit gradients, from the first point on."""
+        distances = EuclideanDistances(points.gradients().residuals)
+        return k_center(distances, budget_of(self.fraction, points.n))
+
+
+@dataclass(frozen=True)
+class El2n(Policy):
+    """The points that are told least rightly, by the length of $p - y$; all with the same weight.
+
+    Paul, Ganguli and Dziugaite, Deep Learning on a Data Diet, NeurIPS 2021, arXiv:2107.07075. Their scores are means
+    over several models early in training; here they are the run's own model's.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Take the highest scores."""
+        return highest(points.gradients().norms(), budget_of(self.fraction, points.n))
+
+
+@dataclass(frozen=True)
+class Grand(Policy):
+    """The points with the longest gradients, of the last layer; all with the same weight.
+
+    Paul, Ganguli and Dziugaite, Deep Learning on a Data Diet, NeurIPS 2021, arXiv:2107.07075.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Take the highest scores."""
+        return highest(points.gradients(hidden=True).norms(), budget_of(self.fraction, points.n))
+
+
+@dataclass(frozen=True)
+class Crest(Policy):
+    """Mini-batches that are each a coreset of a random part of the data, visited in that order.
+
+    Facility location over a random part costs little, and as every batch has a part of its own, what one leaves out
+    another has. Of the method's further means, the quadratic model that says when to select anew and the dropping of
+    points already learned, nothing is done here: `every` says when.
+
+    Yang, Kang and Mirzasoleiman, Towards Sustainable Learning: Coresets for Data-efficient Deep Learning, ICML 2023,
+    arXiv:2306.01244.
+
+    Args:
+        fraction: of the points that an epoch visits, in (0, 1].
+        every: epochs between selections; None selects once.
+        batch: points of a mini-batch; use the loop's batch size.
+        part: points that each mini-batch is chosen among.
+    """
+
+    batch: int = 32
+    part: int = 320
+
+    ordered: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+        if not 1 <= self.batch <= self.part:
+            raise ConfigError(f"batch={self.batch}: must lie in 1..{self.part}, the part it is chosen among")
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+        """Select the mini-batches of the next epochs."""
+        batches = max(1, round(budget_of(self.fraction, points.n) / self.batch))
+        part = min(self.part, points.n)
+        draw = keyed(seed, 0xC2E5)
+        rows = torch.stack([torch.randperm(points.n, generator=draw)[:part] for _ in range(batches)])
+        needed, place = rows.unique(return_inverse=True)
+        gradients = points.gradients(needed)
+        return minibatches(gradients, needed, place, size=min(self.batch, part), n=points.n)
+
+
+def even(rows: Tensor, n: int) -> Subset:
+    """These points, all with the same weight."""
+    return Subset(rows, torch.full((len(rows),), n / len(rows), dtype=torch.float64), n)
+
+
+def highest(scores: Tensor, budget: int) -> Subset:
+    """The points with the highest scores, the earlier first where they are equal; all with the same weight."""
+    order = scores.cpu().argsort(descending=True, stable=True)[:budget]
+    return even(order, len(scores))
+
+
+def k_center(distances: Distances, budget: int) -> Subset:
+    """Farthest point first, from point 0 on, with cluster sizes as weights.
+
+    Args:
+        distances: between points.
+        budget: points to choose; fewer are chosen where there are fewer different ones.
+    """
+    chosen = [0]
+    nearest = distances.between(torch.tensor([0]))[:, 0].clone()
+    while len(chosen) < budget and float(nearest.max()) > 0:
+        chosen.append(int(nearest.argmax()))
+        nearest = torch.minimum(nearest, distances.between(torch.tensor([chosen[-1]]))[:, 0])
+    medoids = torch.tensor(chosen)
+    members = stratify(distances, medoids, len(chosen)).members
+    return Subset(medoids, torch.bincount(members, minlength=len(chosen)).double(), distances.n)
+
+
+def minibatches(gradients: LastLayer, numbers: Tensor, parts: Tensor, *, size: int, n: int) -> Subset:
+    """A coreset of each part, one after the other.
+
+    Args:
+        gradients: of the points in any part.
+        numbers: int64, [m]; which points those are.
+        parts: int64, [batches, part]; places in `numbers`.
+        size: points of each coreset.
+        n: points in all.
+    """
+    indices: list[Tensor] = []
+    weights: list[Tensor] = []
+    for part in parts:
+        found = select(gradients.at(part).residuals, budget=size)
+        indices.append(numbers[part[found.indices.cpu()]])
+        weights.append(found.weights.cpu().double())
+    return Subset(torch.cat(indices), torch.cat(weights) * (n / parts.numel()), n)

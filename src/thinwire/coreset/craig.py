@@ -1,0 +1,117 @@
+"""Train on the few points whose weighted gradient stands for that of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.coreset.coreset import Coreset
+from thinwire.coreset.policy import Points, Policy
+from thinwire.coreset.proxies import LastLayer
+from thinwire.coreset.selection import select
+from thinwire.coreset.similarity import Distances, EuclideanDistances
+from thinwire.coreset.strata import Strata, stratify
+from thinwire.coreset.subset import Subset, budget_of, keyed
+from thinwire.errors import ConfigError
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class Craig(Policy):
+    r"""Visit the medoids of gradient space, each with the size of its cluster as its weight.
+
+    The subset $S$ maximises facility location over gradient distances $d_{ij}$; $\gamma_j$ counts the points nearest to
+    $j$. Then, where the distances bound those of the gradients,
+
+    $$|\sum_{i\in V}\nabla f_i(w) - \sum_{j\in S}\gamma_j\nabla f_j(w)| \le \sum_{i\in V}\min_{j\in S} d_{ij}.$$
+
+    `fraction=1` is training on all the data. The estimate is biased: with `mode="strata"` the clusters of half as many
+    medoids are drawn from anew every epoch instead, which is not.
+    Cost: the proxies of all points, one forward pass (`proxy="features"`: none), and the selection, every `every`
+    epochs.
+
+    Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, ICML 2020,
+    arXiv:1906.01827, Algorithm 1.
+
+    Args:
+        fraction: of the points that an epoch visits, in (0, 1].
+        full_epochs: epochs on all the data before the first selection.
+        every: $R$, epochs between selections; None selects once, which is right for `proxy="features"`.
+        proxy: what gradients are compared by: "features" (convex losses of linear models), "logits" (the gradient with
+            respect to the logits) or "last_layer" (the gradient of the whole last layer).
+        mode: "medoid", or "strata" for unbiased draws from clusters.
+        method: how the selection is done, as `thinwire.coreset.select` knows it.
+        per_class: select in each class by itself.
+        preconditioned: compare gradients as Adam scales them.
+        bound: select again as well when the relative error of the subset's gradient exceeds this; 0.3 is usual.
+        probe: of the points, the part that the error is measured on.
+    """
+
+    fraction: float = 0.1
+    every: int | None = 5
+    proxy: Literal["features", "logits", "last_layer"] = "logits"
+    mode: Literal["medoid", "strata"] = "medoid"
+    method: Literal["lazy", "naive", "stochastic", "sparse", "streaming", "greedi"] = "lazy"
+    per_class: bool = True
+    preconditioned: bool = False
+    bound: float | None = None
+    probe: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        self.check()
+        if self.bound is not None and not self.bound > 0:
+            raise ConfigError(f"bound={self.bound}: a relative error must be positive; 0.3 is usual")
+        if not 0 < self.probe <= 1:
+            raise ConfigError(f"probe={self.probe}: must lie in (0, 1]; 0.1 is usual")
+        if self.preconditioned and self.proxy == "features":
+            raise ConfigError("preconditioned=True with proxy='features': features are no gradients; use 'logits'")
+
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset | Strata:
+        """Select by facility location."""
+        budget = budget_of(self.fraction, points.n)
+        labels = points.labels if self.per_class else None
+        if self.proxy == "features":
+            return self._by(points.features, labels, budget, seed)
+        gradients = self._compared(points)
+        # Logit gradients are short rows; only with hidden values is there a product not to be written out.
+        return self._by(gradients.residuals if gradients.hidden is None else gradients, labels, budget, seed)
+
+    def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
+        """Whether the relative gradient error on a probe exceeds the bound."""
+        return self.bound is not None and self.error(points, chosen, seed) > self.bound
+
+    def error(self, points: Points, chosen: Subset, seed: int) -> float:
+        """The relative error of the subset's gradient, against a random part of all points.
+
+        A probe's own noise is part of the figure: it is of order 1/sqrt(probe n) of a single gradient's length.
+        """
+        count = budget_of(self.probe, points.n)
+        probe = torch.randperm(points.n, generator=keyed(seed, 0xE220))[:count].sort().values
+        rows = torch.cat([probe, chosen.indices])
+        gradients = points.gradients(rows, hidden=self.proxy != "logits")
+        whole = gradients.at(torch.arange(count)).total() * (points.n / count)
+        part = gradients.at(torch.arange(count, len(rows))).total(chosen.weights)
+        return float((whole - part).norm() / whole.norm())
+
+    def _compared(self, points: Points) -> LastLayer:
+        hidden = self.proxy == "last_layer"
+        moments = points.moments(hidden=hidden) if self.preconditioned else None
+        gradients = points.gradients(hidden=hidden)
+        return gradients if moments is None else gradients.preconditioned(moments)
+
+    def _by(self, compared: Tensor | LastLayer, labels: Tensor | None, budget: int, seed: int) -> Subset | Strata:
+        across: Tensor | Distances = compared.distances() if isinstance(compared, LastLayer) else compared
+        if self.mode == "medoid":
+            return Subset.of(self._selected(across, labels, budget, seed))
+        least = 1 if labels is None else len(labels.unique())
+        medoids = self._selected(across, labels, min(budget, max(budget // 2, least)), seed).indices
+        distances = EuclideanDistances(across) if isinstance(across, Tensor) else across
+        return stratify(distances, medoids, budget, labels=labels)
+
+    def _selected(self, across: Tensor | Distances, labels: Tensor | None, budget: int, seed: int) -> Coreset:
+        return select(across, budget=budget, labels=labels, method=self.method, seed=seed)

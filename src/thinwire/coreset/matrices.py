@@ -1,0 +1,111 @@
+"""Feature matrices from files: npy, npz, parquet and libsvm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigError
+
+Array = NDArray[Any]
+_LIBSVM = (".libsvm", ".svm", ".svmlight")
+
+
+def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | None]:
+    """The features [n, d] and, where there are any, the labels [n] of a file.
+
+    Args:
+        path: a file ending in .npy, .npz, .parquet, .libsvm, .svm or .svmlight.
+        labels: where the labels are: a column of the parquet file, an array of the npz file, a column's number in an
+            npy file, or another file, .npy, that holds them alone. A libsvm file has its own.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another kind, or has no such labels.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give one that ends in .npy, .npz, .parquet or .libsvm")
+    readers = {".npy": _npy, ".npz": _npz, ".parquet": _parquet} | dict.fromkeys(_LIBSVM, _libsvm)
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: of a kind that is not known; must end in {', '.join(readers)}")
+    if labels is not None and labels.endswith(".npy"):
+        features, _ = reader(path, None)
+        return features, _array(Path(labels))
+    return reader(path, labels)
+
+
+def _npy(path: Path, labels: str | None) -> tuple[Array, Array | None]:
+    matrix = _array(path)
+    return (matrix, None) if labels is None else _cut(matrix, labels, path)
+
+
+def _npz(path: Path, labels: str | None) -> tuple[Array, Array | None]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    matrices = [name for name, array in arrays.items() if array.ndim == 2]
+    if len(matrices) != 1:
+        raise ConfigError(f"{path}: holds {len(matrices)} matrices ({', '.join(arrays)}); it needs exactly one")
+    if labels is not None and labels not in arrays:
+        raise ConfigError(f"--labels {labels}: {path} holds {', '.join(arrays)}")
+    return arrays[matrices[0]], None if labels is None else arrays[labels]
+
+
+def _parquet(path: Path, labels: str | None) -> tuple[Array, Array | None]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path}: parquet needs pyarrow; pip install pyarrow, or give a .npy file") from None
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    names = list(table.column_names)
+    if labels is not None and labels not in names:
+        raise ConfigError(f"--labels {labels}: {path} has the columns {', '.join(names)}")
+    columns = [table[name].to_numpy() for name in names if name != labels]
+    words = [name for name, column in zip((n for n in names if n != labels), columns, strict=True) if _kind(column)]
+    if words or not columns:
+        raise ConfigError(f"{path}: the columns {', '.join(words) or '(none)'} are not numbers; drop them")
+    own = None if labels is None else table[labels].to_numpy(zero_copy_only=False)
+    return np.stack(columns, axis=1), own
+
+
+def _libsvm(path: Path, labels: str | None) -> tuple[Array, Array | None]:
+    try:
+        from sklearn.datasets import load_svmlight_file
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path}: libsvm needs scikit-learn; pip install 'thinwire[data]'") from None
+    if labels is not None:
+        raise ConfigError(f"--labels {labels}: a libsvm file has its own; leave the option out")
+    try:
+        matrix, own = load_svmlight_file(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    return matrix.astype(np.float32).toarray(), own
+
+
+def _array(path: Path) -> Array:
+    try:
+        array: Array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    return array
+
+
+def _cut(matrix: Array, labels: str, path: Path) -> tuple[Array, Array]:
+    columns = matrix.shape[1] if matrix.ndim == 2 else 0
+    if not labels.lstrip("-").isdigit() or not -columns <= int(labels) < columns:
+        raise ConfigError(f"--labels {labels}: must be a column of {path} from 0 to {columns - 1}, or a .npy file")
+    column = int(labels) % columns
+    return np.delete(matrix, column, axis=1), matrix[:, column]
+
+
+def _kind(column: Array) -> bool:
+    """Whether a column holds something else than numbers."""
+    return column.dtype.kind not in "biuf"

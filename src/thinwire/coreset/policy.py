@@ -1,0 +1,117 @@
+"""What every way of choosing points has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.coreset.proxies import LastLayer, Read, features, head_of, last_layer
+from thinwire.coreset.strata import Strata
+from thinwire.coreset.subset import Subset
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """What a policy may look at.
+
+    Args:
+        read: gives points without augmentation, with their classes.
+        labels: int64, [n]; the class of every point.
+        model: as it is now; from inputs to logits.
+        optimizer: of the model, for what an adaptive one makes of gradients.
+        batch_size: points read at a time.
+    """
+
+    read: Read
+    labels: Tensor
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    batch_size: int = 512
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return len(self.labels)
+
+    @cached_property
+    def features(self) -> Tensor:
+        """The points themselves, float [n, d]; read once."""
+        return features(self.read, torch.arange(self.n))[0]
+
+    def gradients(self, rows: Tensor | None = None, *, hidden: bool = False) -> LastLayer:
+        """The last-layer gradients of these points, or of all, under the model as it is now."""
+        wanted = torch.arange(self.n) if rows is None else rows
+        return last_layer(self.model, self.read, wanted, hidden=hidden, batch_size=self.batch_size)
+
+    def moments(self, *, hidden: bool) -> Tensor | None:
+        """Adam's second moments of the last layer, [classes, width + 1], or [classes] of its bias; None before step 1.
+
+        Raises:
+            ConfigError: the optimizer keeps none, or the layer has no bias.
+        """
+        parameters = dict(head_of(self.model).named_parameters())
+        if self.optimizer is None or "bias" not in parameters:
+            raise ConfigError("preconditioned=True: needs an Adam optimizer and a last layer with a bias")
+        weight, bias = (self.optimizer.state.get(parameters[name], {}) for name in ("weight", "bias"))
+        if not weight or not bias:
+            return None
+        if "exp_avg_sq" not in weight:
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} keeps no second moments; use Adam")
+        last: Tensor = bias["exp_avg_sq"]
+        return torch.cat([weight["exp_avg_sq"], last[:, None]], dim=1) if hidden else last
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A way of choosing points, and how often: a recipe whose repr makes it again.
+
+    Args:
+        fraction: of the points that an epoch visits, in (0, 1].
+        every: epochs between selections; None selects once.
+        full_epochs: epochs on all the data before the first selection.
+    """
+
+    fraction: float = 0.1
+    every: int | None = 1
+    full_epochs: int = 0
+
+    ordered: ClassVar[bool] = False
+    """Whether points are visited in the order chosen."""
+
+    def check(self) -> None:
+        """Refuse values out of their ranges.
+
+        Raises:
+            ConfigError: with the value, the rule and the fix.
+        """
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.1 is usual")
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"every={self.every}: must be at least 1 epoch; None selects once")
+        if self.full_epochs < 0:
+            raise ConfigError(f"full_epochs={self.full_epochs}: must be at least 0")
+
+    @abstractmethod
+    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset | Strata:
+        """Choose now.
+
+        Args:
+            points: to choose among.
+            seed: the key of every draw.
+            before: what was chosen last.
+        """
+
+    def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
+        """Whether what was chosen no longer speaks for all; never, unless a policy measures it."""
+        return False
+
+    def __str__(self) -> str:
+        told = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"{type(self).__name__}({', '.join(told)})"

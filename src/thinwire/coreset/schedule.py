@@ -1,0 +1,117 @@
+"""When to choose anew: every so many epochs, or when what was chosen no longer speaks for all."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from thinwire.coreset.policy import Points, Policy
+from thinwire.coreset.strata import Strata
+from thinwire.coreset.subset import Subset
+from thinwire.errors import CheckpointError
+
+
+class Selector:
+    """A policy at work on one training run.
+
+    An epoch is one visit of every chosen point. Selections happen at the first call of an epoch for which one is due,
+    and nowhere else.
+
+    Args:
+        policy: how to choose, and how often.
+        points: to choose among, with the model that is being trained.
+        seed: the key of every draw, equal on all ranks.
+
+    Attributes:
+        seconds: spent on measuring and choosing so far.
+        selections: done so far.
+    """
+
+    def __init__(self, policy: Policy, points: Points, *, seed: int = 0) -> None:
+        self.policy = policy
+        self.points = points
+        self.seed = seed
+        self.seconds = 0.0
+        self.selections = 0
+        self._chosen: Subset | Strata | None = None
+        self._selected = -1
+        self._epoch = -1
+        self._subset: Subset | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether any epoch was asked for yet."""
+        return self._subset is not None
+
+    def subset(self, epoch: int) -> Subset:
+        """What the epoch visits; epochs are asked for in their order, each as often as need be."""
+        if self._subset is None or epoch != self._epoch:
+            start = time.perf_counter()
+            self._subset, self._epoch = self._of(epoch), epoch
+            self.seconds += time.perf_counter() - start
+        return self._subset
+
+    def _of(self, epoch: int) -> Subset:
+        if epoch < self.policy.full_epochs:
+            return Subset.whole(self.points.n)
+        chosen = self._chosen
+        if chosen is None or self._is_due(epoch):
+            chosen = self._chosen = self.policy.choose(self.points, seed_of(self.seed, epoch), self._subset)
+            self._selected, self.selections = epoch, self.selections + 1
+        return chosen.draw(self.seed, epoch) if isinstance(chosen, Strata) else chosen
+
+    def _is_due(self, epoch: int) -> bool:
+        every = self.policy.every
+        if every is not None and epoch - self._selected >= every:
+            return True
+        return self._subset is not None and self.policy.has_drifted(self.points, self._subset, self.seed + epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later epochs depend on, as numbers and tensors."""
+        return {
+            "policy": repr(self.policy),
+            "epoch": self._epoch,
+            "selected": self._selected,
+            "seconds": self.seconds,
+            "selections": self.selections,
+            "subset": _entries(self._subset),
+            "chosen": _entries(self._chosen) if self._chosen is not self._subset else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave: later epochs are those that would have come.
+
+        Raises:
+            CheckpointError: it is of another policy, or of other points.
+        """
+        if state["policy"] != repr(self.policy):
+            raise CheckpointError(f"the selection was saved with {state['policy']}, not with {self.policy!r}")
+        subset, chosen = _made(state["subset"]), _made(state["chosen"])
+        if subset is not None and subset.n != self.points.n:
+            raise CheckpointError(f"the selection was saved among {subset.n} points; there are {self.points.n}")
+        assert not isinstance(subset, Strata)
+        self._epoch, self._selected = state["epoch"], state["selected"]
+        self.seconds, self.selections = state["seconds"], state["selections"]
+        self._subset = subset
+        self._chosen = chosen if chosen is not None or self._selected < 0 else subset
+
+
+def seed_of(seed: int, epoch: int) -> int:
+    """One seed for each selection of a run."""
+    return (seed * 0x9E3779B1 + epoch) % 2**31
+
+
+def _entries(chosen: Subset | Strata | None) -> dict[str, Any] | None:
+    if chosen is None:
+        return None
+    if isinstance(chosen, Strata):
+        return {"members": chosen.members, "draws": chosen.draws}
+    return {"indices": chosen.indices, "weights": chosen.weights, "n": chosen.n}
+
+
+def _made(content: dict[str, Any] | None) -> Subset | Strata | None:
+    if content is None:
+        return None
+    if "members" in content:
+        return Strata(content["members"], content["draws"])
+    return Subset(content["indices"], content["weights"], content["n"])

@@ -1,0 +1,145 @@
+"""How far points are apart, asked for one block of candidates at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+
+Features: TypeAlias = Tensor | NDArray[np.floating] | NDArray[np.integer]
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@runtime_checkable
+class Distances(Protocol):
+    """A metric between n points that need not have coordinates, such as the distance between their gradients."""
+
+    @property
+    def n(self) -> int:
+        """How many points there are."""
+        ...
+
+    def between(self, candidates: Tensor) -> Tensor:
+        """The distance of every point to each candidate, float [n, m]; candidates are int64 [m]."""
+        ...
+
+
+class EuclideanDistances:
+    r"""Distances $|x_i - x_j|$ between rows of a matrix.
+
+    Rows are kept in float32, centred, and squared distances are worked out in float64, block by block: what two near
+    points have in common is lost before it can cost digits.
+
+    Args:
+        features: float or int, [n, d].
+
+    Raises:
+        ConfigError: not a matrix with at least one row and column, or a value is NaN or infinite.
+    """
+
+    def __init__(self, features: Features) -> None:
+        self.rows = centred(checked(features))
+        self.n = len(self.rows)
+
+    def between(self, candidates: Tensor) -> Tensor:
+        """The distance of every point to each candidate, float32 [n, m]; of a point to itself exactly 0."""
+        found = to_rows(self.rows, self.rows[candidates.to(self.rows.device)])
+        found[candidates.to(found.device), torch.arange(len(candidates), device=found.device)] = 0
+        return found
+
+    def at(self, members: Tensor) -> EuclideanDistances:
+        """The distances among some of the points, int64 [m], numbered anew in their order."""
+        part = object.__new__(EuclideanDistances)
+        part.rows, part.n = self.rows[members.to(self.rows.device)], len(members)
+        return part
+
+
+class Among:
+    """The distances among some of the points of any `Distances`, numbered anew in their order.
+
+    Args:
+        distances: between all points.
+        members: int64, [m]; which points.
+    """
+
+    def __init__(self, distances: Distances, members: Tensor) -> None:
+        self._all = distances
+        self._members = members
+        self.n = len(members)
+
+    def between(self, candidates: Tensor) -> Tensor:
+        """The distance of every member to each candidate, float [n, m]."""
+        found = self._all.between(self._members[candidates])
+        return found[self._members.to(found.device)]
+
+
+def among(distances: Distances, members: Tensor) -> Distances:
+    """Some of the points alone: by their own `at(members)` where they have one, which need not ask for all."""
+    own = getattr(distances, "at", None)
+    return Among(distances, members) if own is None else own(members)
+
+
+def checked(features: Features) -> Tensor:
+    """Features as a matrix of floats, [n, d].
+
+    Raises:
+        ConfigError: not a matrix with at least one row and column, or a value is NaN or infinite.
+    """
+    matrix = features if isinstance(features, Tensor) else torch.from_numpy(np.ascontiguousarray(features))
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ConfigError(
+            f"features {list(matrix.shape)}: need a matrix [n, d] with a row for each point; reshape it, x.flatten(1)"
+        )
+    if matrix.is_complex():
+        raise ConfigError(f"features of {matrix.dtype}: distances need real numbers; use torch.view_as_real")
+    matrix = matrix.detach()
+    matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float64)
+    bad = ~torch.isfinite(matrix).all(1)
+    if bool(bad.any()):
+        first = int(bad.to(torch.uint8).argmax())
+        raise ConfigError(
+            f"features: {int(bad.sum())} of {len(matrix)} rows hold NaN or infinity, the first is row {first}; "
+            "drop or fill them before selecting"
+        )
+    return matrix
+
+
+def centred(matrix: Tensor) -> Tensor:
+    """The rows less about their mean, float32."""
+    return (matrix - centre_of(matrix.sum(0, dtype=torch.float64), len(matrix)).to(matrix.dtype)).float()
+
+
+def centre_of(total: Tensor, n: int) -> Tensor:
+    """About the mean: cut to eight digits, so that the order of the sum cannot show."""
+    return (total / max(n, 1)).to(torch.bfloat16)
+
+
+def to_rows(points: Tensor, candidates: Tensor) -> Tensor:
+    """Distances of float32 points [n, d] to candidates [m, d], float32 [n, m], worked out in float64."""
+    found = points.new_empty((len(points), len(candidates)))
+    wide = candidates.double()
+    size = wide.square().sum(1)
+    for rows, out in zip(chunks(points, len(candidates)), chunks(found, len(candidates)), strict=True):
+        part = rows.double()
+        squares = torch.addmm(part.square().sum(1)[:, None] + size, part, wide.T, alpha=-2)
+        out.copy_(squares.clamp_min_(0).sqrt_())
+    return found
+
+
+def chunks(matrix: Tensor, columns: int) -> tuple[Tensor, ...]:
+    """The rows in pieces, of which a result with so many columns stays small."""
+    return matrix.split(max(1, _CHUNK_ELEMENTS // max(columns, matrix.shape[1], 1)))
+
+
+def power_above(bound: float) -> float:
+    """The least power of two that is not below a bound; 1 for 0."""
+    if bound == 0:
+        return 1.0
+    mantissa, exponent = math.frexp(bound)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))

@@ -1,0 +1,223 @@
+"""Adagrad, RMSprop and Adadelta of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
+from thinwire.fusion.optimizers.parameter_batch import Group, Handful, Tensors
+from thinwire.fusion.optimizers.vectors import (
+    Coefficient,
+    add_,
+    add_product_,
+    add_quotient_,
+    plus,
+    scale_,
+    shift_,
+    towards_,
+)
+
+
+def _with_decay(handful: Handful) -> Tensors:
+    decay = handful.values["weight_decay"]
+    if not bool(decay.any()):
+        return handful.gradients
+    return plus(handful.gradients, handful.parameters, Coefficient(decay))
+
+
+def _one(models: Tensor) -> Coefficient:
+    return Coefficient(torch.ones_like(models))
+
+
+class Adagrad(FusedOptimizer):
+    r"""`torch.optim.Adagrad` of every model, with its own hyperparameters.
+
+    $$s \leftarrow s + g^2, \qquad x \leftarrow x - \frac{\gamma}{1 + (t-1)\eta} \frac{g}{\sqrt s + \epsilon}$$
+
+    with weight decay in $g$. Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization, JMLR 12, 2011, Figure 1.
+
+    Args:
+        params: an array's parameters, or groups of them.
+        lr: $\gamma$; a number, or one per model.
+        lr_decay: $\eta$, likewise.
+        weight_decay: likewise.
+        initial_accumulator_value: $s$ before the first step, likewise; more takes smaller first steps.
+        eps: $\epsilon$, likewise.
+        models: the number of models; None finds it from the parameters.
+
+    Raises:
+        ConfigError: a value out of its range, or not one per model.
+    """
+
+    ranges = {  # noqa: RUF012
+        "lr": (0.0, inf),
+        "lr_decay": (0.0, inf),
+        "weight_decay": (0.0, inf),
+        "initial_accumulator_value": (0.0, inf),
+        "eps": (0.0, inf),
+    }
+    kept = ("sum",)
+    genuine = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[Group],
+        lr: Numbers = 1e-2,
+        lr_decay: Numbers = 0.0,
+        weight_decay: Numbers = 0.0,
+        initial_accumulator_value: Numbers = 0.0,
+        eps: Numbers = 1e-10,
+        *,
+        models: int | None = None,
+    ) -> None:
+        values = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, {**values, "initial_accumulator_value": initial_accumulator_value}, {}, models=models)
+
+    def initial(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
+        """Each model's initial sum."""
+        values = group["initial_accumulator_value"][slots].to(parameter)
+        return torch.zeros_like(parameter) + values.view(-1, *[1] * (parameter.dim() - 1))
+
+    def move(self, handful: Handful) -> None:
+        """All models at once, by torch's own formula."""
+        v, sums, gradients = handful.values, handful.states["sum"], _with_decay(handful)
+        add_product_(sums, gradients, gradients, _one(v["lr"]))
+        spreads = list(torch._foreach_sqrt(sums))  # pyright: ignore
+        shift_(spreads, Coefficient(v["eps"]))
+        rate = v["lr"] / (1 + (handful.steps - 1) * v["lr_decay"])
+        add_quotient_(handful.parameters, gradients, spreads, Coefficient(-rate))
+
+
+class RMSprop(FusedOptimizer):
+    r"""`torch.optim.RMSprop` of every model, with its own hyperparameters.
+
+    $$v \leftarrow \alpha v + (1-\alpha) g^2, \qquad u \leftarrow \mu u + \frac{g}{\sqrt v + \epsilon}, \qquad
+      x \leftarrow x - \gamma u;$$
+
+    centred, $v$ is lessened by the square of the mean gradient. Tieleman and Hinton, Lecture 6.5, Neural Networks for
+    Machine Learning, 2012; centred: Graves, arXiv:1308.0850.
+
+    Args:
+        params: an array's parameters, or groups of them.
+        lr: $\gamma$; a number, or one per model.
+        alpha: $\alpha$, likewise; more remembers longer.
+        eps: $\epsilon$, likewise.
+        weight_decay: added to the gradient, likewise.
+        momentum: $\mu$, likewise.
+        centered: divide by the standard deviation; the same for all models.
+        models: the number of models; None finds it from the parameters.
+
+    Raises:
+        ConfigError: a value out of its range, or not one per model.
+    """
+
+    ranges = {  # noqa: RUF012
+        "lr": (0.0, inf),
+        "alpha": (0.0, inf),
+        "eps": (0.0, inf),
+        "weight_decay": (0.0, inf),
+        "momentum": (0.0, inf),
+    }
+    kept = ("square_avg", "momentum_buffer")
+    genuine = torch.optim.RMSprop
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[Group],
+        lr: Numbers = 1e-2,
+        alpha: Numbers = 0.99,
+        eps: Numbers = 1e-8,
+        weight_decay: Numbers = 0.0,
+        momentum: Numbers = 0.0,
+        centered: bool = False,
+        *,
+        models: int | None = None,
+    ) -> None:
+        values = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, values, {"centered": centered}, models=models)
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        """Centred, the mean gradient too."""
+        return (*self.kept, "grad_avg") if group["centered"] else self.kept
+
+    def move(self, handful: Handful) -> None:
+        """All models at once, by torch's own formula."""
+        v, states, gradients = handful.values, handful.states, _with_decay(handful)
+        scale_(states["square_avg"], Coefficient(v["alpha"]))
+        add_product_(states["square_avg"], gradients, gradients, Coefficient(1 - v["alpha"]))
+        squares = states["square_avg"]
+        if handful.group["centered"]:
+            towards_(states["grad_avg"], gradients, Coefficient(1 - v["alpha"]))
+            squares = list(torch._foreach_addcmul(squares, states["grad_avg"], states["grad_avg"], -1))  # pyright: ignore
+        spreads = list(torch._foreach_sqrt(squares))  # pyright: ignore
+        shift_(spreads, Coefficient(v["eps"]))
+        if not bool(v["momentum"].any()):
+            add_quotient_(handful.parameters, gradients, spreads, Coefficient(-v["lr"]))
+            return
+        scale_(states["momentum_buffer"], Coefficient(v["momentum"]))
+        add_quotient_(states["momentum_buffer"], gradients, spreads, _one(v["lr"]))
+        add_(handful.parameters, states["momentum_buffer"], Coefficient(-v["lr"]))
+
+    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """As torch's RMSprop takes them."""
+        return {**values, "centered": group["centered"]}
+
+
+class Adadelta(FusedOptimizer):
+    r"""`torch.optim.Adadelta` of every model, with its own hyperparameters.
+
+    $$v \leftarrow \rho v + (1-\rho) g^2, \qquad \Delta = \frac{\sqrt{a + \epsilon}}{\sqrt{v + \epsilon}}\, g, \qquad
+      a \leftarrow \rho a + (1-\rho) \Delta^2, \qquad x \leftarrow x - \gamma \Delta .$$
+
+    Zeiler, ADADELTA: An Adaptive Learning Rate Method, 2012, arXiv:1212.5701, Algorithm 1.
+
+    Args:
+        params: an array's parameters, or groups of them.
+        lr: $\gamma$; a number, or one per model.
+        rho: $\rho$, likewise; more remembers longer.
+        eps: $\epsilon$, likewise; more takes longer first steps.
+        weight_decay: added to the gradient, likewise.
+        models: the number of models; None finds it from the parameters.
+
+    Raises:
+        ConfigError: a value out of its range, or not one per model.
+    """
+
+    ranges = {"lr": (0.0, inf), "rho": (0.0, 1.0), "eps": (0.0, inf), "weight_decay": (0.0, inf)}  # noqa: RUF012
+    kept = ("square_avg", "acc_delta")
+    genuine = torch.optim.Adadelta
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[Group],
+        lr: Numbers = 1.0,
+        rho: Numbers = 0.9,
+        eps: Numbers = 1e-6,
+        weight_decay: Numbers = 0.0,
+        *,
+        models: int | None = None,
+    ) -> None:
+        values = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, values, {}, models=models)
+
+    def move(self, handful: Handful) -> None:
+        """All models at once, by torch's own formula."""
+        v, states, gradients = handful.values, handful.states, _with_decay(handful)
+        rho, eps = Coefficient(v["rho"]), Coefficient(v["eps"])
+        scale_(states["square_avg"], rho)
+        add_product_(states["square_avg"], gradients, gradients, Coefficient(1 - v["rho"]))
+        spreads, deltas = ([tensor.clone() for tensor in states[name]] for name in self.kept)
+        for tensors in (spreads, deltas):
+            shift_(tensors, eps)
+            torch._foreach_sqrt_(tensors)  # pyright: ignore
+        torch._foreach_div_(deltas, spreads)  # pyright: ignore
+        torch._foreach_mul_(deltas, gradients)  # pyright: ignore
+        scale_(states["acc_delta"], rho)
+        add_product_(states["acc_delta"], deltas, deltas, Coefficient(1 - v["rho"]))
+        add_(handful.parameters, deltas, Coefficient(-v["lr"]))

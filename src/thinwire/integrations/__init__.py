@@ -1,0 +1,1 @@
+"""Hooks for the data-parallel wrappers of torch itself."""

@@ -1,0 +1,30 @@
+"""The arithmetic of codecs, vectors to bytes and back; in `rows`, `normalised` and `linear` that of arrays of
+models, and in `nearest` that of coresets.
+
+C on the CPU, Triton on a GPU, and torch (`thinwire.kernels.reference`) wherever those are not to be had.
+"""
+
+from thinwire.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
+from thinwire.kernels.quantized import dequantize_, quantize_, quantized_nbytes
+from thinwire.kernels.rng import mix64, uniform
+from thinwire.kernels.signs import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
+from thinwire.kernels.sketched import heavy, sketch_, unsketch
+
+__all__ = [
+    "decode_signs_",
+    "dequantize_",
+    "encode_signs_",
+    "heavy",
+    "mix64",
+    "pack_indices",
+    "packed_nbytes",
+    "quantize_",
+    "quantized_nbytes",
+    "sign_nbytes",
+    "sketch_",
+    "sum_signs_",
+    "top_k",
+    "uniform",
+    "unpack_indices",
+    "unsketch",
+]

@@ -1,0 +1,135 @@
+/* Count sketches: every block of `columns` elements is rotated into each row. */
+
+#define STRIP 4096
+#define SPAN 512 /* elements whose estimates are made together; the table that is read has SPAN columns more */
+#define MOST_ROWS 15
+
+INLINE uint64_t row_seed(uint64_t key, int64_t row, int signs) {
+    return mixed_long(mixed_long(key) + 2 * (uint64_t)row + (uint64_t)signs);
+}
+
+INLINE int64_t rotation(uint64_t seed, int64_t block, int64_t columns) {
+    return (int64_t)(word_at((uint32_t)block, seed) % (uint64_t)columns);
+}
+
+/* The words that hold the signs of elements from `place` on, and one more; returns the first one's place in them. */
+INLINE int64_t draw_signs(uint32_t *drawn, int64_t place, int64_t count, uint64_t seed) {
+    uint32_t first = (uint32_t)(place >> 5);
+    int64_t some = ((place & 31) + count + 31) / 32 + 1;
+    for (int64_t i = 0; i < some; i++) drawn[i] = word_at(first + (uint32_t)i, seed);
+    return place & 31;
+}
+
+/* cells += scale * x with signs. */
+static void add_signed(float *cells, const float *x, int64_t place, int64_t count, uint64_t seed, float scale) {
+    uint32_t drawn[STRIP / 32 + 4];
+    const uint8_t *stream = (const uint8_t *)drawn;
+    int64_t bit = draw_signs(drawn, place, count, seed), i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats value = (floats)((words)(load(x + i) * scale) ^ signs_at(stream, bit + i));
+        store(cells + i, load(cells + i) + value);
+    }
+    for (; i < count; i++) {
+        uint32_t sign = (uint32_t)stream[(bit + i) / 8] >> (bit + i) % 8 << 31;
+        cells[i] = cells[i] + float_of(bits_of(x[i] * scale) ^ sign);
+    }
+}
+
+/* Those elements of a block, of `length`, that a strip of a row's cells takes: up to two runs. */
+static void add_block(
+    float *cells, int64_t strip, int64_t width, const float *x, int64_t start, int64_t length, int64_t columns,
+    int64_t rotated, uint64_t seed, float scale
+) {
+    int64_t from = strip - rotated + (strip < rotated ? columns : 0), run = least(width, columns - from);
+    if (from < length) add_signed(cells, x + start + from, start + from, least(run, length - from), seed, scale);
+    if (run < width) add_signed(cells + run, x + start, start, least(width - run, length), seed, scale);
+}
+
+void thinwire_sketch(const float *x, int64_t n, float *table, int64_t rows, int64_t columns, uint64_t key, float scale) {
+    for (int64_t row = 0; row < rows; row++) {
+        uint64_t places = row_seed(key, row, 0), signs = row_seed(key, row, 1);
+        for (int64_t strip = 0; strip < columns; strip += STRIP)
+            for (int64_t start = 0, block = 0; start < n; start += columns, block++)
+                add_block(
+                    table + row * columns + strip, strip, least(STRIP, columns - strip), x, start,
+                    least(columns, n - start), columns, rotation(places, block, columns), signs, scale);
+    }
+}
+
+/* A table that is read, whose rows are `columns + SPAN` apart and go round; and how many elements it holds. */
+typedef struct {
+    const float *table;
+    int64_t rows, columns;
+    uint64_t key;
+    int64_t n;
+} sketch;
+
+/* The middle of an odd number; of an even one, the lower of the two in the middle. */
+INLINE floats middle(floats *v, int64_t rows) {
+    if (rows == 1) return v[0];
+    if (rows == 3) return upper(lower(v[0], v[1]), lower(upper(v[0], v[1]), v[2]));
+    if (rows == 5) {
+        floats low = upper(lower(v[0], v[1]), lower(v[2], v[3])), high = lower(upper(v[0], v[1]), upper(v[2], v[3]));
+        return upper(lower(low, high), lower(upper(low, high), v[4]));
+    }
+    for (int64_t turn = 0; turn < rows; turn++)
+        for (int64_t i = turn & 1; i + 1 < rows; i += 2) {
+            floats low = lower(v[i], v[i + 1]);
+            v[i + 1] = upper(v[i], v[i + 1]);
+            v[i] = low;
+        }
+    return v[(rows - 1) / 2];
+}
+
+/* Estimates of at most SPAN elements of one block. */
+INLINE void estimate(
+    const float *table, int64_t rows, int64_t columns, uint64_t key, int64_t block, int64_t place, int64_t count,
+    float *out
+) {
+    uint32_t drawn[MOST_ROWS][SPAN / 32 + 4];
+    const float *cells[MOST_ROWS];
+    int64_t bit = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t at = place - block * columns + rotation(row_seed(key, row, 0), block, columns);
+        cells[row] = table + row * (columns + SPAN) + (at < columns ? at : at - columns);
+        bit = draw_signs(drawn[row], place, count, row_seed(key, row, 1));
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats v[MOST_ROWS];
+        for (int64_t row = 0; row < rows; row++)
+            v[row] = (floats)((words)load(cells[row] + i) ^ signs_at((const uint8_t *)drawn[row], bit + i));
+        store(out + i, middle(v, rows));
+    }
+}
+
+INLINE void estimates(const float *table, int64_t rows, int64_t columns, uint64_t key, int64_t n, float *out, net *m) {
+    float some[SPAN + LANES];
+    for (int64_t start = 0, block = 0; start < n; start += columns, block++)
+        for (int64_t place = start, end = least(n, start + columns); place < end; place += SPAN) {
+            int64_t count = least(SPAN, end - place);
+            estimate(table, rows, columns, key, block, place, count, some);
+            if (m) let_all_in(m, some, place, count);
+            else memcpy(out + place, some, (size_t)count * sizeof(float));
+        }
+}
+
+#define EACH_WAY(rows, call) \
+    switch (rows) { \
+        case 3: { enum { ROWS = 3 }; call; break; } \
+        case 5: { enum { ROWS = 5 }; call; break; } \
+        default: { const int64_t ROWS = rows; call; } \
+    }
+
+void thinwire_unsketch(const sketch *s, float *out) {
+    EACH_WAY(s->rows, estimates(s->table, ROWS, s->columns, s->key, s->n, out, 0))
+}
+
+/* As thinwire_top_k, of estimates; rows <= 15. */
+int64_t thinwire_heavy(
+    const sketch *s, int64_t k, int32_t *sizes, int64_t *places, int32_t *counts, int64_t capacity
+) {
+    net m = {sizes, places, counts, capacity, k, 0, -1, 0};
+    EACH_WAY(s->rows, estimates(s->table, ROWS, s->columns, s->key, s->n, 0, &m))
+    widen(&m);
+    return m.nan ? -1 : m.held;
+}

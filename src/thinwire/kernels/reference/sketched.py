@@ -1,0 +1,45 @@
+"""Count sketches, by torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.reference.rng import mix64, words
+
+_WORD_BITS = 32
+
+
+def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
+    """Add `scale * x` into a table, block after block."""
+    n, columns = x.numel(), table.shape[1]
+    for row, line in enumerate(table):
+        signed = x * signs_of(n, row, key, x.device) * scale
+        for block, offset in enumerate(rotations(n, columns, row, key, x.device).tolist()):
+            piece = signed[block * columns : (block + 1) * columns]
+            head = min(len(piece), columns - offset)
+            line[offset : offset + head].add_(piece[:head])
+            line[: len(piece) - head].add_(piece[head:])
+
+
+def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
+    """Medians over rows."""
+    rows, columns = table.shape
+    places = torch.arange(n, device=table.device) if indices is None else indices
+    found: list[Tensor] = []
+    for row in range(rows):
+        turned = rotations(n, columns, row, key, table.device)[places // columns]
+        found.append(table[row][(places + turned) % columns] * signs_of(n, row, key, table.device)[places])
+    return torch.stack(found).median(0).values
+
+
+def rotations(n: int, columns: int, row: int, key: int, device: torch.device) -> Tensor:
+    """Of every block in one row, int64 [ceil(n/columns)]."""
+    return words(-(-n // columns), mix64(key) + 2 * row, device=device) % columns
+
+
+def signs_of(n: int, row: int, key: int, device: torch.device) -> Tensor:
+    """+1 or -1, fp32 [n]: one word has those of 32 elements, the lowest bit first."""
+    drawn = words(-(-n // _WORD_BITS), mix64(key) + 2 * row + 1, device=device)
+    flags = (drawn[:, None] >> torch.arange(_WORD_BITS, device=device)) & 1
+    return 1.0 - 2.0 * flags.reshape(-1)[:n].to(torch.float32)

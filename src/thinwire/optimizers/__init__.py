@@ -1,0 +1,11 @@
+"""What changes the update, given a gradient: optimizers that torch has not."""
+
+from thinwire.optimizers.acsa import AcSA
+from thinwire.optimizers.lamb import Lamb
+from thinwire.optimizers.one_bit_adam import OneBitAdam
+from thinwire.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.optimizers.saga import Saga
+from thinwire.optimizers.svrg import Svrg
+from thinwire.optimizers.zero_one_adam import ZeroOneAdam
+
+__all__ = ["AcSA", "Lamb", "OneBitAdam", "OneBitLamb", "Saga", "Svrg", "ZeroOneAdam"]

@@ -1,0 +1,154 @@
+"""1-bit LAMB: LAMB whose second stage needs no gradient of the others, only a momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.kernels.adaptive import turn_
+from thinwire.optimizers.freezing import FreezingOptimizer
+from thinwire.optimizers.lamb import (
+    add_decay_,
+    check_adaptive,
+    check_trust,
+    descend_,
+    directions_of,
+    take_in_,
+    trust_ratios,
+)
+from thinwire.replica.flat import copy_each_
+
+
+class OneBitLamb(FreezingOptimizer):
+    r"""LAMB that goes on without a variance of its own making: it rebuilds what it needs from the momentum alone.
+
+    Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, and a mean $\bar c$ of each tensor's trust
+    ratios is kept, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. From then on $v$ and $\bar c$ stay. With $m$ the
+    new momentum and $m'$ the one before, a fresh variance $\tilde v$ is kept of the gradient that would have led there,
+
+    $$\tilde g = \frac{m - \beta_1 m'}{1-\beta_1}, \qquad \tilde v \leftarrow \beta_2 \tilde v + (1-\beta_2)\tilde g^2,
+      \qquad r = \max_i \frac{\sqrt{v_i}+\epsilon}{\sqrt{\tilde v_i}+\epsilon},$$
+
+    $$u_0 = \frac{m}{\sqrt v + \epsilon}, \qquad u = u_0 + \lambda x, \qquad \rho = \min(1, |u_0|/|u|), \qquad
+      r \leftarrow \rho r + 1 - \rho,$$
+
+    where $r$ is held in $[r_{min}, r_{max}]$ and within a share $\tau$ of its last value. The step is
+    $x \leftarrow x - \gamma\, r \bar c\, u$. Under `CompressedMomentum()` $m$ is what all workers agreed on; otherwise
+    it follows the gradient.
+
+    $\bar c$ is corrected for having begun at zero, and steps in which a norm was zero leave it alone.
+    State: `momentum`, `variance`, `fresh` ($\tilde v$, once frozen), each like the parameters, in fp32 at least; per
+    tensor `trust`, `trust_weight`, `factor` ($r$) and `coefficient`; for parameters in 16 bits `master`.
+
+    Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed,
+    HiPC 2022, arXiv:2104.06069, Algorithm 1.
+
+    Args:
+        params: the parameters.
+        lr: $\gamma$.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more remembers longer.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$.
+        least_trust: $c_{min}$, of the first stage.
+        most_trust: $c_{max}$, of the first stage.
+        trust_beta: $\beta_3$; more makes $\bar c$ a mean over more steps.
+        least_factor: $r_{min}$.
+        most_factor: $r_{max}$; more lets steps grow further where gradients have shrunk.
+        factor_change: $\tau$, the most that $r$ changes in a step, as a share of it.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        least_trust: float = 0.01,
+        most_trust: float = 10.0,
+        trust_beta: float = 0.9,
+        least_factor: float = 0.5,
+        most_factor: float = 4.0,
+        factor_change: float = 0.1,
+    ) -> None:
+        check_adaptive(lr, betas, eps, weight_decay)
+        check_trust(least_trust, most_trust)
+        if not 0 <= trust_beta < 1:
+            raise ConfigError(f"trust_beta={trust_beta}: must lie in [0, 1); 0.9 is usual")
+        if not 0 < least_factor <= 1 <= most_factor:
+            raise ConfigError(
+                f"least_factor={least_factor}, most_factor={most_factor}: must have 1 between them and be positive; "
+                "0.5 and 4 are usual"
+            )
+        if not 0 < factor_change < 1:
+            raise ConfigError(f"factor_change={factor_change}: must lie between 0 and 1; 0.1 is usual")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "least_trust": least_trust}
+        more = {"most_trust": most_trust, "trust_beta": trust_beta, "least_factor": least_factor}
+        super().__init__(params, {**settings, **more, "most_factor": most_factor, "factor_change": factor_change})
+
+    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Make room for the mean of trust ratios."""
+        for name in ("trust", "trust_weight"):
+            state[name] = torch.zeros((), dtype=state["momentum"].dtype, device=parameter.device)
+
+    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+        """Begin the fresh variance at the frozen one, the factor at 1, and settle the coefficients."""
+        states = [state for _, members in groups for state in members]
+        for state in states:
+            state["fresh"] = state["variance"].clone()
+            state["factor"] = torch.ones_like(state["trust"])
+            known = state["trust_weight"] > 0
+            state["trust"] = torch.where(known, state["trust"] / state["trust_weight"], state["factor"])
+        sizes = [torch.linalg.vector_norm(state["momentum"]) / state["momentum"].numel() ** 0.5 for state in states]
+        mean = torch.stack([size.to(sizes[0]) for size in sizes]).mean()
+        for state, size in zip(states, sizes, strict=True):
+            state["coefficient"] = torch.where(size > 0, mean.to(size) / size, torch.ones_like(size))
+
+    def warm_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """LAMB, and the mean of its trust ratios."""
+        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
+        take_in_(group, momenta, variances, gradients)
+        directions = directions_of(group, momenta, variances)
+        add_decay_(group, directions, parameters)
+        ratios, known = trust_ratios(group, parameters, directions)
+        descend_(group, parameters, directions, ratios)
+        for name, values in (("trust", ratios), ("trust_weight", torch.ones_like(ratios))):
+            before = torch.stack([state[name] for state in states])
+            mean = torch.where(known, torch.lerp(before, values, 1 - group["trust_beta"]), before)
+            copy_each_([state[name] for state in states], list(mean.unbind()))
+
+    def frozen_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """LAMB on a frozen variance, its steps longer or shorter as the fresh one tells."""
+        before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
+        decay = group["weight_decay"]
+        settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}
+        grown, undecayed, decayed = turn_(momenta, before, frozen, fresh, parameters, **settings)
+        if decay:
+            share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
+            grown = share * grown + (1 - share)
+        # Bounded for good, and then by how far a single step may change it: the second bound wins.
+        last, change = torch.stack([state["factor"] for state in states]), group["factor_change"]
+        bounded = grown.clamp(group["least_factor"], group["most_factor"])
+        factors = torch.minimum(torch.maximum(bounded, (1 - change) * last), (1 + change) * last)
+        copy_each_([state["factor"] for state in states], list(factors.unbind()))
+        descend_(group, parameters, momenta, factors * torch.stack([state["trust"] for state in states]))

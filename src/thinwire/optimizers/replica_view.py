@@ -1,0 +1,63 @@
+"""What strategies of the 1-bit family see: a freezing optimizer, addressed by slices of a replica's flat vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.optimizers.freezing import FreezingOptimizer
+from thinwire.replica.flat import Segment
+from thinwire.replica.moments import Moments
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """The worker's optimizer and those of its parameters that lie in one replica.
+
+    Attributes:
+        optimizer: the worker's own, which may have parameters in other replicas too.
+        parameters: of the replica.
+        segments: where each lies in the replica's vectors.
+    """
+
+    optimizer: FreezingOptimizer
+    parameters: Sequence[Tensor]
+    segments: Sequence[Segment]
+
+    @property
+    def has_first_parameter(self) -> bool:
+        """Whether the optimizer's first parameter is here: this replica decides where one has to decide for all."""
+        first = next(p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
+        return any(parameter is first for parameter in self.parameters)
+
+    @property
+    def variance_steps(self) -> int:
+        r"""Over how many steps the variance is a mean, $1/(1-\beta_2)$."""
+        return max(1, round(1 / (1 - max(group["betas"][1] for group in self.optimizer.param_groups))))
+
+    def within(self, part: slice, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that lie in a part of the replica's vectors, and their segments of one such vector."""
+        chosen = [
+            (parameter, segment.of(vector))
+            for parameter, segment in zip(self.parameters, self.segments, strict=True)
+            if part.start <= segment.start and segment.stop <= part.stop
+        ]
+        return [p for p, _ in chosen], [view for _, view in chosen]
+
+    def next_momenta_(
+        self, part: slice, target: Tensor, gradient: Tensor, *, share: float, rescale: bool = False
+    ) -> None:
+        """Write this worker's momentum after a gradient into a part of `target`, which may be the gradient itself."""
+        parameters, momenta = self.within(part, target)
+        gradients = momenta if target is gradient else self.within(part, gradient)[1]
+        self.optimizer.next_momenta_(momenta, gradients, parameters, share=share, rescale=rescale)
+
+
+def replica_view(moments: Moments) -> ReplicaView | None:
+    """The optimizer behind a replica's moments; None where there is none, as in a dry run."""
+    optimizer = moments.optimizer
+    if not isinstance(optimizer, FreezingOptimizer):
+        return None
+    return ReplicaView(optimizer, moments.parameters, moments.segments)

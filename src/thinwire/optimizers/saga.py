@@ -1,0 +1,135 @@
+"""SAGA for linear models: a remembered number for each sample and output takes the noise out of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.optimizers.base import evaluate
+
+
+class Saga(Optimizer):
+    r"""Step along the mini-batch gradient, minus what was remembered of its samples, plus the mean of all that is.
+
+    For $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$ with a table of gradients $\alpha_i$,
+
+    $$w \leftarrow w - \gamma(\tfrac1b\sum_{i\in B}(\nabla f_i(w)-\alpha_i) + \tfrac1n\sum_j\alpha_j
+      + \lambda w), \qquad \alpha_i \leftarrow \nabla f_i(w)\ \text{for } i\in B .$$
+
+    A linear layer's gradient is $r_i\otimes[x_i;1]$, and $x_i$ does not change, so the table holds $r_i$ alone: one
+    number a sample and output. It starts at zero. The steps need no decreasing rate: at a constant
+    $\gamma\le 1/(3L)$ convergence is linear where $F$ is strongly convex.
+
+    The loss must be the mean over the batch. Weights of samples belong into the loss; with mean 1, as coresets give
+    them, $F$ is then the weighted sum over `n` samples. The samples of a batch are drawn evenly and differ.
+    State: `table` [n, outputs], and for each parameter `mean`, its remembered gradient.
+
+    Defazio, Bach and Lacoste-Julien, SAGA: A Fast Incremental Gradient Method With Support for Non-Strongly Convex
+    Composite Objectives, NeurIPS 2014, arXiv:1407.0202, section 2, with mini-batches.
+
+    Args:
+        layer: the model, or its only layer that is trained.
+        n: samples that the table has room for.
+        lr: $\gamma$, the step size; at most $1/(3L)$ for certain convergence.
+        weight_decay: $\lambda$; its gradient is exact at every step, and kept out of the table.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    def __init__(self, layer: nn.Linear, n: int, *, lr: float, weight_decay: float = 0.0) -> None:
+        if n < 1:
+            raise ConfigError(f"n={n}: the table needs at least 1 sample")
+        if not lr > 0:
+            raise ConfigError(f"lr={lr}: must be positive; 1/(3L) is usual")
+        if weight_decay < 0:
+            raise ConfigError(f"weight_decay={weight_decay}: must be 0 or a positive number")
+        super().__init__(layer.parameters(), {"lr": lr, "weight_decay": weight_decay})
+        self.n = n
+        self._layer = layer
+        self._inputs: Tensor | None = None
+        self._residuals: Tensor | None = None
+        self.state[layer.weight]["table"] = layer.weight.new_zeros(n, layer.out_features)
+        for parameter in self._trained():
+            self.state[parameter]["mean"] = torch.zeros_like(parameter)
+        layer.register_forward_hook(self._watch)
+
+    @overload
+    def step(self, closure: None = None, *, indices: Tensor | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], *, indices: Tensor | None = None) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, *, indices: Tensor | None = None) -> float | None:
+        """One step; the gradients of the batch's mean loss are there.
+
+        Args:
+            closure: computes the loss and its gradients anew, where a loop works so.
+            indices: int64, [batch]; which samples the batch holds.
+
+        Raises:
+            ConfigError: the numbers are missing, repeated, out of range or not as many as the batch has samples; or
+                the layer has not seen a batch with gradients since the last step.
+        """
+        loss = evaluate(closure)
+        inputs, residuals, rows = self._batch(indices)
+        table = self.state[self._layer.weight]["table"]
+        change = residuals * len(rows) - table[rows]
+        batch = table[rows] / len(rows)
+        group = self.param_groups[0]
+        for parameter in self._trained():
+            assert parameter.grad is not None
+            mean = self.state[parameter]["mean"]
+            direction = parameter.grad - self._outer(parameter, batch, inputs) + mean
+            parameter.sub_(direction.add_(parameter, alpha=group["weight_decay"]), alpha=group["lr"])
+            mean.add_(self._outer(parameter, change, inputs), alpha=1 / self.n)
+        table[rows] += change
+        self._inputs = self._residuals = None
+        return loss
+
+    def _trained(self) -> list[nn.Parameter]:
+        return list(self._layer.parameters())
+
+    def _outer(self, parameter: Tensor, numbers: Tensor, inputs: Tensor) -> Tensor:
+        """The sum of gradients whose numbers these are, like the parameter."""
+        return numbers.T @ inputs if parameter is self._layer.weight else numbers.sum(0)
+
+    def _watch(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            self._inputs = inputs[0].detach()
+            output.register_hook(self._keep)
+
+    def _keep(self, gradient: Tensor) -> None:
+        self._residuals = gradient.detach()
+
+    def _batch(self, indices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if indices is None:
+            raise ConfigError("step(indices=None): SAGA must know which samples the batch holds; give their numbers")
+        if self._inputs is None or self._residuals is None:
+            raise ConfigError("step(): the layer has seen no batch since the last step; call backward() first")
+        if self._residuals.ndim != 2 or indices.shape != (len(self._residuals),):
+            raise ConfigError(
+                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one number a sample"
+            )
+        rows = indices.to(self._residuals.device)
+        if int(rows.min()) < 0 or int(rows.max()) >= self.n or len(rows.unique()) < len(rows):
+            raise ConfigError(f"indices: the samples of a batch must differ and lie in 0..{self.n - 1}")
+        return self._inputs, self._residuals, rows
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave.
+
+        Raises:
+            ConfigError: its table is of another number of samples.
+        """
+        tables = [entry["table"] for entry in state_dict["state"].values() if "table" in entry]
+        if not tables or len(tables[0]) != self.n:
+            found = len(tables[0]) if tables else "no"
+            raise ConfigError(f"the state holds {found} samples; this optimizer has room for {self.n}")
+        super().load_state_dict(state_dict)

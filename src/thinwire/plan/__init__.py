@@ -1,0 +1,5 @@
+"""What a recipe will cost, found out before any run."""
+
+from thinwire.plan.explain import Card, Link, Method, explain
+
+__all__ = ["Card", "Link", "Method", "explain"]

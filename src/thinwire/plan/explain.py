@@ -1,0 +1,207 @@
+"""What a recipe says, keeps and waits for, before any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.cast import Bf16
+from thinwire.comm.work import nbytes_of
+from thinwire.errors import ConfigError
+from thinwire.plan.traffic import DryRun, Step, busiest, methods
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.gradients.all_reduce import AllReduce
+from thinwire.strategies.recipe import brief
+
+PAYLOAD_SHARE = 1448 / 1514
+"""How much of a link's rate is payload: of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see
+it), 14 are the frame's header, 20 IP's, and 32 TCP's with its timestamps. What returns as acknowledgements, and the
+payload's own headers, are small beside it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What travels from the worker to one other.
+
+    Attributes:
+        to: the other's rank.
+        bytes_per_step: payload, the mean over a period.
+    """
+
+    to: int
+    bytes_per_step: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of the methods that a recipe is made of.
+
+    Attributes:
+        name: the method with its arguments, as in a recipe.
+        paper: where it comes from.
+        waits: who blocks on whom, and when.
+        limits: what it assumes, and when not to use it.
+    """
+
+    name: str
+    paper: str
+    waits: str
+    limits: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a recipe costs one worker. Bytes are payload; transports add about 5 % of headers.
+
+    Attributes:
+        recipe: in brief.
+        workers: how many.
+        parameters: elements of the model.
+        dtype: of the parameters.
+        rank: whose figures these are: the worker that has most to send or to receive.
+        period: steps after which the traffic repeats, and over which means are taken.
+        sent_bytes_per_step: sent, mean.
+        received_bytes_per_step: received, mean.
+        messages_per_step: messages sent, mean; a collective call is one.
+        largest_message_bytes: the largest message; of a collective call, what this worker sends for it.
+        largest_step_bytes: what is sent in the step in which most is.
+        collective_bytes_per_step: the part that is sent in collectives, to whomever the transport chooses.
+        links: the part that is sent to named ranks.
+        memory_bytes_per_parameter: kept by thinwire, by name; the optimizer's own state and activations are not in it.
+        methods: what the recipe is made of, outermost first.
+        all_reduce_bytes_per_step: what AllReduce() would send.
+        bf16_all_reduce_bytes_per_step: what AllReduce(codec=Bf16()) would send.
+        bits_per_second: of the link that was asked about.
+        seconds_per_step: on that link, in transfer, mean; what overlaps with computation is not waited for.
+        largest_step_seconds: the same for the step in which it is longest.
+    """
+
+    recipe: str
+    workers: int
+    parameters: int
+    dtype: str
+    rank: int
+    period: int
+    sent_bytes_per_step: float
+    received_bytes_per_step: float
+    messages_per_step: float
+    largest_message_bytes: float
+    largest_step_bytes: float
+    collective_bytes_per_step: float
+    links: tuple[Link, ...]
+    memory_bytes_per_parameter: dict[str, float]
+    methods: tuple[Method, ...]
+    all_reduce_bytes_per_step: float
+    bf16_all_reduce_bytes_per_step: float
+    bits_per_second: float | None
+    seconds_per_step: float | None
+    largest_step_seconds: float | None
+
+
+def explain(
+    strategy: Strategy,
+    *,
+    parameters: int | Sequence[int],
+    workers: int,
+    dtype: torch.dtype = torch.float32,
+    bits_per_second: float | None = None,
+    bucket_bytes: int = 8 << 20,
+) -> Card:
+    """Run a strategy on tensors without data until its traffic repeats, and account for it.
+
+    Args:
+        strategy: the recipe.
+        parameters: elements of the model, or of each of its parameter tensors in the model's order (messages of
+            gradients are cut between tensors; a plain number is taken as many small ones).
+        workers: how many train together.
+        dtype: of the parameters.
+        bits_per_second: each worker's link, for a prediction of seconds; the same rate in both directions.
+        bucket_bytes: how much gradient travels in one message, as for `attach`.
+
+    Raises:
+        ConfigError: the recipe cannot serve this number of workers, or there is nothing to train.
+    """
+    sizes = _tensor_sizes(parameters, dtype, bucket_bytes)
+    _check(sum(sizes), workers, dtype, bits_per_second)
+    strategy.check(workers)
+
+    def dry(recipe: Strategy, rank: int) -> DryRun:
+        return DryRun(recipe, sizes, workers=workers, rank=rank, dtype=dtype, bucket_bytes=bucket_bytes)
+
+    rank = busiest(strategy, workers)
+    run = dry(strategy, rank)
+    steps = run.period()
+    seconds = None if bits_per_second is None else [_seconds(step, bits_per_second) for step in steps]
+    return Card(
+        recipe=brief(strategy),
+        workers=workers,
+        parameters=sum(sizes),
+        dtype=str(dtype).removeprefix("torch."),
+        rank=rank,
+        period=len(steps),
+        sent_bytes_per_step=_mean([step.sent for step in steps]),
+        received_bytes_per_step=_mean([step.received for step in steps]),
+        messages_per_step=_mean([step.messages for step in steps]),
+        largest_message_bytes=max(step.largest for step in steps),
+        largest_step_bytes=max(step.sent for step in steps),
+        collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
+        links=_links(steps),
+        memory_bytes_per_parameter=_memory(run, steps),
+        methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in methods(strategy)),
+        all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
+        bf16_all_reduce_bytes_per_step=dry(AllReduce(Bf16()), 0).step().sent,
+        bits_per_second=bits_per_second,
+        seconds_per_step=None if seconds is None else _mean(seconds),
+        largest_step_seconds=None if seconds is None else max(seconds),
+    )
+
+
+def _tensor_sizes(parameters: int | Sequence[int], dtype: torch.dtype, bucket_bytes: int) -> list[int]:
+    if not isinstance(parameters, int):
+        return [size for size in parameters if size]
+    piece = max(1, bucket_bytes // dtype.itemsize)
+    whole, rest = divmod(max(0, parameters), piece)
+    return [rest] * bool(rest) + [piece] * whole
+
+
+def _check(parameters: int, workers: int, dtype: torch.dtype, bits_per_second: float | None) -> None:
+    if parameters < 1:
+        raise ConfigError(f"parameters={parameters}: a model has at least 1; give its number, such as 6_500_000")
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
+    if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
+        raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _seconds(step: Step, bits_per_second: float) -> float:
+    """A link carries both directions at once, so the fuller one counts."""
+    return 8 * max(step.sent, step.received) / (bits_per_second * PAYLOAD_SHARE)
+
+
+def _links(steps: Sequence[Step]) -> tuple[Link, ...]:
+    total: dict[int, float] = {}
+    for exchange in (exchange for step in steps for exchange in step.exchanges):
+        for rank in exchange.to:
+            total[rank] = total.get(rank, 0.0) + exchange.nbytes
+    return tuple(Link(rank, total[rank] / len(steps)) for rank in sorted(total))
+
+
+def _memory(run: DryRun, steps: Sequence[Step]) -> dict[str, float]:
+    """Bytes per parameter, by name; `received` is the room for the most that one exchange brings."""
+    r = run.replica
+    held = {"parameters": nbytes_of(r.x)}
+    if r.g.numel():
+        held["gradient"] = nbytes_of(r.g)
+    held |= {name: nbytes_of(tensor) for name, tensor in r.state.items() if tensor.dim()}
+    received = [len(exchange.frm) * exchange.nbytes for step in steps for exchange in step.exchanges]
+    if received and max(received):
+        held["received"] = max(received)
+    return {name: nbytes / r.x.numel() for name, nbytes in held.items()}

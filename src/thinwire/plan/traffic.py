@@ -1,0 +1,224 @@
+"""What one worker would send, step by step: the real strategy, run on tensors without data.
+
+There is no second description of any method here: hooks are called as `attach` calls them, on meta tensors, and the
+wire keeps an account instead of carrying anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.counting import CountingComm
+from thinwire.comm.work import Meter, Work, nbytes_of
+from thinwire.replica.flat import lay_out
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.topology.base import Topology
+from thinwire.worker.buckets import cut
+
+MOST_STEPS = 10_000
+"""How far a run without data goes to see its traffic repeat."""
+
+_LEAST_STEPS = 128  # so that a strategy whose rhythm is no field called `period` is heard too
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One message, sent to some ranks and received from others.
+
+    Attributes:
+        nbytes: of one copy.
+        to: the ranks it is sent to.
+        frm: the ranks that send one like it.
+    """
+
+    nbytes: int
+    to: tuple[int, ...]
+    frm: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one worker says and hears in one step.
+
+    Attributes:
+        collectives: bytes sent in each call of everyone to everyone; as many are received.
+        exchanges: messages to and from named ranks.
+    """
+
+    collectives: tuple[float, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def sent(self) -> float:
+        """Bytes of payload sent."""
+        return sum(self.collectives) + sum(len(each.to) * each.nbytes for each in self.exchanges)
+
+    @property
+    def received(self) -> float:
+        """Bytes of payload received."""
+        return sum(self.collectives) + sum(len(each.frm) * each.nbytes for each in self.exchanges)
+
+    @property
+    def messages(self) -> int:
+        """Calls that send anything."""
+        return len(self.collectives) + sum(len(each.to) for each in self.exchanges)
+
+    @property
+    def largest(self) -> float:
+        """Bytes of the largest of its messages; for a collective, what this worker sends for it."""
+        return max([*self.collectives, *(each.nbytes for each in self.exchanges if each.to)], default=0)
+
+
+@dataclass
+class Ledger(Meter):
+    """A meter that keeps each collective call apart."""
+
+    collectives: list[float] = field(default_factory=list[float])
+
+    def sent(self, operation: str, nbytes: float) -> None:
+        """Count one call."""
+        super().sent(operation, nbytes)
+        if operation != "exchange":
+            self.collectives.append(nbytes)
+
+
+class LedgerComm(CountingComm):
+    """A wire that carries nothing and writes down what it would have carried.
+
+    Attributes:
+        exchanges: messages since the last `take`.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.meter = self._ledger = Ledger()
+        self.exchanges: list[Exchange] = []
+
+    def take(self) -> Step:
+        """Everything since the last call of this."""
+        step = Step(tuple(self._ledger.collectives), tuple(self.exchanges))
+        self._ledger.collectives.clear()
+        self.exchanges.clear()
+        return step
+
+    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
+        self.exchanges.append(Exchange(nbytes_of(x), tuple(to), tuple(frm)))
+        return super()._exchange(x, to, frm)
+
+
+class DryRun:
+    """One rank's run of a strategy, without data, gradients or peers.
+
+    Args:
+        strategy: the recipe.
+        sizes: elements of each parameter tensor, in the model's order.
+        workers: how many there are.
+        rank: which of them this is.
+        dtype: of the parameters.
+        bucket_bytes: how much gradient travels in one message, as for `attach`.
+
+    Raises:
+        ConfigError: the recipe cannot serve this number of workers.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        sizes: Sequence[int],
+        *,
+        workers: int,
+        rank: int,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+    ) -> None:
+        strategy.check(workers)
+        self.strategy = strategy
+        self.comm = LedgerComm(rank, workers)
+        x = torch.empty(sum(sizes), dtype=dtype, device="meta")
+        self.replica = Replica(x, strategy.room_for_gradient(x), self.comm, lr=lambda: 1.0)
+        self._parts: list[slice] = []
+        if strategy.sends_gradients and workers > 1:
+            tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
+            layout = lay_out([("", tensor) for tensor in tensors])
+            self._parts = [bucket.part for bucket in cut(self.replica, tensors, layout, bucket_bytes)]
+        strategy.start(self.replica)
+
+    def step(self) -> Step:
+        """Call the hooks of one training step, in the engine's order."""
+        r = self.replica
+        r.comm.step = r.step
+        for work in [self.strategy.on_gradient(r, part) for part in self._parts]:
+            if work is not None:
+                work.wait()
+        self.strategy.before_step(r)
+        r.step += 1
+        self.strategy.after_step(r)
+        return self.comm.take()
+
+    def period(self, *, most_steps: int = MOST_STEPS) -> tuple[Step, ...]:
+        """The shortest run of steps after which the traffic repeats.
+
+        Where it does not repeat within `most_steps`, the last ones that were run.
+        """
+        length = cycle(self.strategy, self.comm.size)
+        length = min(length * -(-_LEAST_STEPS // length), most_steps // 2)
+        before: tuple[Step, ...] = ()
+        for _ in range(most_steps // length):
+            now = tuple(self.step() for _ in range(length))
+            if now == before:
+                break
+            before = now
+        return next(before[:n] for n in range(1, length + 1) if before[:n] * (length // n) == before)
+
+
+def cycle(strategy: Strategy, workers: int) -> int:
+    """The least common multiple of every period in a recipe: fields of that name, and those of its graphs."""
+    return lcm(*_periods(strategy, workers))
+
+
+def _periods(recipe: object, workers: int) -> Iterator[int]:
+    if isinstance(recipe, Topology):
+        yield recipe.period(workers)
+    for name, value in _fields(recipe):
+        if name.endswith("period") and isinstance(value, int):
+            yield value
+        yield from _periods(value, workers)
+
+
+def topologies(recipe: object) -> Iterator[Topology]:
+    """Every graph in a recipe."""
+    if isinstance(recipe, Topology):
+        yield recipe
+    for _, value in _fields(recipe):
+        yield from topologies(value)
+
+
+def methods(recipe: object) -> Iterator[Strategy]:
+    """A strategy and those it is built on, outermost first."""
+    if isinstance(recipe, Strategy):
+        yield recipe
+    for _, value in _fields(recipe):
+        yield from methods(value)
+
+
+def _fields(recipe: object) -> list[tuple[str, Any]]:
+    if not is_dataclass(recipe):
+        return []
+    return [(each.name, getattr(recipe, each.name)) for each in fields(recipe)]
+
+
+def busiest(strategy: Strategy, workers: int) -> int:
+    """The rank that a recipe's graphs give the most to send or to receive; rank 0 where all are alike."""
+    loads = [0] * workers
+    for topology in topologies(strategy):
+        for rank in range(workers):
+            peers = [topology.peers(rank, workers, step) for step in range(topology.period(workers))]
+            loads[rank] += max(sum(len(each.to) for each in peers), sum(len(each.frm) for each in peers))
+    return loads.index(max(loads))

@@ -1,0 +1,1 @@
+"""Where a codec meets a communicator: means over all workers or over neighbours, in coded form."""

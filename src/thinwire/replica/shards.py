@@ -1,0 +1,123 @@
+"""Parameters of which this rank holds a part: DTensors, as FSDP2 and tensor parallelism make them.
+
+Whoever sharded a parameter keeps its storage, pads it and gathers from it. So a replica's vector holds copies of this
+rank's parts: taken before a strategy looks at them, and put back after it has moved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.replica.flat import copy_each_
+
+
+class _Mesh(Protocol):
+    def size(self, mesh_dim: int | None = None) -> int: ...
+    def get_local_rank(self, mesh_dim: int) -> int: ...
+
+
+class _DTensor(Protocol):
+    """What is asked of a DTensor; importing its module only to name it would cost half a second."""
+
+    shape: torch.Size
+    device_mesh: _Mesh
+    placements: Sequence[Any]
+
+    def to_local(self) -> Tensor: ...
+    def stride(self) -> tuple[int, ...]: ...
+
+
+def is_sharded(x: object) -> bool:
+    """Whether `x` is a DTensor."""
+    return hasattr(x, "device_mesh")
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of `x`, in the same memory; `x` itself where it is not sharded."""
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():
+        return cast(_DTensor, x).to_local()
+
+
+def whole_like(part: Tensor, like: Tensor) -> Tensor:
+    """The DTensor like `like` of which `part` is this rank's; `part` itself where `like` is not sharded."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    shape = cast(Any, like)
+    return DTensor.from_local(
+        part, shape.device_mesh, shape.placements, run_check=False, shape=shape.shape, stride=shape.stride()
+    )
+
+
+def place_of(x: Tensor) -> str:
+    """Which part of `x` is here, in words: "part 0 of 2 along dimension 0"; empty where it is not cut."""
+    if not is_sharded(x):
+        return ""
+    mesh, placements = cast(_DTensor, x).device_mesh, cast(_DTensor, x).placements
+    cuts = [(i, p.dim) for i, p in enumerate(placements) if p.is_shard()]
+    return ", ".join(f"part {mesh.get_local_rank(i)} of {mesh.size(i)} along dimension {dim}" for i, dim in cuts)
+
+
+def folder_of(parameters: Iterable[Tensor]) -> str:
+    """A name for this rank's parts, the same on all ranks that hold the same ones; empty where nothing is cut."""
+    words = next((words for words in map(place_of, parameters) if words), "")
+    parts = [piece.split(" along ")[0].replace("part ", "").replace(" ", "-") for piece in words.split(", ") if piece]
+    return "-".join(["shard", *parts]) if parts else ""
+
+
+class Shards:
+    """The sharded parameters of a model, beside their places in the replicas' vectors; most often there are none.
+
+    Args:
+        model: may be under FSDP2.
+        pairs: each sharded parameter with its view of a replica's `x`.
+    """
+
+    def __init__(self, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._parameters = [parameter for parameter, _ in pairs]
+        self._views = [view for _, view in pairs]
+        # After a forward pass without a backward one FSDP2 keeps gathered parameters; what is written must be seen.
+        found = (module for module in model.modules() if pairs and hasattr(module, "reshard"))
+        self._gathered = [cast(Any, module) for module in found]
+
+    def read(self) -> None:
+        """Copy this rank's parts into the vectors."""
+        if self._views:
+            with torch.no_grad():
+                copy_each_(self._views, [local(p) for p in self._parameters])
+
+    def write(self) -> None:
+        """Copy the vectors back into this rank's parts."""
+        if self._views:
+            for module in self._gathered:
+                module.reshard()
+            with torch.no_grad():
+                copy_each_([local(p) for p in self._parameters], self._views)
+
+
+def unwrap(tree: Any) -> Any:
+    """A tree of dicts and lists with this rank's parts in place of DTensors."""
+    if isinstance(tree, Tensor):
+        return local(tree)
+    if isinstance(tree, Mapping):
+        return {key: unwrap(value) for key, value in cast(Mapping[Any, Any], tree).items()}
+    if isinstance(tree, list):
+        return [unwrap(value) for value in cast(list[Any], tree)]
+    return tree
+
+
+def rewrap_(optimizer: Optimizer) -> None:
+    """Make DTensors again of an optimizer's state that was loaded in parts."""
+    for parameter, state in optimizer.state.items():
+        if is_sharded(parameter):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == local(parameter).shape:
+                    state[name] = whole_like(value, parameter)

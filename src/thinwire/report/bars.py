@@ -1,0 +1,123 @@
+"""Where a step's time goes, as one stacked bar per strategy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from thinwire.report import units
+from thinwire.report.facts import Facts, number
+from thinwire.report.labels import shortened
+from thinwire.report.palette import COMPUTE, INK, MUTED, ON_WAIT, OTHER, PAPER, WAIT, Look, Tone
+from thinwire.report.picture import FONT_SIZE, Picture, canvas, plain, seconds_axis
+from thinwire.report.runs import Collection
+
+_NARROWEST_WITH_WORDS = 0.07
+_PARTS: tuple[tuple[Tone, str], ...] = ((COMPUTE, "compute"), (WAIT, "exposed communication"), (OTHER, "other"))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A mean step in seconds: the whole, computing, waiting for communication, and what is left."""
+
+    total: float
+    compute: float
+    exposed: float
+    other: float
+
+
+def split(summary: Facts) -> Split | None:
+    """A summary's mean step in its parts; None where its duration is not known."""
+    total = number(summary, "seconds_per_step")
+    if total is None:
+        return None
+    compute = number(summary, "compute_seconds_per_step") or 0.0
+    exposed = number(summary, "exposed_seconds_per_step") or 0.0
+    return Split(total, compute, exposed, max(0.0, total - compute - exposed))
+
+
+def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | None:
+    """One stacked bar per strategy; None where no run knows how long its steps took."""
+    splits = [split(run.summary) for run in collection.runs]
+    longest = max((parts.total for parts in splits if parts is not None), default=0.0)
+    if longest <= 0:
+        return None
+    figure = canvas(10.8, 0.95 + 0.46 * len(splits))
+    axes = figure.add_subplot()
+    plain(axes, x="time per step", grid="x")
+    for row, parts in enumerate(splits):
+        _bar(axes, row, parts, longest)
+    _names(axes, collection, styles)
+    seconds_axis(axes, longest * 1.12)
+    figure.legend(
+        handles=[Patch(color=tone.light, label=word) for tone, word in _PARTS],
+        loc="outside upper left",
+        ncols=len(_PARTS),
+        frameon=False,
+        fontsize=FONT_SIZE,
+        labelcolor=INK.light,
+        handlelength=1.0,
+        handleheight=1.0,
+    )
+    return Picture(
+        name="time-per-step",
+        figure=figure,
+        title="Where a step's time goes",
+        caption="The mean step. Exposed communication is time a worker stood still for the network; what travels "
+        "behind the computation costs no time and is not in it. Other is the optimizer, the data and the loop.",
+        description=_description(collection, splits),
+    )
+
+
+def _bar(axes: Axes, row: int, parts: Split | None, longest: float) -> None:
+    if parts is None:
+        axes.text(0, row, " not measured", va="center", fontsize=FONT_SIZE, color=MUTED.light)
+        return
+    left = 0.0
+    inks = (PAPER, ON_WAIT, INK)
+    for (tone, _), ink, width in zip(_PARTS, inks, (parts.compute, parts.exposed, parts.other), strict=True):
+        axes.barh(row, width, left=left, height=0.62, color=tone.light, edgecolor=PAPER.light, linewidth=0.6)
+        if width > _NARROWEST_WITH_WORDS * longest and parts.total:
+            words = units.share(width / parts.total)
+            axes.text(left + width / 2, row, words, ha="center", va="center", fontsize=FONT_SIZE - 1, color=ink.light)
+        left += width
+    axes.annotate(
+        units.seconds(parts.total),
+        (left, row),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=FONT_SIZE,
+        fontweight="bold",
+        color=INK.light,
+    )
+
+
+def _names(axes: Axes, collection: Collection, styles: Sequence[Look]) -> None:
+    axes.set_yticks(range(len(collection.runs)), [shortened(run.label, 36) for run in collection.runs])
+    axes.set_ylim(len(collection.runs) - 0.45, -0.55)
+    axes.tick_params(axis="y", pad=18, labelcolor=INK.light)
+    for row, look in enumerate(styles):
+        axes.annotate(
+            "■",
+            (0, row),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=FONT_SIZE + 1,
+            color=look.tone.light,
+        )
+
+
+def _description(collection: Collection, splits: Sequence[Split | None]) -> str:
+    parts = [
+        f"{run.label}: not measured"
+        if time is None
+        else f"{run.label}: {units.seconds(time.total)}, of which {units.seconds(time.compute)} compute, "
+        f"{units.seconds(time.exposed)} exposed communication and {units.seconds(time.other)} other"
+        for run, time in zip(collection.runs, splits, strict=True)
+    ]
+    return f"Stacked bars of the time per step. {'; '.join(parts)}."

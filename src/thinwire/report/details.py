@@ -1,0 +1,112 @@
+"""How each run was made: recipe, command, versions, configuration and the papers behind it."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from thinwire.report import units
+from thinwire.report.facts import Facts, number, text
+from thinwire.report.headline import swatch
+from thinwire.report.palette import Look
+from thinwire.report.runs import Collection, Run
+
+_ELSEWHERE = ("command", "strategy", "paper", "papers")
+_WORDS = {"lr": "learning rate", "batch_size": "batch size", "cores": "cores", "cpu": "processor"}
+_ARXIV = re.compile(r"(?:arxiv:\s*|^)(\d{4}\.\d{4,5})(?:v\d+)?", re.IGNORECASE)
+
+
+def details(collection: Collection, styles: Sequence[Look]) -> str:
+    """What all runs share once, then one folded part per run with what is its own."""
+    configs = [run.config for run in collection.runs]
+    if not any(configs):
+        return '<p class="empty">No config.json was found, so how the runs were made is not known.</p>'
+    known = [config for config in configs if config]
+    shared = _shared(known) if len(known) > 1 else {}
+    parts = [_run(run, look, shared) for run, look in zip(collection.runs, styles, strict=True)]
+    opened = parts[0].replace("<details>", "<details open>", 1) if len(parts) == 1 else "".join(parts)
+    head = "<h3>The same for all</h3>" if shared else ""
+    return head + _listed(shared) + opened
+
+
+def papers(config: Facts) -> list[tuple[str, str | None]]:
+    """The papers a configuration names under `paper` or `papers`, each with its address; None where it has none.
+
+    A paper is an address, a text with an arXiv number such as `arXiv:1910.00643` in it, any other text, or an
+    object with `title` and `url`.
+    """
+    given = config.get("papers", config.get("paper"))
+    entries = given if isinstance(given, list) else [given]
+    return [paper for paper in map(_paper, entries) if paper is not None]
+
+
+def _paper(entry: object) -> tuple[str, str | None] | None:
+    if isinstance(entry, Mapping):
+        address = str(entry.get("url") or entry.get("arxiv") or "")
+        return str(entry.get("title") or address), _address(address)
+    return (entry, _address(entry)) if isinstance(entry, str) and entry else None
+
+
+def _address(words: str) -> str | None:
+    if words.startswith(("https://", "http://")):
+        return words
+    number_found = _ARXIV.search(words)
+    return f"https://arxiv.org/abs/{number_found[1]}" if number_found else None
+
+
+def _shared(configs: Sequence[Facts]) -> dict[str, object]:
+    first, *others = configs
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in _ELSEWHERE and all(key in other and other[key] == value for other in others)
+    }
+
+
+def _run(run: Run, look: Look, shared: Mapping[str, object]) -> str:
+    own = {key: value for key, value in run.config.items() if key not in shared and key not in _ELSEWHERE}
+    recipe = "" if run.strategy == run.label else f"<code>{escape(run.strategy)}</code>"
+    command = text(run.config, "command")
+    command = f'<p class="label">Command</p><pre>{escape(command)}</pre>' if command else ""
+    return (
+        f"<details><summary>{swatch(look)}{escape(run.label)}{recipe}</summary>"
+        f"{command}{_papers(run)}{_listed({**own, **_totals(run)})}</details>"
+    )
+
+
+def _totals(run: Run) -> dict[str, object]:
+    """Whole-run figures that the summary table leaves out."""
+    steps, seconds = number(run.summary, "steps"), number(run.summary, "seconds")
+    return {
+        **({"steps taken": units.count(steps)} if steps is not None else {}),
+        **({"time taken": units.seconds(seconds)} if seconds is not None else {}),
+    }
+
+
+def _papers(run: Run) -> str:
+    lines = [
+        f'<a href="{escape(address)}" rel="noreferrer">{escape(title)}</a>' if address else escape(title)
+        for title, address in papers(run.config)
+    ]
+    return f'<p class="label">Paper</p><p class="papers">{"<br>".join(lines)}</p>' if lines else ""
+
+
+def _listed(facts: Mapping[str, object]) -> str:
+    flat: dict[str, object] = {}
+    for key, value in facts.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    said = [(key, value) for key, value in flat.items() if value is not None and value != ""]
+    items = "".join(f"<dt>{escape(_word(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in said)
+    return f"<dl>{items}</dl>" if items else ""
+
+
+def _word(key: str) -> str:
+    return _WORDS.get(key, key.replace("_", " "))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return units.count(value)
+    return json.dumps(value) if isinstance(value, list) else str(value)

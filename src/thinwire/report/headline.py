@@ -1,0 +1,203 @@
+"""What a reader wants first: the setting, the finding in a sentence, a few large figures and the table."""
+
+from collections.abc import Sequence
+from html import escape
+
+from thinwire.report import units
+from thinwire.report.facts import Facts, number, text
+from thinwire.report.palette import Look
+from thinwire.report.runs import Collection, Run
+from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name
+
+_PAYLOAD = "payload_bytes_per_worker_per_step"
+
+
+def setting(collection: Collection) -> str:
+    """One line on what was trained where, from the first run's configuration."""
+    config = {**collection.runs[0].config, **_known(collection.runs[0].summary)}
+    parameters, workers = number(config, "parameters"), number(config, "workers")
+    parts = [
+        text(config, "task") and f"task {text(config, 'task')}",
+        text(config, "model") and f"model {text(config, 'model')}",
+        f"{_rounded(parameters)} parameters" if parameters else "",
+        f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "",
+        _link(text(config, "link")),
+        _host(config),
+    ]
+    spans = "".join(f"<span>{escape(part)}</span>" for part in parts if part)
+    return f'<p class="setting">{spans}</p>' if spans else ""
+
+
+def lead(collection: Collection) -> str:
+    """The finding in one sentence; nothing where there is only one run or nothing to compare."""
+    summaries = collection.summaries
+    base = baseline(summaries)
+    if base is None:
+        return ""
+    sentence = _by_target(collection, base) or _by_step(collection, base)
+    return f'<p class="lead">{sentence}</p>' if sentence else ""
+
+
+def tiles(collection: Collection, styles: Sequence[Look]) -> str:
+    """Large figures: the best of each kind in a comparison, or a single run's own."""
+    several = len(collection.runs) > 1
+    found = [_tile(collection, styles, *kind) for kind in _kinds(collection, several)]
+    content = "".join(tile for tile in found if tile)
+    return f'<ul class="tiles">{content}</ul>' if content else ""
+
+
+def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
+    """The table of summaries, the best of each column marked, each figure beside the baseline's."""
+    summaries = collection.summaries
+    base = baseline(summaries)
+    body = "".join(
+        _row(run, look, row, index == base)
+        for index, (run, look, row) in enumerate(zip(collection.runs, styles, cells(summaries, base), strict=True))
+    )
+    heads = "".join(f'<th scope="col">{escape(_spaced(column.heading))}</th>' for column in columns(summaries))
+    against = f" Small figures compare with {collection.runs[base].label}." if base is not None else ""
+    dot = " A dot marks the best of a column." if base is not None else ""
+    words = f"Means over the run; bytes are per worker and step.{against}{dot}"
+    return (
+        f'<p class="intro">{escape(words)}</p>'
+        '<div class="scroll" role="region" aria-label="Summary table" tabindex="0"><table>'
+        '<caption class="unseen">Every run and its figures</caption>'
+        f'<thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def swatch(look: Look) -> str:
+    """A small square of a strategy's colour."""
+    return f'<span class="swatch" style="--own: var({look.tone.variable})" aria-hidden="true"></span>'
+
+
+def _known(facts: Facts) -> dict[str, object]:
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _rounded(parameters: float) -> str:
+    if parameters >= 999_500:
+        return f"{units.digits(parameters / 1e6)} million"
+    return units.count(parameters)
+
+
+def _link(link: str) -> str:
+    return f"link {link}" if link else "links not limited"
+
+
+def _host(config: Facts) -> str:
+    host = config.get("host")
+    if not isinstance(host, dict):
+        return ""
+    cores = host.get("cores")
+    parts = [f"{cores} core{'s' if cores != 1 else ''}" if cores else "", str(host.get("cpu") or "")]
+    return ", ".join(part for part in parts if part)
+
+
+def _by_target(collection: Collection, base: int) -> str:
+    summaries = collection.summaries
+    first = best(summaries, "seconds_to_target", -1)
+    reached, target = (number(summaries[base], key) for key in ("seconds_to_target", "target_loss"))
+    if first is None or target is None:
+        return ""
+    own = number(summaries[first], "seconds_to_target") or 0.0
+    start = (
+        f"<strong>{escape(collection.runs[first].label)}</strong> reached a held-out loss of {units.mark(target)} "
+        f"in <strong>{units.seconds(own)}</strong>"
+    )
+    name = escape(collection.runs[base].label)
+    if first == base:
+        return f"{start}, before any other strategy."
+    if reached is None:
+        return f"{start}; {name} did not reach it{_traffic(collection, first, base)}."
+    return f"{start}, {units.times(reached / own)} sooner than {name}{_traffic(collection, first, base)}."
+
+
+def _by_step(collection: Collection, base: int) -> str:
+    summaries = collection.summaries
+    first = best(summaries, "seconds_per_step", -1)
+    other = number(summaries[base], "seconds_per_step")
+    if first is None or other is None:
+        return ""
+    own = number(summaries[first], "seconds_per_step") or 0.0
+    start = (
+        f"<strong>{escape(collection.runs[first].label)}</strong> takes <strong>{units.seconds(own)}</strong> per step"
+    )
+    if first == base or own <= 0:
+        return f"{start}, less than any other strategy."
+    name = escape(collection.runs[base].label)
+    return f"{start}, {units.times(other / own)} faster than {name}{_traffic(collection, first, base)}."
+
+
+def _traffic(collection: Collection, first: int, base: int) -> str:
+    own, other = (number(collection.summaries[index], _PAYLOAD) for index in (first, base))
+    if not own or not other or own > 0.95 * other:
+        return ""
+    return f", sending <strong>{units.times(other / own)} fewer bytes</strong> per step"
+
+
+Kind = tuple[str, str, int]
+
+
+def _kinds(collection: Collection, several: bool) -> list[Kind]:
+    """What to show large: words, the summary's key, and which way is better."""
+    metric = metric_name(collection.summaries)
+    targeted = any(number(facts, "seconds_to_target") is not None for facts in collection.summaries)
+    scored: Kind = ("held-out loss", "eval_loss", -1)
+    if metric is not None and direction(metric) > 0:
+        scored = (f"held-out {metric}", "eval_metric", 1)
+    kinds: list[Kind] = [
+        *([("to the target loss", "seconds_to_target", -1)] if targeted else []),
+        ("per step", "seconds_per_step", -1),
+        ("payload per step", _PAYLOAD, -1),
+        scored,
+    ]
+    ranked = ("First ", "Fastest ", "Least ", "Best ")[0 if targeted else 1 :]
+    return [
+        ((word if several else "") + words, key, way) for word, (words, key, way) in zip(ranked, kinds, strict=True)
+    ]
+
+
+def _tile(collection: Collection, styles: Sequence[Look], words: str, key: str, better: int) -> str:
+    summaries = collection.summaries
+    several = len(summaries) > 1
+    index = best(summaries, key, better) if several else 0
+    cell = None if index is None else _cell_of(summaries, index, key)
+    if index is None or cell is None:
+        return ""
+    whose = swatch(styles[index]) + escape(collection.runs[index].label) if several else ""
+    note = f"<small>{escape(_compared(cell.against, collection))}</small>" if cell.against else ""
+    shown = words if several else words[:1].upper() + words[1:]
+    return (
+        f'<li><span class="what">{escape(shown)}</span><span class="figure">{escape(cell.text)}</span>'
+        f'<span class="whose">{whose}{note}</span></li>'
+    )
+
+
+def _cell_of(summaries: Sequence[Facts], index: int, key: str) -> Cell | None:
+    shown = [column.key for column in columns(summaries)]
+    if key not in shown or number(summaries[index], key) is None:
+        return None
+    return cells(summaries, baseline(summaries))[index][shown.index(key)]
+
+
+def _compared(against: str, collection: Collection) -> str:
+    base = baseline(collection.summaries)
+    name = collection.runs[base].label if base is not None else ""
+    return f"{against} {'as' if against.endswith('same') else 'than'} {name}"
+
+
+def _spaced(heading: str) -> str:
+    return heading.replace("/step", " / step")
+
+
+def _row(run: Run, look: Look, row: Sequence[Cell], is_base: bool) -> str:
+    note = "<small>baseline</small>" if is_base else ""
+    return f'<tr><th scope="row">{swatch(look)}{escape(run.label)}{note}</th>{"".join(map(_cell, row))}</tr>'
+
+
+def _cell(cell: Cell) -> str:
+    mark = ' class="best"' if cell.best else ""
+    said = '<span class="unseen"> (best)</span>' if cell.best else ""
+    against = f"<small>{escape(cell.against)}</small>" if cell.against else ""
+    return f'<td{mark}><span class="value">{escape(cell.text)}</span>{said}{against}</td>'

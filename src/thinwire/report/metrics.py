@@ -1,0 +1,57 @@
+"""What methods noticed while they trained, against steps: how far workers are apart, how much gradients differ."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from thinwire.report import units
+from thinwire.report.curves import Vector, smoothed
+from thinwire.report.palette import Look
+from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.report.runs import Collection, Run
+
+_KNOWN = {
+    "consensus_distance": "Euclidean distance of one worker's parameters from the mean of all, estimated from the "
+    "messages that came anyway; nothing was sent for it.",
+}
+_POWERS = 30.0
+"""A curve whose greatest value is this many times its least one is drawn over powers of ten."""
+
+
+def observed_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
+    """One picture for each thing that any run noticed."""
+    names = sorted({name for run in collection.runs for step in run.steps for name in step.observed})
+    return [_picture(collection, styles, name) for name in names]
+
+
+def _picture(collection: Collection, styles: Sequence[Look], name: str) -> Picture:
+    figure = canvas(5.6, 3.7)
+    axes = figure.add_subplot()
+    words = name.replace("_", " ")
+    plain(axes, x="steps", y=words)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    shown = [(run, look, *_points(run, name)) for run, look in zip(collection.runs, styles, strict=True)]
+    shown = [each for each in shown if len(each[2])]
+    for _, look, across, values in shown:
+        axes.plot(across, smoothed(values), color=look.tone.light, linewidth=look.width, linestyle=look.line)
+    positive = np.concatenate([values[values > 0] for *_, values in shown])
+    if len(positive) and positive.max() > _POWERS * positive.min():
+        axes.set_yscale("log")
+    legend(figure, [key(look) for _, look, *_ in shown], [run.label for run, *_ in shown])
+    ends = "; ".join(
+        f"{run.label}: {units.digits(values[0])} to {units.digits(values[-1])}" for run, _, _, values in shown
+    )
+    return Picture(
+        name=f"observed-{name.replace('_', '-')}",
+        figure=figure,
+        title=words.capitalize(),
+        caption=_KNOWN.get(name, "As noticed by the method while it trained; the mean over workers, smoothed."),
+        description=f"Line chart of {words} against steps. {ends}.",
+    )
+
+
+def _points(run: Run, name: str) -> tuple[Vector, Vector]:
+    pairs = [(step.step, step.observed[name]) for step in run.steps if name in step.observed]
+    table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,160 @@
+"""The report as one HTML file: no script, no other file, nothing fetched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from thinwire.report.bars import time_picture
+from thinwire.report.curves import loss_pictures
+from thinwire.report.details import details
+from thinwire.report.document import card, document, figure
+from thinwire.report.files import write_text
+from thinwire.report.folder import read
+from thinwire.report.headline import lead, setting, summary_table, tiles
+from thinwire.report.links import link_picture
+from thinwire.report.metrics import observed_pictures
+from thinwire.report.palette import Look, looks
+from thinwire.report.picture import Picture
+from thinwire.report.runs import Collection
+from thinwire.report.timeline import timeline_pictures
+
+_PARTS = (
+    ("summary", "Summary"),
+    ("loss", "Loss"),
+    ("time", "Time per step"),
+    ("timeline", "Timeline"),
+    ("links", "Links"),
+    ("details", "How it was run"),
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files a report consists of."""
+
+    report: Path
+    plots: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """Every picture of a report; what could not be drawn is absent."""
+
+    losses: Sequence[Picture]
+    observed: Sequence[Picture]
+    times: Picture | None
+    timelines: dict[int, Picture]
+    links: Picture | None
+
+    def all(self) -> list[Picture]:
+        """The pictures in the page's order."""
+        single = [picture for picture in (self.times, self.links) if picture is not None]
+        return [*self.losses, *self.observed, *single, *self.timelines.values()]
+
+
+def write(folder: Path) -> Written:
+    """Write `report.html` and `plots/*.png` into a run folder or a comparison folder.
+
+    Raises:
+        ConfigError: there is no such folder, it holds no run, or it cannot be written to.
+    """
+    collection = read(folder)
+    styles = looks([run.strategy for run in collection.runs])
+    drawings = draw(collection, styles)
+    plots = tuple(picture.png(folder / "plots") for picture in drawings.all())
+    return Written(write_text(folder / "report.html", page(collection, styles, drawings)), plots)
+
+
+def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
+    """Make every picture the runs have the data for."""
+    return Drawings(
+        losses=loss_pictures(collection, styles),
+        observed=observed_pictures(collection, styles),
+        times=time_picture(collection, styles),
+        timelines=timeline_pictures(collection, styles),
+        links=link_picture(collection, styles),
+    )
+
+
+def page(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> str:
+    """The whole HTML document."""
+    return document(
+        collection.title,
+        "thinwire report",
+        f"""{_notes(collection)}
+{tiles(collection, styles)}
+{"".join(_sections(collection, styles, drawings))}""",
+        below=f"""{setting(collection)}
+{lead(collection)}
+{_navigation()}""",
+        foot="<footer><p>Made by <code>thinwire report</code>. The drawings are also in the folder <code>plots</code>; "
+        "the numbers are in each run's <code>summary.json</code> and <code>metrics.jsonl</code>.</p></footer>",
+    )
+
+
+def _navigation() -> str:
+    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words in _PARTS)
+    return f'<nav aria-label="Sections">{links}</nav>'
+
+
+def _sections(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> list[str]:
+    bodies = (
+        summary_table(collection, styles),
+        _losses([*drawings.losses, *drawings.observed]),
+        _times(drawings.times),
+        _timelines(collection, drawings.timelines),
+        _links(collection, drawings.links),
+        details(collection, styles),
+    )
+    return [card(words, body, anchor) for (anchor, words), body in zip(_PARTS, bodies, strict=True)]
+
+
+def _losses(pictures: Sequence[Picture]) -> str:
+    if not pictures:
+        return _empty("No loss was recorded: metrics.jsonl is missing or holds no training step.")
+    first, *others = pictures
+    return f'{figure(first, titled=True)}<div class="pair">{"".join(figure(p, titled=True) for p in others)}</div>'
+
+
+def _times(picture: Picture | None) -> str:
+    if picture is None:
+        return _empty("No step was timed, so there is nothing to split.")
+    return figure(picture)
+
+
+def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
+    if not pictures:
+        return _empty("No timeline was recorded (timeline.jsonl is missing or empty).")
+    intro = (
+        '<p class="intro">Each run over the same length of time, from the stretch most like its whole record. '
+        "The upper lane of a worker is computing or waiting; the thin lane beneath it is messages on their way.</p>"
+    )
+    silent = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
+    missing = _empty(f"No timeline was recorded for {', '.join(silent)}.") if silent else ""
+    return intro + "".join(figure(picture, captioned=False) for picture in pictures.values()) + missing
+
+
+def _links(collection: Collection, picture: Picture | None) -> str:
+    if picture is None:
+        return _empty("No bytes were counted on the links (links.json is missing, empty or all zero).")
+    silent = [run.label for run in collection.runs if not run.links]
+    missing = _empty(f"The links were not counted for {', '.join(silent)}.") if silent else ""
+    return figure(picture) + missing
+
+
+def _notes(collection: Collection) -> str:
+    several = len(collection.runs) > 1
+    notes = [*collection.notes]
+    for run in collection.runs:
+        notes += [f"{run.label}: {note}" if several else note for note in run.notes]
+    if not notes:
+        return ""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (
+        f'<div class="card"><div class="notes" role="note"><strong>What is missing</strong><ul>{items}</ul></div></div>'
+    )
+
+
+def _empty(sentence: str) -> str:
+    return f'<p class="empty">{escape(sentence)}</p>'

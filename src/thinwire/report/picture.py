@@ -1,0 +1,162 @@
+"""A drawing with its words, as a PNG on light paper and as an SVG that follows the page's colours.
+
+Figures are made and saved without pyplot, so nothing global is touched and no display is needed.
+"""
+
+import html
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from thinwire.report import units
+from thinwire.report.files import write_bytes
+from thinwire.report.labels import shortened
+from thinwire.report.palette import GRID, INK, MUTED, PAPER, TONES, Look
+from thinwire.report.runs import Run
+
+FONT_SIZE = 9.0
+_DOTS_PER_INCH = 160
+_LEGEND_ROW = 0.19
+_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, its file's stem, its title, a caption for everyone and a description for those who cannot see it."""
+
+    name: str
+    figure: Figure
+    title: str
+    caption: str
+    description: str
+
+    def __post_init__(self) -> None:
+        """Lay the figure out once, so that both forms of it agree."""
+        self.figure.draw_without_rendering()
+        self.figure.set_layout_engine("none")
+
+    def png(self, folder: Path) -> Path:
+        """Write `<name>.png` into a folder and return its path."""
+        content = io.BytesIO()
+        self.figure.savefig(content, format="png", dpi=_DOTS_PER_INCH, facecolor=PAPER.light)
+        return write_bytes(folder / f"{self.name}.png", content.getvalue())
+
+    def svg(self) -> str:
+        """The drawing as an SVG element for an HTML page that defines the palette's CSS variables."""
+        content = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "thinwire"}):
+            self.figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
+        return _inlined(content.getvalue(), self.name, self.description)
+
+
+def canvas(width: float, height: float) -> Figure:
+    """An empty figure of a size in inches that finds room for its own labels."""
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", w_pad=0.07, h_pad=0.07)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
+    """Take away what carries no data: frame and tick marks; keep a quiet grid along `both`, `x` or `y`."""
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    if grid in ("both", "x"):
+        axes.grid(True, axis="x", color=GRID.light, linewidth=0.8)
+    if grid in ("both", "y"):
+        axes.grid(True, axis="y", color=GRID.light, linewidth=0.8)
+    axes.tick_params(which="both", length=0, labelsize=FONT_SIZE, colors=MUTED.light)
+    axes.set_xlabel(x, fontsize=FONT_SIZE, color=MUTED.light)
+    axes.set_ylabel(y, fontsize=FONT_SIZE, color=MUTED.light)
+
+
+def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
+    """One legend above everything, in as few rows as its names allow; the figure grows by what it takes."""
+    words = [shortened(name, 46) for name in names]
+    room = figure.get_figwidth() * 13
+    per_row = max(1, min(len(words), int(room // (max(map(len, words)) + 6))))
+    rows = -(-len(words) // per_row)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))
+    figure.legend(
+        handles,
+        words,
+        loc="outside upper left",
+        ncols=per_row,
+        frameon=False,
+        fontsize=FONT_SIZE,
+        labelcolor=INK.light,
+        handlelength=1.8,
+        columnspacing=1.6,
+    )
+
+
+def key(look: Look) -> Line2D:
+    """The legend's sample of a strategy."""
+    return Line2D(
+        [], [], color=look.tone.light, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=5
+    )
+
+
+def seconds_axis(axes: Axes, longest: float) -> None:
+    """Durations along x, from 0 to `longest` seconds, in one unit."""
+    axes.set_xlim(0, longest)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value, longest)))
+
+
+def heading(axes: Axes, run: Run, look: Look, *, most: int, note: str = "") -> None:
+    """A run's label of `most` characters above its axes, beside a square of its colour, with a note at the right."""
+    _above(axes, "■", 0, look.tone.light)
+    _above(axes, shortened(run.label, most), 13, INK.light, weight="bold")
+    if note:
+        axes.set_title(note, loc="right", fontsize=FONT_SIZE - 1, color=MUTED.light)
+
+
+def _above(axes: Axes, words: str, points: float, colour: str, *, weight: str = "normal") -> None:
+    axes.annotate(
+        words,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(points, 6),
+        textcoords="offset points",
+        fontsize=FONT_SIZE,
+        color=colour,
+        fontweight=weight,
+    )
+
+
+def _inlined(document: str, name: str, description: str) -> str:
+    body = document[document.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    box = re.search(r'viewBox="([^"]+)"', body)
+    opening = f'<svg class="picture" viewBox="{box[1] if box else ""}" role="img" aria-label="{_quoted(description)}">'
+    body = re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1)
+    return _coloured(_named_apart(body, name)).strip()
+
+
+def _named_apart(body: str, name: str) -> str:
+    """Names within the drawing made different from those of the page's other drawings."""
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
+    body = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', body)
+    return re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
+
+
+def _coloured(body: str) -> str:
+    """Each colour of the palette exchanged for its variable, and the drawing's typeface for the page's."""
+    for tone in TONES:
+        body = body.replace(tone.light, f"var({tone.variable})")
+    return re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", body)
+
+
+def _quoted(words: str) -> str:
+    return html.escape(words, quote=True)

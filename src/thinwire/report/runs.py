@@ -1,0 +1,92 @@
+"""What a run folder says: its configuration, its metrics, its timeline and its links."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thinwire.report.facts import Facts, text
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: the loss is the mean over workers, bytes are cumulative per worker; NaN where unsaid.
+
+    `observed` holds what the method noticed in this step, by name.
+    """
+
+    step: int
+    seconds: float
+    loss: float
+    payload_bytes: float
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    observed: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One look at held-out data, at the step, second and byte where it was taken; NaN where unsaid."""
+
+    step: int
+    seconds: float
+    payload_bytes: float
+    loss: float
+    metric: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of one worker's time, in seconds since the common start; kind is compute, talk or wait."""
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """One worker's interface counters, its payload, and the speed its link was set to (None: unshaped)."""
+
+    rank: int
+    sent_bytes: float | None
+    received_bytes: float | None
+    payload_sent_bytes: float | None
+    bits_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one run folder says; `notes` are sentences on what it does not say."""
+
+    folder: Path
+    label: str
+    config: Facts
+    summary: Facts
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluation, ...]
+    spans: tuple[Span, ...]
+    links: tuple[Link, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def strategy(self) -> str:
+        """The recipe as text."""
+        return text(self.summary, "strategy") or text(self.config, "strategy") or self.folder.name
+
+
+@dataclass(frozen=True)
+class Collection:
+    """One run, or the runs of a comparison in their order."""
+
+    folder: Path
+    title: str
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def summaries(self) -> list[Facts]:
+        """The runs' summaries, in order."""
+        return [run.summary for run in self.runs]

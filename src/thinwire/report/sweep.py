@@ -1,0 +1,103 @@
+"""A sweep to look at: every trial's loss against every knob, and the best in a table."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import isfinite
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from thinwire.report.document import card, document, figure
+from thinwire.report.files import write_text
+from thinwire.report.palette import OTHER, looks
+from thinwire.report.picture import Picture, canvas, plain
+
+_ACROSS = 3
+Values = Sequence[float | int | str]
+
+
+def write_sweep(
+    folder: Path,
+    knobs: Mapping[str, Values],
+    losses: Sequence[float],
+    stopped: Sequence[bool],
+    *,
+    logarithmic: Sequence[str],
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> Path:
+    """Write `report.html` and `plots/sweep.png`, and return the page's path.
+
+    Args:
+        folder: where.
+        knobs: each knob's value in every trial.
+        losses: of every trial, held out, in nats; not finite where it diverged.
+        stopped: whether each was given up.
+        logarithmic: knobs that were drawn so.
+        title: of the page.
+        headings: of the table.
+        rows: of the table, the best first.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    picture = sweep_picture(knobs, losses, stopped, logarithmic)
+    picture.png(folder / "plots")
+    return write_text(folder / "report.html", _page(title, headings, rows, picture))
+
+
+def sweep_picture(
+    knobs: Mapping[str, Values], losses: Sequence[float], stopped: Sequence[bool], logarithmic: Sequence[str]
+) -> Picture:
+    """Loss against each knob; trials that were given up are hollow, those that diverged lie at the upper edge."""
+    down = -(-len(knobs) // _ACROSS)
+    across = min(len(knobs), _ACROSS)
+    figure = canvas(1.2 + 3.2 * across, 0.6 + 2.8 * down)
+    finite = [loss for loss in losses if isfinite(loss)]
+    top = max(finite, default=1.0)
+    shown = [loss if isfinite(loss) else top for loss in losses]
+    for place, (name, values) in enumerate(knobs.items(), 1):
+        axes = figure.add_subplot(down, across, place)
+        plain(axes, x=name, y="held-out loss, nats")
+        if name in logarithmic:
+            axes.set_xscale("log")
+        if finite and max(finite) > 4 * min(finite) > 0:
+            axes.set_yscale("log")
+        _dots(axes, values, shown, stopped)
+    diverged = len(losses) - len(finite)
+    return Picture(
+        name="sweep",
+        figure=figure,
+        title="What each knob did",
+        caption="Every trial's held-out loss against each of its knobs. Hollow: given up before its time."
+        + (f" {diverged} diverged and lie at the upper edge." if diverged else ""),
+        description=f"Scatter plots of {len(losses)} trials' losses against {', '.join(knobs)}.",
+    )
+
+
+def _dots(axes: Axes, values: Values, losses: Sequence[float], stopped: Sequence[bool]) -> None:
+    tone = looks(["AllReduce"])[0].tone.light
+    best = min(range(len(losses)), key=losses.__getitem__)
+    for given_up, face in ((True, "none"), (False, tone)):
+        places = [place for place, over in enumerate(stopped) if over == given_up and place != best]
+        axes.scatter(
+            [values[place] for place in places],
+            [losses[place] for place in places],
+            s=18,
+            facecolors=face,
+            edgecolors=tone if given_up else "none",
+            alpha=0.7,
+        )
+    axes.scatter([values[best]], [losses[best]], s=46, marker="D", color=OTHER.light, edgecolors=tone)
+
+
+def _page(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], picture: Picture) -> str:
+    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return document(
+        title,
+        "thinwire sweep",
+        card(picture.title, figure(picture)) + card("Trials, the best first", f'<div class="scroll">{table}</div>'),
+    )

@@ -1,0 +1,217 @@
+"""Summaries side by side, as rows of text, as Markdown and as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from thinwire.report import units
+from thinwire.report.facts import Facts, diverged, number, text
+from thinwire.report.labels import labels
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MISSING = "-"
+_RISING = ("accuracy", "bleu", "f1", "score", "auc", "precision", "recall", "matthews")
+_FALLING = ("loss", "perplexity", "error", "bits", "entropy", "nats")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of the summaries: its key there, its heading, its unit, and which way is better.
+
+    Args:
+        key: the summary's key.
+        heading: the column's heading.
+        unit: from the number to its text.
+        better: -1 when less is better, 1 when more is, 0 when neither is said.
+        words: what more and less of it are called beside the baseline's; empty where a ratio says nothing.
+    """
+
+    key: str
+    heading: str
+    unit: Callable[[float], str]
+    better: int
+    words: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of one run: its text, whether it is the best of its column, and it against the baseline's."""
+
+    text: str
+    best: bool = False
+    against: str = ""
+
+
+def columns(summaries: Sequence[Facts]) -> list[Column]:
+    """The columns that these summaries need; time to a target only where a target was set."""
+    name = metric_name(summaries)
+    timed = ("slower", "faster")
+    sized = ("more", "less")
+    return [
+        Column("seconds_per_step", "time/step", units.seconds, -1, timed),
+        *_target_columns(summaries),
+        Column("payload_bytes_per_worker_per_step", "payload/step", units.nbytes, -1, sized),
+        Column("wire_bytes_per_worker_per_step", "wire/step", units.nbytes, -1, sized),
+        Column("compute_seconds_per_step", "compute", units.seconds, 0),
+        Column("exposed_seconds_per_step", "exposed", units.seconds, -1),
+        Column("train_loss", "train loss", units.score, -1),
+        Column("eval_loss", "held-out loss", units.score, -1),
+        *([] if name is None else [Column("eval_metric", name, units.score, direction(name))]),
+    ]
+
+
+def rows(summaries: Sequence[Facts]) -> list[dict[str, str]]:
+    """One row per summary: heading to text with its unit, `-` for what was not measured.
+
+    Bytes are per worker and step. Where one summary's strategy is `ddp`, a column `vs ddp` says how many times
+    as fast as it each run makes its steps.
+    """
+    shown, against = columns(summaries), speeds(summaries)
+    result: list[dict[str, str]] = []
+    for index, (label, summary) in enumerate(zip(_labels(summaries), summaries, strict=True)):
+        row = {"strategy": label}
+        for column in shown:
+            row[column.heading] = written(summary, column)
+            if column.key == "seconds_per_step" and against is not None:
+                row["vs ddp"] = against[index]
+        result.append(row)
+    return result
+
+
+def cells(summaries: Sequence[Facts], base: int | None) -> list[list[Cell]]:
+    """One row per summary and one cell per column, the best marked and compared with run number `base`."""
+    return [[_cell(summaries, index, column, base) for column in columns(summaries)] for index in range(len(summaries))]
+
+
+def baseline(summaries: Sequence[Facts]) -> int | None:
+    """The run others are compared with: `ddp` where present, else the first; None when there is only one."""
+    return None if len(summaries) < 2 else (_ddp(summaries) or 0)
+
+
+def best(summaries: Sequence[Facts], key: str, better: int) -> int | None:
+    """Which run has the best figure under a key; None unless two runs have one and they differ."""
+    known = [(index, value) for index, facts in enumerate(summaries) if (value := number(facts, key)) is not None]
+    if not better or len({value for _, value in known}) < 2:
+        return None
+    return max(known, key=lambda pair: better * pair[1])[0]
+
+
+def speeds(summaries: Sequence[Facts]) -> list[str] | None:
+    """How many times as fast as the run named `ddp` each run makes its steps; None where there is no such run."""
+    ddp = _ddp(summaries)
+    if ddp is None:
+        return None
+    yardstick = number(summaries[ddp], "seconds_per_step")
+    own = [number(facts, "seconds_per_step") for facts in summaries]
+    return [units.times(yardstick / value) if yardstick and value else MISSING for value in own]
+
+
+def written(summary: Facts, column: Column) -> str:
+    """One figure with its unit; `-` where it was not measured; a target not reached or a NaN is said in words."""
+    if diverged(summary, column.key):
+        return "not finite"
+    value = number(summary, column.key)
+    if value is not None:
+        return column.unit(value)
+    unreached = column.key == "seconds_to_target" and number(summary, "target_loss") is not None
+    return "not reached" if unreached else MISSING
+
+
+def metric_name(summaries: Sequence[Facts]) -> str | None:
+    """The name of the held-out metric; None where no run has one beside its loss."""
+    if all(number(facts, "eval_metric") is None for facts in summaries):
+        return None
+    names = {text(facts, "metric") for facts in summaries} - {""}
+    return names.pop() if len(names) == 1 else "metric"
+
+
+def direction(metric: str) -> int:
+    """1 where a metric of this name is better when higher, -1 when lower, 0 when its name does not say."""
+    plain = metric.lower()
+    if any(word in plain for word in _RISING):
+        return 1
+    return -1 if any(word in plain for word in _FALLING) else 0
+
+
+def markdown(summaries: Sequence[Facts]) -> str:
+    """The rows as a Markdown table, the best of each column in bold; ends with a newline."""
+    table, marked = rows(summaries), _marked(summaries)
+    if not table:
+        return ""
+    headings = list(table[0])
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1)]
+    for index, row in enumerate(table):
+        bold = [(f"**{row[h]}**" if (index, h) in marked else row[h]) for h in headings]
+        lines.append([value.replace("|", "\\|") for value in bold])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
+    """The rows as a table for the terminal, the best of each column in bold green."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table, marked = Table(title=title, title_justify="left"), _marked(summaries)
+    content = rows(summaries)
+    for heading in content[0] if content else ():
+        left = heading == "strategy"
+        table.add_column(heading, justify="left" if left else "right", overflow="fold" if left else "ellipsis")
+    for index, row in enumerate(content):
+        values = {heading: escape(value) for heading, value in row.items()}
+        table.add_row(*(f"[bold green]{v}[/]" if (index, h) in marked else v for h, v in values.items()))
+    return table
+
+
+def _target_columns(summaries: Sequence[Facts]) -> list[Column]:
+    targets = {target for facts in summaries if (target := number(facts, "target_loss")) is not None}
+    reached = any(number(facts, "seconds_to_target") is not None for facts in summaries)
+    if not targets and not reached:
+        return []
+    heading = f"time to loss {units.mark(targets.pop())}" if len(targets) == 1 else "time to target"
+    return [Column("seconds_to_target", heading, units.seconds, -1, ("later", "sooner"))]
+
+
+def _cell(summaries: Sequence[Facts], index: int, column: Column, base: int | None) -> Cell:
+    summary = summaries[index]
+    return Cell(
+        text=written(summary, column),
+        best=index in _bests(summaries, column),
+        against="" if base is None else _against(summary, summaries[base], column, index == base),
+    )
+
+
+def _against(summary: Facts, base: Facts, column: Column, itself: bool) -> str:
+    own, other = number(summary, column.key), number(base, column.key)
+    if column.words is None or itself or not own or not other:
+        return ""
+    ratio = own / other
+    if 0.995 < ratio < 1.005:
+        return "the same"
+    more, less = column.words
+    return f"{units.times(ratio)} {more}" if ratio > 1 else f"{units.times(1 / ratio)} {less}"
+
+
+def _marked(summaries: Sequence[Facts]) -> set[tuple[int, str]]:
+    return {(index, column.heading) for column in columns(summaries) for index in _bests(summaries, column)}
+
+
+def _bests(summaries: Sequence[Facts], column: Column) -> set[int]:
+    """The best of a column and those that read the same."""
+    first = best(summaries, column.key, column.better)
+    if first is None:
+        return set()
+    words = written(summaries[first], column)
+    return {index for index, facts in enumerate(summaries) if written(facts, column) == words}
+
+
+def _labels(summaries: Sequence[Facts]) -> list[str]:
+    return labels([text(facts, "strategy", MISSING) for facts in summaries])
+
+
+def _ddp(summaries: Sequence[Facts]) -> int | None:
+    names = [text(facts, "strategy").strip().lower() for facts in summaries]
+    return names.index("ddp") if "ddp" in names else None

@@ -1,0 +1,74 @@
+"""A run's timeline in the trace-event format that Perfetto and Chrome's tracing page open."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+from thinwire.report.files import write_text
+from thinwire.report.folder import read_spans
+from thinwire.report.runs import Span
+
+_LANES = {"compute": 0, "talk": 100, "wait": 200}
+
+
+def write_trace(run_folder: Path) -> Path:
+    """Write `trace.json` beside the timeline it is made from, and return its path.
+
+    Workers are processes; compute, talk and wait are their threads. Messages that travel at the same time get
+    a lane each, for the format allows no overlap within one.
+
+    Raises:
+        ConfigError: the folder has no timeline, or an empty one.
+    """
+    spans = read_spans(run_folder)
+    if not spans:
+        raise ConfigError(
+            f"{run_folder}: a trace is made from timeline.jsonl, which is missing or empty here; "
+            "give a run folder that has one"
+        )
+    document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
+    return write_text(run_folder / "trace.json", json.dumps(document, separators=(",", ":")))
+
+
+def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
+    """The trace events of a timeline: names for processes and threads, then one complete event per span."""
+    placed = _placed(spans)
+    names: list[dict[str, object]] = []
+    for rank in sorted({span.rank for span in spans}):
+        names.append(_metadata("process_name", rank, 0, {"name": f"worker {rank}"}))
+        names.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
+    for rank, lane, kind in sorted({(span.rank, lane, span.kind) for span, lane in placed}):
+        extra = lane - _LANES[kind]
+        names.append(_metadata("thread_name", rank, lane, {"name": f"{kind} {extra + 1}" if extra else kind}))
+        names.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
+    return names + [_event(span, lane) for span, lane in placed]
+
+
+def _placed(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Each span with the first lane of its kind that is free when it starts."""
+    busy: dict[tuple[int, str], list[float]] = {}
+    placed: list[tuple[Span, int]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        ends = busy.setdefault((span.rank, span.kind), [])
+        lane = next((index for index, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        placed.append((span, _LANES[span.kind] + lane))
+    return placed
+
+
+def _metadata(name: str, rank: int, lane: int, arguments: dict[str, object]) -> dict[str, object]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": arguments}
+
+
+def _event(span: Span, lane: int) -> dict[str, object]:
+    return {
+        "name": span.name,
+        "cat": span.kind,
+        "ph": "X",
+        "ts": round(span.start * 1e6, 3),
+        "dur": round((span.end - span.start) * 1e6, 3),
+        "pid": span.rank,
+        "tid": lane,
+        "args": {"step": span.step},
+    }

@@ -1,0 +1,42 @@
+"""A training run of a recipe on a task, measured: its settings, its workers, its folder.
+
+`resolve` fills in what was left open, `launch` starts the workers on this machine, `compare` does so for several
+strategies. Under `torchrun` each process calls `work` instead. Names are imported when they are first used, so that
+the command line can read `Settings` without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thinwire.runs.comparison import Comparison, compare
+    from thinwire.runs.defaults import resolve
+    from thinwire.runs.folder import RunFolder
+    from thinwire.runs.launcher import launch
+    from thinwire.runs.recipes import Recipe, parse_recipe
+    from thinwire.runs.settings import Settings
+    from thinwire.runs.worker import work
+
+# No module here may bear a public name: once imported, it would hide it.
+_PLACES = {
+    "Comparison": "comparison",
+    "Recipe": "recipes",
+    "RunFolder": "folder",
+    "Settings": "settings",
+    "compare": "comparison",
+    "launch": "driver",
+    "parse_recipe": "recipes",
+    "resolve": "defaults",
+    "work": "worker",
+}
+
+__all__ = ["Comparison", "Recipe", "RunFolder", "Settings", "compare", "launch", "parse_recipe", "resolve", "work"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from where it is defined, once."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'thinwire.runs' has no attribute {name!r}")
+    value: object = getattr(import_module(f"thinwire.runs.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,332 @@
+"""Torch's own ways of data-parallel training, as yardsticks in the same loop.
+
+Payload is counted by formula, for torch does not: what a bandwidth-optimal all-reduce or broadcast sends per rank, of
+the tensors that each method exchanges. Exposed time is the tail of the backward pass, from this rank's last gradient
+to the end of the pass, and the averaging of parameters where a method has one. That is the wait for messages plus the
+copying of what has arrived: measured both ways on one run of AllReduce, it comes out half a percent above the time
+blocked in waits, which is what thinwire's strategies are charged with. The broadcast of BatchNorm buffers in the
+forward pass counts as computation.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.comm.base import Comm
+from thinwire.comm.work import Interval, nbytes_of
+from thinwire.errors import ConfigError, PeerLostError
+from thinwire.replica.flat import copy_each_, flatten, lay_out, views
+from thinwire.runs.engine import GradientClock
+
+_LOST = re.compile(r"gloo|nccl|connection|socket|timed? ?out|peer|recv|process group", re.IGNORECASE)
+
+
+class PeerEngine:
+    """A model under DistributedDataParallel and one of its hooks."""
+
+    def __init__(self, network: DistributedDataParallel, optimizer: Optimizer, control: Comm) -> None:
+        self.network = network
+        self.optimizer = optimizer
+        self.control = control
+        self.step = 0
+        self.payload_bytes = 0.0
+        self.exposed_seconds = 0.0
+        self.intervals: list[Interval] = []
+        self.average: Callable[[], None] | None = None
+        self.payload_per_step = 0.0
+        self._clock = GradientClock(p for p in network.parameters() if p.requires_grad)
+        self._tracing = False
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute and exchange the gradients.
+
+        Raises:
+            PeerLostError: a connection is gone or nobody answered in time.
+        """
+        try:
+            start, end = self._clock.tail(loss)
+        except RuntimeError as error:
+            self.lost("all-reduce of gradients", error)
+        self.waited("gradients", start, end)
+
+    def update(self) -> None:
+        """The optimizer's step, and an average of parameters where the method has one.
+
+        Raises:
+            PeerLostError: a connection is gone or nobody answered in time.
+        """
+        try:
+            self.optimizer.step()
+            if self.average is not None:
+                self.average()
+        except RuntimeError as error:
+            self.lost("average of parameters", error)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.payload_bytes += self.payload_per_step
+        self.step += 1
+
+    def waited(self, name: str, start: float, end: float) -> None:
+        """Count a wait."""
+        self.exposed_seconds += end - start
+        if self._tracing:
+            self.intervals.append(Interval("wait", name, start, end, self.step))
+
+    def settle(self) -> None:
+        """Nothing is ever in flight between steps."""
+
+    def observations(self) -> dict[str, float]:
+        """Torch's methods notice nothing."""
+        return {}
+
+    def trace(self, on: bool) -> None:
+        """Record waits, or not."""
+        self._tracing = on
+
+    @contextmanager
+    def consensus(self) -> Generator[nn.Module]:
+        """The model, which all ranks share, or the mean of their models where they differ."""
+        module: nn.Module = self.network.module
+        parameters = [p.detach() for p in module.parameters()]
+        layout = lay_out([("", p) for p in parameters])
+        own = flatten(parameters, layout)
+        if self.average is not None:
+            mean = self.control.sum_(own.clone()).wait().div_(self.control.size)
+            copy_each_(parameters, views(mean, layout))
+        try:
+            yield module
+        finally:
+            copy_each_(parameters, views(own, layout))
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> NoReturn:
+        """Refused: yardsticks are not saved.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("save_every: torch's own methods are yardsticks here and are not saved; use a recipe")
+
+    def load(self, folder: Path) -> NoReturn:
+        """Refused, as `save` is.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("resume: torch's own methods are yardsticks here and are not saved; use a recipe")
+
+    def lost(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise what a failed collective means; anything else is raised as it is."""
+        if not _LOST.search(str(error)):
+            raise error
+        rank, first = self.control.rank, str(error).splitlines()[0].rpartition("RuntimeError: ")[2][:200]
+        raise PeerLostError(f"rank {rank}, step {self.step}, {what}: a connection was closed ({first})") from error
+
+
+@dataclass(frozen=True)
+class Peer(ABC):
+    """One of torch's own methods; `str` is its name with the options that differ from the usual."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = (
+        "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020"
+    )
+
+    def check(self, size: int) -> None:
+        """Nothing is refused."""
+
+    def engine(self, model: nn.Module, optimizer: Optimizer, control: Comm) -> PeerEngine:
+        """Wrap a model and its optimizer."""
+        device = next(model.parameters()).device
+        network = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_megabytes(model),
+        )
+        engine = PeerEngine(network, optimizer, control)
+        self.prepare(engine, Sent(engine))
+        return engine
+
+    def bucket_megabytes(self, model: nn.Module) -> float | None:
+        """How much gradient travels together; None is torch's usual."""
+        return None
+
+    @abstractmethod
+    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+        """Register hooks."""
+
+    def __str__(self) -> str:
+        """Such as `ddp+powersgd(rank=4)`."""
+        defaults = type(self)()
+        given = {key: value for key, value in vars(self).items() if value != getattr(defaults, key)}
+        inside = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        return f"{self.name}({inside})" if inside else self.name
+
+
+class Sent:
+    """Counts what one engine's rank sends."""
+
+    def __init__(self, engine: PeerEngine) -> None:
+        self._engine = engine
+        size = engine.control.size
+        self.share = (size - 1) / size
+        buffers = sum(nbytes_of(b) for b in engine.network.module.buffers())
+        if buffers and size > 1:
+            engine.network.register_forward_pre_hook(lambda *_: self.broadcast(buffers))
+
+    def broadcast(self, nbytes: int) -> None:
+        """DDP sends rank 0's buffers to all before each training step's forward pass."""
+        if self._engine.network.training and torch.is_grad_enabled():
+            self._engine.payload_bytes += self.share * nbytes
+
+    def sum(self, nbytes: int) -> None:
+        """An all-reduce of so many bytes."""
+        self._engine.payload_bytes += 2 * self.share * nbytes
+
+
+@dataclass(frozen=True)
+class Plain(Peer):
+    """DistributedDataParallel as it comes."""
+
+    name = "ddp"
+
+    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+        """Count every gradient at every step."""
+        trained = sum(nbytes_of(p) for p in engine.network.parameters() if p.requires_grad)
+        engine.payload_per_step = 2 * sent.share * trained
+
+
+@dataclass(frozen=True)
+class Bf16Gradients(Peer):
+    """Gradients travel in bfloat16.
+
+    Torch's hook of that purpose insists on NCCL; this one does the same over any backend.
+    """
+
+    name = "ddp+bf16"
+
+    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+        """Register a hook that casts, sums and casts back."""
+
+        def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
+            gradients = bucket.buffer()
+            halves = gradients.to(torch.bfloat16).div_(engine.control.size)
+            sent.sum(nbytes_of(halves))
+            work = dist.all_reduce(halves, async_op=True)
+            assert work is not None
+            return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+        engine.network.register_comm_hook(None, hook)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Peer):
+    """Gradients travel as the factors of a low-rank matrix, with error feedback.
+
+    All in one bucket: the hook sends from the thread that received, so over Gloo the messages of several buckets
+    would leave in an order of its own on each rank, and meet the wrong ones.
+
+    Args:
+        rank: columns kept; fewer says less and forgets more.
+        start: steps before it begins, at least 2; until then gradients travel whole.
+    """
+
+    rank: int = 1
+    start: int = 10
+
+    name = "ddp+powersgd"
+    paper = "Vogels et al., PowerSGD, NeurIPS 2019, arXiv:1905.13727"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank={self.rank}: must keep at least 1 column")
+        if self.start < 2:
+            raise ConfigError(f"start={self.start}: must be at least 2; DDP rebuilds its buckets before that")
+
+    def bucket_megabytes(self, model: nn.Module) -> float:
+        """Enough for all gradients."""
+        return 1 + sum(nbytes_of(p) for p in model.parameters()) / (1 << 20)
+
+    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+        """Register torch's hook; what it sends is what its own statistics say."""
+        state = PowerSGDState(None, self.rank, self.start)
+
+        def hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+            whole, before = state.iter < self.start, state.total_numel_after_compression
+            result = powerSGD_hook(state, bucket)
+            numbers = bucket.buffer().numel() if whole else state.total_numel_after_compression - before
+            sent.sum(numbers * bucket.buffer().element_size())
+            return result
+
+        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+        engine.network.register_comm_hook(state, hook)
+
+
+@dataclass(frozen=True)
+class PostLocalSGD(Peer):
+    """Gradients travel at first; then only parameters, every `period` steps.
+
+    Torch averages for the first time one step after the start, and every `period` steps from there.
+
+    Args:
+        period: steps between averages of parameters.
+        start: steps before it begins; torch's own examples wait for 100.
+    """
+
+    period: int = 8
+    start: int = 0
+
+    name = "post-local-sgd"
+    paper = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217"
+
+    def __post_init__(self) -> None:
+        if self.period < 2:
+            raise ConfigError(f"period={self.period}: must be at least 2 steps; use ddp to speak at every step")
+        if self.start < 0:
+            raise ConfigError(f"start={self.start}: must be at least 0")
+
+    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+        """Register torch's hook, and its averager after each update."""
+        state = PostLocalSGDState(None, None, self.start, post_local_gradient_allreduce=False)
+
+        def hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
+            if state.iter < self.start:
+                sent.sum(nbytes_of(bucket.buffer()))
+            return post_localSGD_hook(state, bucket)
+
+        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+        engine.network.register_comm_hook(state, hook)
+        averager = PeriodicModelAverager(self.period, warmup_steps=self.start)
+        engine.average = lambda: _average(averager, engine, sent)
+
+
+def _average(averager: PeriodicModelAverager, engine: PeerEngine, sent: Sent) -> None:
+    """Let torch average the parameters when it is time to, and count it."""
+    start, beyond = time.perf_counter(), averager.step - averager.warmup_steps
+    parameters = [p for p in engine.network.parameters() if p.grad is not None]
+    averager.average_parameters(iter(parameters))
+    if beyond >= 0 and beyond % averager.period == 0:
+        engine.waited("parameters", start, time.perf_counter())
+        sent.sum(sum(nbytes_of(p) for p in parameters))

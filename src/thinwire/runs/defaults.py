@@ -1,0 +1,132 @@
+"""From what was asked for to the settings of a run: gaps are filled, and whatever cannot work is refused at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.emulate import available, parse_links, parse_stops, parse_stragglers
+from thinwire.errors import ConfigError
+from thinwire.runs.coreset import check_policy
+from thinwire.runs.recipes import describe, parse_recipe
+from thinwire.runs.settings import Settings, parse_mesh
+from thinwire.runs.tensor import check_cut
+from thinwire.tasks import Task, load
+
+_STEPS = 200
+# A target may never be reached.
+_TARGET_SECONDS = 900.0
+_EVALUATIONS = 10
+
+
+def resolve(asked: Mapping[str, Any]) -> Settings:
+    """Settings from the fields that were given; the task fills in the others.
+
+    Args:
+        asked: fields of `Settings` by name; None stands for what is left open.
+
+    Raises:
+        ConfigError: with the value, the rule and the fix.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
+    given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
+    _check_surroundings(given)
+    task = load(given.setdefault("task", "text"), data=_folder(given))
+    if "coreset" in given:
+        given["coreset"] = check_policy(given["coreset"], task)
+    settings = Settings(**_filled(given, task))
+    check_cut(settings, task, parse_recipe(settings.strategy))
+    task.shards(settings.copies, split=settings.split, seed=settings.seed)
+    return replace(settings, deadline_seconds=_patience(given, settings, task))
+
+
+def check_recipe(text: str, workers: int) -> str:
+    """The canonical form of a recipe that serves so many workers.
+
+    Raises:
+        ConfigError: it cannot be read, or serves another number only.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    recipe = parse_recipe(text)
+    recipe.check(workers)
+    return describe(recipe)
+
+
+def _check_surroundings(given: Mapping[str, Any]) -> None:
+    """Links, stragglers and libraries: what does not depend on the task."""
+    workers = given.get("workers", 1)
+    parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
+    parse_stops(given.get("stop"), workers=workers)
+    if given.get("link") is not None:
+        parse_links(given["link"], workers)
+        reason = available()
+        if reason is not None:
+            raise ConfigError(f"link {given['link']!r}: this machine cannot emulate a network: {reason}")
+    if given.get("tensorboard") and find_spec("tensorboard") is None:
+        raise ConfigError("tensorboard=True: the library is missing; pip install 'thinwire[track]'")
+    if given.get("device") == "cuda":
+        _check_gpus(given)
+
+
+def _check_gpus(given: Mapping[str, Any]) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or given.get("workers") or 1)
+    if given.get("link") is not None:
+        raise ConfigError("device='cuda' with a link: only CPU workers can be put behind emulated links")
+    if torch.cuda.device_count() < here:
+        raise ConfigError(
+            f"device='cuda' with {here} workers here: torch sees {torch.cuda.device_count()} GPUs; use fewer or 'cpu'"
+        )
+
+
+def _folder(given: dict[str, Any]) -> Path | None:
+    """The data folder, made absolute, for workers may start elsewhere."""
+    if "data" not in given:
+        return None
+    given["data"] = str(Path(given["data"]).absolute())
+    return Path(given["data"])
+
+
+def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:
+    defaults = task.defaults_for(given["optimizer"]) if "optimizer" in given else task.defaults
+    own = {name: getattr(defaults, name) for name in ("optimizer", "lr", "batch_size", "momentum", "weight_decay")}
+    filled: dict[str, Any] = {
+        "model": task.default_size,
+        "threads": default_threads(given.get("workers", 1)),
+        **own,
+        **given,
+    }
+    if not {"steps", "seconds", "target_loss"} & filled.keys():
+        filled["steps"] = _STEPS
+    if filled.keys().isdisjoint({"steps", "seconds"}):
+        filled["seconds"] = _TARGET_SECONDS
+    if "eval_every" not in filled and filled.keys().isdisjoint({"seconds", "target_loss"}):
+        filled["eval_every"] = max(1, filled["steps"] // _EVALUATIONS)
+    return filled
+
+
+def default_threads(workers: int) -> int:
+    """Threads of computation for each of so many workers on this machine, unless OMP_NUM_THREADS says otherwise."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _patience(given: Mapping[str, Any], settings: Settings, task: Task) -> float:
+    """How long to wait for others: a minute, or several times what a whole model takes on the slowest link."""
+    if "deadline_seconds" in given:
+        return settings.deadline_seconds
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in task.model(settings.model, seed=settings.seed).parameters())
+    links = parse_links(settings.link or "none", settings.workers)
+    slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
+    slower = max(each.factor for each in parse_stragglers(settings.slow, settings.stall, workers=settings.workers))
+    return max(60.0 * min(slower, 10), 4 * settings.workers * 32 * parameters / slowest)

@@ -1,0 +1,128 @@
+"""The folder of a run: what was asked for, what happened, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.runs.measure import Record
+from thinwire.runs.settings import Settings, read_settings
+from thinwire.storage.files import write_atomically
+
+Fields = dict[str, Any]
+
+
+class RunFolder:
+    """One run's files.
+
+    `settings.json` starts it again; `config.json` is for readers; `metrics.jsonl` and `timeline.jsonl` grow line by
+    line; `links.json` and `summary.json` come at the end; `checkpoints/` holds what `--resume` goes on from.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the folder, and nothing else.
+
+        Raises:
+            ConfigError: it cannot be made, or it holds a run already.
+        """
+        if (self.path / "settings.json").exists():
+            raise ConfigError(f"{self.path} holds a run already; name another folder, or go on from it with --resume")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be made ({error.strerror}); name a folder you may write to"
+            ) from None
+
+    def write_settings(self, settings: Settings) -> None:
+        """Keep the settings, for the workers and for resuming."""
+        self.write("settings.json", settings.to_json())
+
+    def settings(self) -> Settings:
+        """The settings that were kept.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        return read_settings(self.path / "settings.json")
+
+    def write(self, name: str, content: Any) -> None:
+        """Write one JSON file, whole or not at all.
+
+        Raises:
+            ConfigError: the disk refused.
+        """
+        try:
+            write_atomically(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+        except OSError as error:
+            raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}); free some space") from None
+
+    def append(self, name: str, lines: Iterable[Fields]) -> None:
+        """Add lines to a JSON-lines file and flush them."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def lines(self, name: str) -> list[Fields]:
+        """The whole lines of a JSON-lines file; a last one that was cut off is dropped."""
+        path = self.path / name
+        rows = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        return [json.loads(row) for row in rows[:-1] if row]
+
+    def rewind(self, step: int) -> list[Record]:
+        """Forget what was noted after a step and its evaluation, which is made again; return the steps up to it."""
+        kept = [
+            line
+            for line in self.lines("metrics.jsonl")
+            if line["step"] <= step and ("loss" in line or line["step"] < step)
+        ]
+        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept).encode())
+        (self.path / "timeline.jsonl").unlink(missing_ok=True)
+        (self.path / "summary.json").unlink(missing_ok=True)
+        return [_record(line) for line in kept if "loss" in line]
+
+    def summary(self) -> Fields | None:
+        """What came of the run; None while it has not ended."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+
+class Scalars:
+    """TensorBoard events beside the metrics."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(path)
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Write some steps."""
+        for record in records:
+            for name in ("loss", "step_seconds", "exposed_seconds", "payload_bytes"):
+                self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+            for name, value in record.observed.items():
+                self._writer.add_scalar(f"observed/{name}", value, record.step)
+
+    def add_evaluation(self, step: int, loss: float, metric: float) -> None:
+        """Write one evaluation."""
+        self._writer.add_scalar("held_out/loss", loss, step)
+        self._writer.add_scalar("held_out/metric", metric, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def _record(line: Fields) -> Record:
+    names = ("step", "seconds", "loss", "payload_bytes", "step_seconds", "exposed_seconds")
+    return Record(*(line[name] for name in names), observed=line.get("observed", {}))

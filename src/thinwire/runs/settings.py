@@ -1,0 +1,204 @@
+"""Everything that decides what one run computes, and for how long."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from thinwire.errors import CheckpointError, ConfigError
+
+OptimizerName = Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"]
+Schedule = Literal["constant", "cosine"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Equal settings give equal numbers, but for what a budget of seconds or a target cuts off.
+
+    At least one of `steps`, `seconds` and `target_loss` ends the run; whichever is reached first. The fields are also
+    options of the command line, with the texts below as their help (`thinwire.cli.options`), where "unless given" says
+    what `resolve` fills in. Here `eval_every=None` evaluates about ten times, evenly in time, and `eval_limit=None`
+    takes all held-out examples.
+
+    Args:
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
+        model: a named size of the task's model.
+        strategy: a recipe such as "SlowMo(base=PushSum(), period=48)", or one of torch's own methods: ddp, ddp+bf16,
+            ddp+powersgd, post-local-sgd.
+        workers: how many processes train together.
+        tensor_parallel: rows and columns of the mesh of workers that each copy of a language model is split over, such
+            as 2x2; two copies train together on twice as many workers. A whole copy on every worker unless given.
+        steps: optimizer steps.
+        seconds: a budget of training time; set-up and evaluation do not count.
+        target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
+        batch_size: examples per step and worker.
+        optimizer: sgd, adamw or lamb; onebit-lamb and onebit-adam, whose momentum CompressedMomentum() can compress;
+            zero-one-adam, for ZeroOne().
+        lr: the peak learning rate.
+        momentum: momentum of sgd.
+        weight_decay: weight decay, as the optimizer defines it.
+        warmup_steps: steps over which the learning rate rises to its peak.
+        schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step.
+        split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group.
+        coreset: how each worker chooses the examples it trains on, such as "Craig(fraction=0.1, every=5)", or Random,
+            Stratified, KCenter, El2n, Grand or Crest; choosing them counts as training time. All of them unless given.
+        seed: seed of the initial parameters, of the division of the data and of their order.
+        link: emulated links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:10mbit. The
+            machine's own network unless given.
+        slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
+        stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
+        stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        device: cpu or cuda.
+        threads: threads of computation per worker; OMP_NUM_THREADS, or the cores divided among the workers,
+            unless given.
+        eval_every: steps between evaluations; about ten evaluations in a run unless given.
+        eval_limit: held-out examples per evaluation; 256 unless given.
+        save_every: steps between checkpoints; none are saved unless given.
+        timeline_steps: how many steps, early in the run, have their time intervals recorded.
+        deadline_seconds: how long a worker waits for the others; a minute, or more with slow links or workers,
+            unless given.
+        tensorboard: write TensorBoard events too.
+        command: the command line, for the record.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    task: str
+    model: str
+    strategy: str
+    workers: int = 1
+    tensor_parallel: str | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    target_loss: float | None = None
+    batch_size: int = 32
+    optimizer: OptimizerName = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    split: str = "iid"
+    coreset: str | None = None
+    seed: int = 0
+    link: str | None = None
+    slow: str | None = None
+    stall: str | None = None
+    stop: str | None = None
+    data: str | None = None
+    device: Device = "cpu"
+    threads: int = 1
+    eval_every: int | None = None
+    eval_limit: int | None = 256
+    save_every: int | None = None
+    timeline_steps: int = 24
+    deadline_seconds: float = 60.0
+    tensorboard: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "batch_size", "threads", "steps", "eval_every", "eval_limit", "save_every"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "timeline_steps", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("seconds", "target_loss", "lr", "deadline_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value}: must be a positive number")
+        _at_least("weight_decay", self.weight_decay, 0)
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
+        parse_mesh(self.tensor_parallel, self.workers)
+        for name, known in (("optimizer", OptimizerName), ("schedule", Schedule), ("device", Device)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
+        if self.steps is None and self.seconds is None and self.target_loss is None:
+            raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
+        if self.schedule == "cosine" and self.steps is None:
+            raise ConfigError("schedule='cosine': needs steps, to know when it ends; give steps or use 'constant'")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """Rows and columns that a copy of the model is cut over; 1 and 1 where it is whole."""
+        return parse_mesh(self.tensor_parallel, self.workers)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model train together."""
+        rows, columns = self.mesh_shape
+        return self.workers // (rows * columns)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant" or self.steps is None:
+            return self.lr
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Settings:
+        """The settings that `to_json` wrote.
+
+        Raises:
+            ConfigError: an unknown field, a missing one, or a value out of its range.
+        """
+        unknown = sorted(set(content) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(f"settings hold {unknown[0]!r}, which this version of thinwire does not know")
+        try:
+            return cls(**content)
+        except TypeError as error:
+            raise ConfigError(f"settings cannot be read: {error}") from None
+
+
+def parse_mesh(text: str | None, workers: int) -> tuple[int, int]:
+    """Rows and columns of a text such as "2x2"; 1 and 1 of None.
+
+    Raises:
+        ConfigError: it cannot be read, or so many workers are no whole number of such meshes.
+    """
+    if text is None:
+        return 1, 1
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
+        raise ConfigError(f"tensor_parallel={text!r}: must be ROWSxCOLUMNS, such as 2x2")
+    rows, columns = int(match[1]), int(match[2])
+    if workers % (rows * columns):
+        raise ConfigError(
+            f"tensor_parallel={text!r}: {workers} workers % {rows * columns} must be 0, because a {rows}x{columns} "
+            f"mesh has {rows * columns} ranks; use {-(-workers // (rows * columns)) * rows * columns} workers"
+        )
+    return rows, columns
+
+
+def read_settings(path: Path) -> Settings:
+    """The settings in a file.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not whole.
+    """
+    try:
+        return Settings.from_json(json.loads(path.read_bytes()))
+    except OSError:
+        raise CheckpointError(f"{path.parent} holds no run: {path.name} is missing; give a folder of `--out`") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(f"{name}={value}: must be at least {least}")

@@ -1,0 +1,164 @@
+"""A run whose workers hold blocks of a model: one copy or several, each on a mesh of rows and columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.counting import CountingComm
+from thinwire.comm.work import Interval
+from thinwire.errors import ConfigError
+from thinwire.runs.engine import ThinwireEngine
+from thinwire.runs.settings import Settings
+from thinwire.strategies.base import Strategy
+from thinwire.tasks import Task
+from thinwire.tasks.base import IGNORED
+from thinwire.tasks.models.gpt import GPT
+from thinwire.tensor2d.lamb import Lamb2D
+from thinwire.tensor2d.loss import cross_entropy_2d
+from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d
+from thinwire.tensor2d.parallelize import parallelize_2d, whole_activation
+from thinwire.worker.worker import attach
+
+
+def check_cut(settings: Settings, task: Task, recipe: object) -> None:
+    """Refuse what cannot train on a mesh, before any worker is started; without a mesh there is nothing to refuse.
+
+    Raises:
+        ConfigError: a recipe, an optimizer, a batch or a model that cannot be cut, with the divisor.
+    """
+    if settings.tensor_parallel is None:
+        return
+    rows, columns = settings.mesh_shape
+    here = f"tensor_parallel={settings.tensor_parallel!r}"
+    if not isinstance(recipe, Strategy):
+        raise ConfigError(f"{here} with {settings.strategy}: torch's own methods hold whole models; use AllReduce()")
+    if settings.coreset is not None:
+        raise ConfigError(
+            f"{here} with coreset={settings.coreset!r}: choosing asks whole models; leave one of them out"
+        )
+    if settings.optimizer == "onebit-lamb":
+        raise ConfigError(f"{here} with optimizer='onebit-lamb': needs norms of whole tensors; use onebit-adam or lamb")
+    if settings.batch_size % rows:
+        raise ConfigError(
+            f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly; "
+            f"use {-(-settings.batch_size // rows) * rows}"
+        )
+    with torch.device("meta"):
+        model = task.model(settings.model, seed=settings.seed)
+    if not isinstance(model, GPT):
+        raise ConfigError(f"{here} with task={task.name!r}: only language models are cut; use text or shakespeare")
+    parallelize_2d(model, Mesh2D(CountingComm(0, columns), CountingComm(0, rows), CountingComm(0, rows * columns)))
+
+
+class Cut:
+    """How a worker with blocks of a model takes part in a run.
+
+    Args:
+        mesh: the ranks.
+        vocabulary: symbols that count.
+        shape: of the mesh, as it was asked for.
+    """
+
+    def __init__(self, mesh: Mesh3D, vocabulary: int, shape: str) -> None:
+        self.mesh = mesh
+        self.vocabulary = vocabulary
+        self.shape = shape
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this worker's blocks belong to; all of them see the same data."""
+        return self.mesh.data.rank
+
+    def loss(self, network: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """The mean cross entropy of the copy's whole batch, in nats, as the task's own loss would be."""
+        device = next(network.parameters()).device
+        symbols, targets = (self.mesh.block.rows_of(each).to(device) for each in batch)
+        return cross_entropy_2d(
+            network(symbols), targets, self.mesh.block, vocabulary=self.vocabulary, ignore_index=IGNORED
+        )
+
+    def whole(self, network: nn.Module) -> nn.Module:
+        """The model as it answers to whole batches, with all ranks of the copy together."""
+        return _Whole(network, self.mesh.block, self.vocabulary)
+
+    def summary(self) -> dict[str, Any]:
+        """What the run's summary says of it."""
+        return {"tensor_parallel": self.shape, "copies": self.mesh.data.size}
+
+
+class _Whole(nn.Module):
+    def __init__(self, network: nn.Module, mesh: Mesh2D, vocabulary: int) -> None:
+        super().__init__()
+        self.network, self._mesh, self._vocabulary = network, mesh, vocabulary
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """[b, s] to [b, s, v]; a batch that rows cannot share is filled up with its last sample."""
+        lacking = -len(symbols) % self._mesh.rows
+        filled = torch.cat([symbols, symbols[-1:].expand(lacking, -1)])
+        logits = self.network(self._mesh.rows_of(filled))
+        return whole_activation(logits, self._mesh, size=self._vocabulary)[: len(symbols)]
+
+
+class CutEngine(ThinwireEngine):
+    """Blocks of a model under a thinwire strategy; figures are of what is said within copies and between them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Strategy, mesh: Mesh3D, *, seed: int) -> None:
+        super().__init__(attach(model, optimizer, recipe, mesh=mesh, seed=seed), optimizer)
+        self._comms = (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes that the meters have counted."""
+        return sum(comm.meter.payload_bytes for comm in self._comms)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds blocked in waits."""
+        return sum(comm.meter.exposed_seconds for comm in self._comms)
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """What the meters recorded while they traced."""
+        return [interval for comm in self._comms for interval in comm.meter.intervals]
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients."""
+        for comm in self._comms:
+            comm.step = self.step
+        loss.backward()
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from the newest checkpoint of this rank's block, which as many copies have written."""
+        return self.attached.load(folder)
+
+    def trace(self, on: bool) -> None:
+        """Let the meters record intervals, or not."""
+        for comm in self._comms:
+            comm.meter.tracing = on
+
+
+def cut_engine(recipe: Strategy, model: nn.Module, settings: Settings, make: Any) -> tuple[CutEngine, Cut]:
+    """This worker's blocks of a model under a recipe; all workers of the default group call together.
+
+    Args:
+        recipe: trains the copies together.
+        model: the whole one, on its device.
+        settings: of the run.
+        make: the optimizer that settings name, of a model and settings.
+    """
+    rows, columns = settings.mesh_shape
+    vocabulary = model.get_submodule("embedding").get_parameter("weight").shape[0]
+    mesh = mesh_3d((settings.copies, rows, columns), device=settings.device, deadline_seconds=settings.deadline_seconds)
+    parallelize_2d(model, mesh.block, seed=settings.seed + mesh.data.rank)
+    optimizer: Optimizer = make(model, settings)
+    if settings.optimizer == "lamb":
+        optimizer = Lamb2D(
+            model.parameters(), settings.lr, model=model, mesh=mesh.block, weight_decay=settings.weight_decay
+        )
+    engine = CutEngine(model, optimizer, recipe, mesh, seed=settings.seed)
+    return engine, Cut(mesh, vocabulary, f"{rows}x{columns}")

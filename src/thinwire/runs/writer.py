@@ -1,0 +1,154 @@
+"""Rank 0 keeps the folder of the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire._version import __version__
+from thinwire.emulate import parse_links
+from thinwire.runs.baselines import Peer
+from thinwire.runs.folder import Fields, RunFolder, Scalars
+from thinwire.runs.measure import Record, Totals
+from thinwire.runs.recipes import parse_recipe
+from thinwire.runs.settings import Settings
+from thinwire.runs.traffic import Carried
+from thinwire.tasks import Evaluation, Task
+
+
+class Writer:
+    """Writes what the workers made of their meetings.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        task: what is learned.
+        step: steps done before; what was noted after them is forgotten.
+    """
+
+    def __init__(self, folder: RunFolder, settings: Settings, task: Task, step: int) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.task = task
+        self.totals = Totals(folder.rewind(step))
+        self._scalars = Scalars(folder.path / "tensorboard") if settings.tensorboard else None
+
+    def write_config(self, parameters: int, paper: str) -> None:
+        """Say how the run was set up."""
+        self.folder.write("config.json", {**_versions(), **self._asked(), "parameters": parameters, "paper": paper})
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Note steps."""
+        self.totals.add(records)
+        self.folder.append("metrics.jsonl", (record.line() for record in records))
+        if self._scalars is not None:
+            self._scalars.add(records)
+
+    def add_evaluation(self, line: Fields) -> None:
+        """Note an evaluation."""
+        self.folder.append("metrics.jsonl", [line])
+        if self._scalars is not None:
+            self._scalars.add_evaluation(line["step"], line["eval_loss"], line["eval_metric"])
+
+    def add_spans(self, spans: Sequence[Fields]) -> None:
+        """Note who did what when."""
+        if spans:
+            self.folder.append("timeline.jsonl", spans)
+
+    def write_links(self, carried: Sequence[Carried | None], payloads: Sequence[float]) -> None:
+        """Say what each worker's link carried while training; null where that was not measured."""
+        links = parse_links(self.settings.link or "none", self.settings.workers)
+        rows = [
+            {
+                "rank": rank,
+                "sent_bytes": None if wire is None else wire.sent,
+                "received_bytes": None if wire is None else wire.received,
+                "payload_sent_bytes": payload,
+                "bits_per_second": link.bits_per_second,
+            }
+            for rank, (wire, payload, link) in enumerate(zip(carried, payloads, links, strict=True))
+        ]
+        self.folder.write("links.json", rows)
+
+    def write_summary(
+        self,
+        evaluation: Evaluation | None,
+        seconds_to_target: float | None,
+        wire_bytes: float | None,
+        more: Fields | None = None,
+    ) -> Fields:
+        """Say what came of the run; the last file to be written.
+
+        Args:
+            evaluation: the last one.
+            seconds_to_target: when the target was reached, if it was.
+            wire_bytes: sent while training, mean over workers; None where not measured.
+            more: what else there is to say.
+        """
+        records, settings = self.totals.records, self.settings
+        steps = records[-1].step if records else 0
+        summary: Fields = {
+            "strategy": settings.strategy,
+            "task": settings.task,
+            "model": settings.model,
+            "workers": settings.workers,
+            "link": settings.link,
+            "steps": steps,
+            "seconds": records[-1].seconds if records else 0.0,
+            **self.totals.summary(),
+            "wire_bytes_per_worker_per_step": wire_bytes / steps if wire_bytes is not None and steps else None,
+            "eval_loss": None if evaluation is None else evaluation.loss,
+            "eval_metric": None if evaluation is None else evaluation.metric,
+            "eval_targets": None if evaluation is None else evaluation.targets,
+            "metric": self.task.metric,
+            "seconds_to_target": seconds_to_target,
+            "target_loss": settings.target_loss,
+            **(more or {}),
+        }
+        self.folder.write("summary.json", summary)
+        return summary
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def _asked(self) -> Fields:
+        return {
+            **self.settings.to_json(),
+            "data": self.task.title,
+            "metric": self.task.metric,
+            "exposed": _exposed(self.settings),
+            "wire": "interface counters of each worker's namespace, while training" if self.settings.link else None,
+            "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
+        }
+
+
+def _exposed(settings: Settings) -> str:
+    """How exposed time was measured, for the record."""
+    if isinstance(parse_recipe(settings.strategy), Peer):
+        return "from the last local gradient to the end of the backward pass, and averages of parameters"
+    if settings.device == "cuda":
+        return "time the host was blocked in waits for messages; what the GPU waits for counts as computation"
+    return "time blocked in waits for messages"
+
+
+def _versions() -> Fields:
+    return {
+        "thinwire": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": {"cores": os.cpu_count(), "cpu": _processor()},
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    rows = path.read_text(errors="replace").splitlines() if path.exists() else []
+    names: list[Any] = [row.partition(":")[2].strip() for row in rows if row.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Strategies that average parameters with neighbours on a graph."""

@@ -1,0 +1,75 @@
+"""What the decentralised momentum methods share: a momentum in gradient units, kept by the strategy, beside gossip."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.replica.displacement import check_momentum, refuse_momentum
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.topology.base import Peers, Topology
+from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
+from thinwire.topology.exact_weights import whole_shares
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class DecentralisedMomentum(Strategy):
+    r"""Gossip with a momentum of the strategy's own, built from what the optimizer did to the parameters.
+
+    The optimizer takes its step without momentum. Afterwards `r.state["anchor"]` still holds $x$ before the step, so
+    that $\gamma g$ is `anchor - r.x`; `r.state["momentum"]` is $m$, zero at first. What a method makes of the two is
+    its `after_step`.
+
+    Args:
+        topology: the graph; its weights must be doubly stochastic.
+        momentum: $\beta$, in [0, 1).
+    """
+
+    topology: Topology
+    momentum: float
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the momentum."""
+        check_kinds(self)
+        check_momentum(self.momentum)
+
+    @property
+    def differences(self) -> Callable[[float], Disagreement] | None:
+        """How differences between workers evolve, given a momentum; None where they vanish on every such graph."""
+        return None
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that move the average, and those on which this much momentum diverges."""
+        check_average_kept(self, self.topology, size)
+        if self.differences is not None:
+            check_stable(self, self.topology, size, self.differences, self.momentum)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a second momentum."""
+        refuse_momentum(optimizer, self)
+
+    def start(self, r: Replica) -> None:
+        """Begin without momentum, on parameters whose small differences are more than rounding."""
+        if r.x.element_size() < 4:
+            raise ConfigError(
+                f"{self} on parameters of {r.x.dtype}: it divides small differences of parameters by the learning "
+                "rate; keep the parameters in float32 and compute under torch.autocast, or use Gossip(order='after')"
+            )
+        r.scratch("anchor")
+        r.scratch("momentum")
+
+    def before_step(self, r: Replica) -> None:
+        """Remember where the step begins."""
+        r.state["anchor"].copy_(r.x)
+
+    @abstractmethod
+    def after_step(self, r: Replica) -> None:
+        """Mix parameters with the neighbours', and let the momentum follow."""
+
+    def peers(self, r: Replica) -> Peers:
+        """The neighbours of the step that the optimizer has just taken, which `r.step` counts already."""
+        return whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)

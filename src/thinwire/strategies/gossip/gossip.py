@@ -1,0 +1,74 @@
+"""Average parameters with a few neighbours at every step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.reduce.compressed_all_reduce import gossip_, mean_, mix_
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.topology.base import Topology
+from thinwire.topology.certificate import check_average_kept
+from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.graphs import Ring
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class Gossip(Strategy):
+    r"""Mix the parameters with those of this step's neighbours (decentralised SGD, D-PSGD).
+
+    With $W$ the doubly stochastic weights of the graph,
+
+    $$x_i \leftarrow \sum_j W_{ij} x_j - \gamma\, g_i(x_i)  \quad\text{(combine while adapting)}, \qquad
+      x_i \leftarrow \sum_j W_{ij} \bigl(x_j - \gamma\, g_j(x_j)\bigr) \quad\text{(adapt, then combine)}.$$
+
+    The first is the paper's order: its messages travel during the forward and backward pass. The second mixes
+    fresher values and waits for them. On the complete graph the second is AllReduce under plain SGD. With a momentum in
+    the optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and
+    on heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal`
+    and `ExactDiffusion` avoid that.
+    Traffic: one vector per neighbour and step. State: none.
+
+    Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
+    Algorithm 1.
+
+    Args:
+        topology: the graph; its weights must be doubly stochastic.
+        order: "while" combines while adapting, "after" adapts, then combines.
+    """
+
+    topology: Topology = Ring()
+    order: Literal["while", "after"] = "while"
+
+    paper = "Lian et al., Can Decentralized Algorithms Outperform Centralized ...?, NeurIPS 2017, arXiv:1705.09056"
+    waits = "every step, each worker waits for its neighbours of that step"
+    limits = "workers differ by what has not yet spread; evaluate at consensus"
+
+    def __post_init__(self) -> None:
+        """Check the kinds."""
+        check_kinds(self)
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that do not exist, do not connect, or do not keep the average."""
+        check_average_kept(self, self.topology, size)
+
+    def before_step(self, r: Replica) -> None:
+        """Mix in what the neighbours sent before this step's gradient was known."""
+        received = r.collect("neighbours")
+        if received is not None:
+            r.notice_distance(r.x, received)
+            mix_(r.x, received, whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
+
+    def after_step(self, r: Replica) -> None:
+        """Send, and in the order "after" wait and mix."""
+        if self.order == "after":
+            peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+            gossip_(r.comm, r.x, peers, r.notice_distance).wait()
+            return
+        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+        r.launch("neighbours", r.comm.exchange(r.x, peers.to, peers.frm))
+
+    def average_(self, r: Replica) -> None:
+        """Mix in what is still in flight, then average."""
+        self.before_step(r)
+        mean_(r.comm, r.x).wait()

@@ -1,0 +1,1 @@
+"""Strategies that exchange gradients at every step."""

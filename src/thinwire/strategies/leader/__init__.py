@@ -1,0 +1,1 @@
+"""Strategies that pull workers towards the best of them."""

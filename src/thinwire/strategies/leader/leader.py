@@ -1,0 +1,249 @@
+"""Pull every worker towards the best one, now and then."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.leader.election import (
+    Measure,
+    chain_from,
+    elect,
+    gather_ballots,
+    leader_or_mean,
+    leader_s,
+    note_loss,
+    pass_along_,
+    pass_between_nodes_,
+    score_of,
+    somebody_stands_out,
+    start_scores,
+    start_warning,
+    warn_once,
+    winner,
+)
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class LSGD(Strategy):
+    r"""Leader SGD: train locally, and every `period` steps move everyone a part of the way to the best worker.
+
+    With $z = x_j$ of the worker $j$ whose recent losses are lowest,
+
+    $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
+      \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z .$$
+
+    With `node_size` $m$, the best of each node of $m$ consecutive ranks leads its node every $\tau$ steps, and the best
+    of all pulls everyone besides, by $\lambda_G$, every `global_period` steps; both elections use the same losses. With
+    `proximal` $p$, every step is followed by $x_i \leftarrow x_i + \frac{p}{\tau} (z - x_i)$ towards the last leader
+    there was, once there was one. The loop tells the losses: `replica.saw(loss=loss)` before the optimizer's step.
+
+    Without any pull workers train by themselves and say nothing; `pull=1, period=1` makes all of them the best one
+    after each step. The optimizer's state stays local, and no pull touches it.
+    Traffic: $\frac{n-1}{n}$ of the parameters per worker and period (half of an average's), and 8 bytes. With nodes,
+    each pull within a node is $\frac{m-1}{m}$ of them, and of all nodes together $G-1$ times the parameters go between
+    the $G$ nodes. State: `losses`, as many numbers as the period has steps; with `proximal`, `leader` (and with nodes
+    `node_leader`), like the parameters; with `overlap`, one such vector in flight.
+
+    Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
+    arXiv:1905.10395.
+
+    Args:
+        period: $\tau$, optimizer steps between elections; more says less.
+        pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader, and lets them explore less.
+        node_size: $m$, ranks with a leader of their own; 1 is one leader for all.
+        global_period: steps between elections of all, where nodes elect in between; a multiple of `period`.
+        global_pull: $\lambda_G$, in [0, 1]; None is as `pull`.
+        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean, `Metric` what
+            you like, such as the loss of a batch that is the same on all ranks.
+        proximal: $p$, in [0, 1]; more holds workers near the last leader between elections too.
+        certainty: with "window", the leader is sent only where some worker is worse than the best by so many standard
+            errors of their difference; more sends less often, 0 sends always.
+        overlap: send the leader while the next round computes, one rank a step, and pull one round later.
+        result: what is evaluated and shipped: the "leader" of the moment, or the "mean" of all workers.
+    """
+
+    period: int = 16
+    pull: float = 0.1
+    node_size: int = 1
+    global_period: int | None = None
+    global_pull: float | None = None
+    metric: Measure = "window"
+    proximal: float = 0.0
+    certainty: float = 0.0
+    overlap: bool = False
+    result: Literal["leader", "mean"] = "leader"
+
+    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
+    waits = "every period steps, all (with nodes: those of a node) wait for the slowest and for the leader's parameters"
+    limits = "made for workers whose data are alike: the one with the easiest data would always lead"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges, and what goes with what."""
+        check_kinds(self)
+        _check_shares(pull=self.pull, global_pull=self._global_pull, proximal=self.proximal)
+        if self.period < 1:
+            raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
+        if not 0 <= self.certainty < float("inf"):
+            raise ConfigError(
+                f"certainty={self.certainty}: must be finite and not negative; 2 is usual, 0 sends always"
+            )
+        self._check_nodes()
+        if self.certainty and (self.metric != "window" or self.period < 2 or self.node_size > 1):
+            raise ConfigError(
+                f"certainty={self.certainty}: needs metric='window' over at least 2 steps, and one leader for all"
+            )
+        if self.overlap and (self.proximal or self.certainty or self.node_size > 1):
+            raise ConfigError("overlap=True: the leader travels alone; use it without proximal, certainty and nodes")
+
+    def _check_nodes(self) -> None:
+        if self.node_size < 1:
+            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank; 1 is one leader for all")
+        if (self.node_size > 1) != (self.global_period is not None):
+            raise ConfigError(
+                f"node_size={self.node_size}, global_period={self.global_period}: nodes need both, as in "
+                "LSGD(period=16, node_size=4, global_period=64)"
+            )
+        if self.global_pull is not None and self.node_size == 1:
+            raise ConfigError(f"global_pull={self.global_pull}: without nodes there is one pull; use pull")
+        if self.global_period is not None and (self.global_period < 1 or self.global_period % self.period):
+            raise ConfigError(
+                f"global_period={self.global_period}: must be a multiple of period={self.period}, such as "
+                f"{4 * self.period}"
+            )
+
+    @property
+    def _global_pull(self) -> float:
+        return self.pull if self.global_pull is None else self.global_pull
+
+    @property
+    def _silent(self) -> bool:
+        return self.pull == self._global_pull == self.proximal == 0
+
+    def check(self, size: int) -> None:
+        """Refuse nodes that the ranks do not fill, and rounds too short for a leader to travel in."""
+        if size % self.node_size:
+            raise ConfigError(
+                f"node_size={self.node_size} with {size} workers: ranks fill no whole number of nodes; use a divisor"
+            )
+        if self.overlap and size - 1 > self.period:
+            raise ConfigError(
+                f"overlap=True, period={self.period} with {size} workers: the leader takes {size - 1} steps to reach "
+                f"all; use period={size - 1} or more"
+            )
+
+    def start(self, r: Replica) -> None:
+        """Make room for losses."""
+        start_scores(r, self.metric, self.period)
+        start_warning(r)
+
+    def after_step(self, r: Replica) -> None:
+        """Note the loss, stay near the last leader, and follow a new one when the period is over."""
+        note_loss(r, self.metric, self.period)
+        if r.comm.size == 1 or self._silent:
+            return
+        self._stay_near_(r)
+        if self.overlap:
+            self._follow_later_(r)
+        elif r.step % self.period == 0:
+            (self._follow_ if self.node_size == 1 else self._follow_nodes_)(r)
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all; a leader that is still on its way is let go."""
+        r.settle()
+        r.inflight.clear()
+        Strategy.average_(self, r)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean."""
+        if self.result == "mean" or r.comm.size == 1:
+            return Strategy.consensus(self, r)
+        return leader_or_mean(r, score_of(r, self.metric))
+
+    # -- one leader ----------------------------------------------------------------------------------------------
+
+    def _elect(self, r: Replica) -> int | None:
+        leader = elect(r, score_of(r, self.metric))
+        if leader is None:
+            warn_once(r)
+            return None
+        r.observed["leader"] = float(leader)
+        return leader
+
+    def _follow_(self, r: Replica) -> None:
+        leader = self._elect(r)
+        if leader is None or (self.certainty and not somebody_stands_out(r, self.certainty)):
+            return
+        self._pull_(r, "leader", leader_s(r, leader), self.pull)
+
+    def _pull_(self, r: Replica, name: str, leader: Tensor, pull: float) -> None:
+        if leader is not r.x:
+            r.x.lerp_(leader, pull)
+        if self.proximal:
+            r.state[name] = leader.clone() if leader is r.x else leader
+
+    def _stay_near_(self, r: Replica) -> None:
+        for name, period in (("leader", self.global_period or self.period), ("node_leader", self.period)):
+            if self.proximal and name in r.state:
+                r.x.lerp_(r.state[name], self.proximal / period)
+
+    # -- leaders of nodes ----------------------------------------------------------------------------------------
+
+    def _follow_nodes_(self, r: Replica) -> None:
+        first = r.comm.rank - r.comm.rank % self.node_size
+        node, everyone = range(first, first + self.node_size), range(r.comm.size)
+        both = self.global_period is not None and r.step % self.global_period == 0
+        ballots = gather_ballots(r, score_of(r, self.metric), everyone if both else node)
+        own = winner([ballots[rank] for rank in node])
+        leader = winner(list(ballots.values())) if both else None
+        if own is None or (both and leader is None):
+            warn_once(r)
+        # Who is best of all is best of its node, so the first pull leaves it where it is.
+        self._follow_through_(r, "node_leader", own, self.pull, node)
+        self._follow_through_(r, "leader", leader, self._global_pull, everyone)
+        if leader is not None:
+            r.observed["leader"] = float(leader)
+
+    def _follow_through_(self, r: Replica, name: str, leader: int | None, pull: float, members: Sequence[int]) -> None:
+        if leader is None:
+            return
+        x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
+        if len(members) == r.comm.size:
+            pass_between_nodes_(r.comm, x, leader, self.node_size)
+        else:
+            pass_along_(r.comm, x, chain_from(leader, members))
+        self._pull_(r, name, x, pull)
+
+    # -- a leader that is a round late ---------------------------------------------------------------------------
+
+    def _follow_later_(self, r: Replica) -> None:
+        """Pull towards the last leader and elect the next, when the period is over; else pass it on by one rank."""
+        hops = r.step % self.period
+        if hops == 0:
+            r.collect("passed")
+            for late in r.collect("leader") or []:
+                r.x.lerp_(late, self.pull)
+            leader = self._elect(r)
+            r.state["leading"] = torch.tensor(-1 if leader is None else leader)
+        if "leading" in r.state and int(r.state["leading"]) >= 0 and hops < r.comm.size - 1:
+            self._pass_on(r, (r.comm.rank - int(r.state["leading"])) % r.comm.size, hops)
+
+    def _pass_on(self, r: Replica, place: int, hops: int) -> None:
+        rank, size = r.comm.rank, r.comm.size
+        if place == hops:
+            x = r.x.clone() if place == 0 else r.inflight["leader"].wait()[0]
+            r.launch("passed", r.comm.exchange(x, [(rank + 1) % size], []))
+        if place == hops + 1:
+            r.launch("leader", r.comm.exchange(r.x, [], [(rank - 1) % size]))
+
+
+def _check_shares(**shares: float) -> None:
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")

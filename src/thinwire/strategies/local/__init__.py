@@ -1,0 +1,1 @@
+"""Strategies that average parameters every few steps."""

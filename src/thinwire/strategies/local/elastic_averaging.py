@@ -1,0 +1,133 @@
+"""Tie every worker to a common centre by a spring."""
+
+from dataclasses import dataclass
+from math import inf
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.replica.displacement import check_momentum, refuse_momentum
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class EASGD(Strategy):
+    r"""Elastic averaging SGD: every `period` steps, workers and their centre move a part of the way to each other.
+
+    With $c$ the centre, which every worker holds alike, and with both updates from the values before either,
+
+    $$x_i \leftarrow x_i - \gamma\, g_i(x_i) - \alpha (x_i - c), \qquad
+      c \leftarrow (1-\beta) c + \tfrac{\beta}{n} \sum_i x_i ,$$
+
+    and plain steps in between. The centre begins as the workers' mean. With `momentum` $\delta$ it is EAMSGD: workers
+    take gradients ahead of where they are, at $x_i + \delta v_i$,
+
+    $$v_i \leftarrow \delta v_i - \gamma\, g_i(x_i + \delta v_i), \qquad x_i \leftarrow x_i + v_i .$$
+
+    There is no server: the centre moves by the mean of all workers, which is the paper's synchronous form.
+    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period. State: `centre` and, with momentum, `position`
+    ($x_i$), each like the parameters.
+
+    Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651, Section 3 and
+    Algorithms 1 and 2.
+
+    Args:
+        period: $\tau$, optimizer steps between exchanges; more says less.
+        centre_pull: $\beta$, in (0, 1]; more lets the centre follow the workers faster.
+        pull: $\alpha$, in [0, 1]; more ties workers closer to the centre; None is $\beta/n$, as in the paper.
+        momentum: $\delta$ of the workers, in [0, 1), for an optimizer without one; more smooths and speeds up.
+    """
+
+    period: int = 10
+    centre_pull: float = 0.9
+    pull: float | None = None
+    momentum: float = 0.0
+
+    paper = "Zhang et al., Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651"
+    waits = "every period steps, all wait for the slowest worker and for the parameters to travel"
+    limits = "workers in different basins hold each other, and the centre, where neither wants to be"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        if self.period < 1:
+            raise ConfigError(f"period={self.period}: must be at least 1 step; 10 is usual")
+        if not 0 < self.centre_pull <= 1:
+            raise ConfigError(
+                f"centre_pull={self.centre_pull}: must lie in (0, 1], as the centre would go beyond the workers' mean; "
+                "0.9 is usual"
+            )
+        if self.pull is not None and not 0 <= self.pull <= 1:
+            raise ConfigError(f"pull={self.pull}: must lie in [0, 1]; None is centre_pull over the number of workers")
+        check_momentum(self.momentum)
+
+    def pull_for(self, size: int) -> float:
+        r"""$\alpha$ for a number of workers."""
+        return self.centre_pull / size if self.pull is None else self.pull
+
+    def largest_step(self, size: int) -> float:
+        r"""The largest learning rate, times the curvature, at which workers and centre come to rest on a quadratic.
+
+        For `period=1` without momentum; 2 where there is no pull. Both the workers' mean with the centre and their
+        differences must shrink: $\gamma h < \min\left(2 - \frac{2\alpha}{2-\beta},\;
+        1 - \alpha + \frac{1-\alpha\beta}{1-\beta},\; 2 - \alpha\right)$.
+        """
+        alpha, beta = self.pull_for(size), self.centre_pull
+        overshoot = inf if beta == 1 else 1 - alpha + (1 - alpha * beta) / (1 - beta)
+        return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
+
+    def check(self, size: int) -> None:
+        """Refuse springs under which no learning rate is stable."""
+        if self.largest_step(size) <= 0:
+            raise ConfigError(
+                f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would change places for ever; "
+                "their sum must be below 2"
+            )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a second momentum."""
+        if self.momentum:
+            refuse_momentum(optimizer, self)
+
+    def start(self, r: Replica) -> None:
+        """Make room for the centre; it is the mean at the first step."""
+        r.state["centre"] = r.x.clone()
+        if self.momentum:
+            r.state["position"] = r.x.clone()
+
+    def before_step(self, r: Replica) -> None:
+        """Pull worker and centre together, when it is time; the gradient was taken before."""
+        if r.step % self.period:
+            return
+        x, centre = r.state.get("position", r.x), r.state["centre"]
+        mean = mean_(r.comm, x.clone()).wait()
+        if r.step == 0:
+            centre.copy_(mean)
+        gap = (x - centre).mul_(self.pull_for(r.comm.size))
+        r.x.sub_(gap)
+        if self.momentum:
+            x.sub_(gap)
+        centre.lerp_(mean, self.centre_pull)
+
+    def after_step(self, r: Replica) -> None:
+        """Look ahead, where there is momentum."""
+        if not self.momentum:
+            return
+        position = r.state["position"]
+        velocity = r.x - position
+        position.copy_(r.x)
+        r.x.add_(velocity, alpha=self.momentum)
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all; the centre goes there too, and nobody moves on."""
+        r.x.copy_(mean_(r.comm, r.state.get("position", r.x).clone()).wait())
+        for name in r.state.keys() & {"centre", "position"}:
+            r.state[name].copy_(r.x)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The centre; before the first step, the mean."""
+        return Strategy.consensus(self, r) if r.step == 0 else r.state["centre"].clone()

@@ -1,0 +1,73 @@
+"""Means other than the plain one: weighted, over a few ranks, in parts."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.base import Comm
+from thinwire.replica.flat import copy_each_
+
+_LEAST = 2.0**-40
+
+
+def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
+    """Replace `x` on each of a few ranks by its sum over them, while the others need not even know.
+
+    With m members each sends 2 (m-1) pieces of one m-th of the vector to the next: as little as an all-reduce.
+    Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009.
+
+    Args:
+        comm: all ranks.
+        x: a vector.
+        members: ranks, this one among them; all of them make the same call.
+    """
+    count, me = len(members), members.index(comm.rank)
+    pieces = x.new_zeros(count, -(-x.numel() // count))
+    pieces.view(-1)[: x.numel()].copy_(x)
+    to, frm = (members[(me + 1) % count],), (members[me - 1],)
+    for hop in range(count - 1):
+        (received,) = comm.exchange(pieces[(me - hop) % count], to, frm).wait()
+        pieces[(me - hop - 1) % count].add_(received)
+    for hop in range(count - 1):
+        (received,) = comm.exchange(pieces[(me + 1 - hop) % count], to, frm).wait()
+        pieces[(me - hop) % count].copy_(received)
+    return x.copy_(pieces.view(-1)[: x.numel()])
+
+
+def weighted_mean_(x: Tensor, weight: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
+    """Replace `x` by its mean over ranks, each counted by its weight, which travels as one more element.
+
+    Where all weights are zero it is the plain mean. What is summed has fp32 at least.
+
+    Args:
+        x: a vector.
+        weight: this rank's, a number; not negative.
+        sum_: replaces a vector by its sum over the ranks.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    # A weight of nothing is taken as one too small to tell, so that the total is never zero.
+    weight = weight.to(x.device, exact).clamp(min=_LEAST)
+    total = sum_(torch.cat([x * weight, weight.view(1)]))
+    return x.copy_(total[:-1] / total[-1])
+
+
+def part_of(comm: Comm, x: Tensor) -> Tensor:
+    """This rank's part of a vector that all ranks share out evenly; a view, empty where there are more ranks."""
+    return x.tensor_split(comm.size)[comm.rank]
+
+
+def mean_part(comm: Comm, x: Tensor) -> Tensor:
+    """This rank's part of the mean over ranks, a new vector: the first half of an all-reduce."""
+    parts = x.tensor_split(comm.size)
+    received = comm.scatter(parts, [parts[comm.rank].numel()] * comm.size).wait()
+    return reduce(torch.add, received) / comm.size
+
+
+def spread_(comm: Comm, part: Tensor, x: Tensor) -> Tensor:
+    """Put every rank's part in its place in `x`, on all ranks: the second half of an all-reduce."""
+    parts = list(x.tensor_split(comm.size))
+    received = comm.scatter([part] * comm.size, [each.numel() for each in parts]).wait()
+    copy_each_(parts, received)
+    return x

@@ -1,0 +1,132 @@
+"""Average parameters while the next round computes, and let an anchor pull the workers together."""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.work import arrived
+from thinwire.errors import ConfigError
+from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class OverlapLocalSGD(Strategy):
+    r"""Send the parameters every `period` steps, train on, and use their mean when it is `delay` steps old.
+
+    With $\bar x$ the mean that has arrived, $z$ the anchor, equal on all workers, and $v$ its momentum,
+
+    $$v \leftarrow \beta v + (\bar x - z), \qquad z \leftarrow z + \eta v, \qquad
+      x_i \leftarrow (1-\alpha) x_i + \alpha z ,$$
+
+    and then the next $x_i$ is sent; the first mean is the start. The wait is at that step, whether or not the mean has
+    been there for long: results depend on no timing. While nothing is learned, what the workers have in common stays
+    where it is:
+
+    $$y = a \bar x + (1-a) z + a \alpha \beta v, \qquad a = \frac{\eta}{\alpha(1-\beta) + \eta(1-\alpha)} .$$
+
+    Of the steps between sending and pulling back only the share $1-\alpha$ gets into it: training is as fast as with
+    $a (1 - \alpha d/\tau)$ of the learning rate (`progress`); `compensate`, or a larger rate, makes up for that.
+    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, never more than one message in flight. State:
+    `anchor` ($z$), `velocity` ($v$) and, to compensate, `start`, each the size of the parameters.
+
+    Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
+    ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
+    arXiv:2501.18512.
+
+    Args:
+        period: $\tau$, optimizer steps between messages; more says less and hides longer transfers.
+        pull: $\alpha$, in [0, 1); more keeps workers closer together and throws more of their steps away.
+        momentum: $\beta$ of the anchor, in [0, 1); more smooths the anchor, and makes up for some of the pull.
+        lr: $\eta$, of the anchor's step towards the mean; 1 is usual.
+        nesterov: the anchor's momentum looks one step ahead.
+        delay: $d$, steps from sending to pulling back, 1 to `period`; None is the whole period. More hides longer
+            transfers; less uses fresher means.
+        compensate: lengthen each round by 1/`progress`, as a larger learning rate would.
+    """
+
+    period: int = 8
+    pull: float = 0.6
+    momentum: float = 0.7
+    lr: float = 1.0
+    nesterov: bool = False
+    delay: int | None = None
+    compensate: bool = False
+
+    paper = "Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539"
+    waits = "`delay` steps after each message, all wait for what is not there yet of the slowest worker's"
+    limits = "part of every step is pulled back: raise the learning rate; means are a round old"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the ranges."""
+        check_kinds(self)
+        if self.period < 1:
+            raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
+        if not 0 <= self.pull < 1:
+            frozen = ", as at 1 all that a round has learned is thrown away and training is frozen"
+            raise ConfigError(f"pull={self.pull}: must lie in [0, 1){frozen}; 0.6 is usual")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.7 is usual")
+        if not 0 < self.lr < inf:
+            raise ConfigError(f"lr={self.lr}: the anchor's step must be positive and finite; 1 is usual")
+        if self.delay is not None and not 1 <= self.delay <= self.period:
+            raise ConfigError(f"delay={self.delay}: must lie between 1 and period={self.period}; None is the period")
+        if self.compensate and self._delay < self.period:
+            raise ConfigError(
+                f"compensate=True with delay={self.delay}: only for whole periods; raise the optimizer's lr"
+            )
+
+    @property
+    def _delay(self) -> int:
+        return self.period if self.delay is None else self.delay
+
+    @property
+    def progress(self) -> float:
+        r"""How fast the workers' common model moves, as a share of the learning rate, in a steady run."""
+        drag = self.pull * (1 - self.momentum)
+        return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
+
+    def start(self, r: Replica) -> None:
+        """Anchor the workers where they begin, which is also the first mean."""
+        r.state["anchor"] = r.x.clone()
+        r.state["velocity"] = torch.zeros_like(r.x)
+        r.launch("mean", arrived([r.x.clone()]))
+        if self.compensate:
+            r.state["start"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Pull back to what was sent `delay` steps ago, when that is due; send, when the period is over."""
+        if (r.step - self._delay) % self.period == 0:
+            self._merge_(r)
+        if r.step % self.period == 0:
+            r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
+            if self.compensate:
+                r.state["start"].copy_(r.x)
+
+    def _merge_(self, r: Replica) -> None:
+        mean = r.collect("mean")
+        if mean is None:
+            return
+        if self.compensate:
+            r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
+        self._move_anchor_(r, mean[0])
+        r.x.lerp_(r.state["anchor"], self.pull)
+
+    def _move_anchor_(self, r: Replica, mean: Tensor) -> None:
+        anchor, velocity = r.state["anchor"], r.state["velocity"]
+        gap = mean.sub_(anchor)
+        velocity.mul_(self.momentum).add_(gap)
+        anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
+
+    def average_(self, r: Replica) -> None:
+        """Take in what is in flight, average exactly, and anchor everyone there."""
+        self._merge_(r)
+        mean_(r.comm, r.x).wait()
+        r.state["anchor"].copy_(r.x)
+        r.state["velocity"].zero_()
+        if self.compensate:
+            r.state["start"].copy_(r.x)

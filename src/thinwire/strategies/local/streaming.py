@@ -1,0 +1,97 @@
+"""Say the vector in fragments, one after another."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class Streaming(Strategy):
+    r"""Cut the parameters into fragments, each of which follows the base's schedule by itself, one after another.
+
+    With $F$ fragments and the base's period $\tau$, fragment $f$ is $\lfloor f\tau/F \rfloor$ steps ahead of the first.
+    As much is said as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak falls
+    $F$-fold, and a message has less to hide behind a step.
+
+    Streaming DiLoCo is of the form
+    `Streaming(OverlapLocalSGD(period=100, pull=0.5, momentum=0.9, lr=0.4, nesterov=True, delay=5), fragments=4)`.
+
+    Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (whose fragments are of
+    whole layers; here they are even parts of the vector).
+
+    Args:
+        base: what happens to each fragment; has a period.
+        fragments: $F$, at most the base's period; more makes messages smaller and more frequent.
+    """
+
+    base: Strategy = OverlapLocalSGD()
+    fragments: int = 4
+
+    paper = "Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512"
+    waits = "as the base, for one fragment at a time"
+    limits = "each message costs a latency of its own; at no time has the whole model been averaged at once"
+
+    def __post_init__(self) -> None:
+        """Check the kinds, and that the base can be cut."""
+        check_kinds(self)
+        period = getattr(self.base, "period", None)
+        if not isinstance(period, int):
+            raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
+        if not 1 <= self.fragments <= period:
+            raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
+        if self.base.sends_gradients:
+            raise ConfigError(f"base={self.base}: sends gradients at every step; use a base that averages parameters")
+        if getattr(self.base, "buffers", "maintain") != "maintain":
+            raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
+
+    @property
+    def reads_gradient(self) -> bool:
+        """As the base."""
+        return self.base.reads_gradient
+
+    def check(self, size: int) -> None:
+        """As the base."""
+        self.base.check(size)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """As the base."""
+        self.base.check_optimizer(optimizer)
+
+    def start(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.start(fragment)
+
+    def before_step(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.before_step(fragment)
+
+    def after_step(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.after_step(fragment)
+
+    def average_(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.average_(fragment)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """As the base, for each fragment."""
+        return torch.cat([self.base.consensus(fragment) for fragment in self._fragments(r)])
+
+    def _fragments(self, r: Replica) -> Iterator[Replica]:
+        edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
+        period: int = getattr(self.base, "period")  # noqa: B009
+        for f in range(self.fragments):
+            yield r.part(f"fragment-{f}", slice(edges[f], edges[f + 1]), ahead=f * period // self.fragments)

@@ -1,0 +1,1 @@
+"""Stochastic gradient push: directed graphs and weights that correct for them."""

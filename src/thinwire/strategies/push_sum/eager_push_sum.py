@@ -1,0 +1,148 @@
+"""Push shares of the parameters along a directed graph, and take in whatever has come."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
+from thinwire.topology.base import Peers, Topology, check_edges
+from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.graphs import OnePeerExponential
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class EagerPushSum(Strategy):
+    r"""Overlap SGP without a schedule: absorb at every step what has arrived, wait only for what is too old.
+
+    With $P^k$ column-stochastic, $w_i = 1$ at first and $z_i = x_i / w_i$ the de-biased parameters, which the model
+    holds, worker $i$ at the end of its step $k$
+
+    $$x_i \leftarrow x_i - \gamma\, d_i(z_i), \qquad \text{sends } (x_i, w_i), \qquad
+      (x_i, w_i) \leftarrow P^k_{ii} (x_i, w_i) + \sum_{(j, s)} P^s_{ij} (x_j^s, w_j^s), \qquad
+      z_i \leftarrow x_i / w_i ,$$
+
+    where the sum is over all letters that have come since the last step. Before it goes on it waits for every letter
+    that was sent at a step $s \le k - \tau$, and for no other. A worker that is late therefore holds up those it sends
+    to by nothing, until it is more than $\tau$ of their steps behind. Letters are unscaled; who receives them knows
+    the sender's shares. Sums over workers of $x$ and of $w$, letters under way included, change by updates alone.
+
+    `staleness=0` is `PushSum` with its weights. Otherwise results depend on timing, which the weights correct for, and
+    a resumed run keeps all mass but not all bits; `PushSum(staleness=...)` is the same method on a schedule.
+    Traffic: one vector and 8 bytes per peer and step. State: `mass`, that vector of $x$ and $w$ together, and
+    `debiased`, $z$ before the step; letters under way, at most $\tau + 2$ from each peer.
+
+    Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2.
+
+    Args:
+        topology: any graph, directed and time-varying ones too, that connects everyone over its period.
+        staleness: $\tau$, steps that a worker lets a letter be late; more bears slower workers and links, and delays
+            agreement.
+    """
+
+    topology: Topology = OnePeerExponential()
+    staleness: int = 1
+
+    paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
+    waits = "each worker waits for peers that are more than `staleness` steps behind it"
+    limits = "results depend on timing; workers differ by what has not yet spread; end training on all ranks together"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the staleness."""
+        check_kinds(self)
+        if self.staleness < 0:
+            raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that do not exist, do not connect, or lose mass."""
+        check_edges(self.topology, size)
+
+    def start(self, r: Replica) -> None:
+        """Give every worker the weight one, and open the mailbox."""
+        if r.comm.size == 1:
+            return
+        r.state["mass"] = mass_of(r.x)
+        r.state["debiased"] = r.x.clone()
+        # Nobody can be more than so many letters ahead of who waits for them by the rule of staleness, so that posting
+        # waits for slow workers only, and no circle of workers waits for room.
+        open_letters(r, r.state["mass"], capacity=self.staleness + 2)
+
+    def after_step(self, r: Replica) -> None:
+        """Carry the update over to the mass, post it, take in what has come, and de-bias."""
+        if r.comm.size == 1:
+            return
+        mass, debiased, box = r.state["mass"], r.state["debiased"], r.comm.mailbox(r)
+        numerator(mass).sub_(debiased.sub_(r.x))
+        now = self._shares(r, r.step - 1)
+        for rank in now.to:
+            box.post(rank, mass)
+        for rank in now.frm:
+            r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda letter: [letter.content]))
+        self._absorb_(r, mass, now.own)
+        _divide_(r, mass)
+
+    def average_(self, r: Replica) -> None:
+        """Take in all that is under way, then average; everyone gets the weight one."""
+        if r.comm.size == 1:
+            return
+        mass = r.state["mass"]
+        for name, _, share in self._under_way(r):
+            mix_mass_(mass, r.inflight.pop(name).wait(), _one(share))
+        r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
+        _divide_(r, r.state["mass"])
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The total mass, under way too, over the total weight, which is the number of workers."""
+        if r.comm.size == 1:
+            return r.x.clone()
+        mass = r.state["mass"].clone()
+        for name, _, share in self._under_way(r):
+            mix_mass_(mass, r.inflight[name].wait(), _one(share))
+        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
+
+    def _absorb_(self, r: Replica, mass: Tensor, own: float) -> None:
+        """Keep the own share, and take in what has come or must not be later."""
+        letters, shares, ages, waits = list[Tensor](), list[float](), [0], 0
+        for name, age, share in list(self._under_way(r)):
+            here = r.inflight[name].ready
+            if here or age >= self.staleness:
+                letters += r.inflight.pop(name).wait()
+                shares.append(share)
+                ages.append(age)
+                waits += not here
+        weights = [weight(each) for each in (mass, *letters)]
+        r.notice_distance(numerator(mass), [numerator(letter) for letter in letters], weights)
+        mix_mass_(mass, letters, Peers((), (), own, tuple(shares)))
+        r.observed["letters_waited_for"] = float(waits)
+        r.observed["letter_age_steps"] = float(max(ages))
+
+    def _under_way(self, r: Replica) -> Iterator[tuple[str, int, float]]:
+        """Letters not yet taken in, oldest first: their name, their age in steps, and the share that is ours."""
+        for step in range(max(0, r.step - 1 - self.staleness), r.step):
+            shares = self._shares(r, step)
+            for rank, share in zip(shares.frm, shares.weights, strict=True):
+                if _name(step, rank) in r.inflight:
+                    yield _name(step, rank), r.step - 1 - step, share
+
+    def _shares(self, r: Replica, step: int) -> Peers:
+        return whole_shares(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
+
+
+def _name(step: int, rank: int) -> str:
+    return f"share of step {step} from rank {rank}"
+
+
+def _one(share: float) -> Peers:
+    return Peers((), (), 1.0, (share,))
+
+
+def _divide_(r: Replica, mass: Tensor) -> None:
+    """The model's parameters become the de-biased ones."""
+    r.x.copy_(quotient(mass))
+    r.state["debiased"].copy_(r.x)

@@ -1,0 +1,48 @@
+"""Push-sum's mass: a numerator and its weight in one vector, so that no message can part them.
+
+The weight is an fp64 number, whose bits lie behind the numerator: the sum of all weights stays what it was, to the
+last few bits, however many steps are made in single precision.
+"""
+
+import torch
+from torch import Tensor
+
+from thinwire.reduce.compressed_all_reduce import mix_
+from thinwire.topology.base import Peers
+
+
+def mass_of(x: Tensor) -> Tensor:
+    """A new vector of `x`, in fp32 at least, and the weight one; longer than `x` by 8 bytes."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    one = torch.ones(1, dtype=torch.float64, device=x.device)
+    return torch.cat([x.to(exact), one.view(exact)])
+
+
+def numerator(mass: Tensor) -> Tensor:
+    """All but the weight, as a view."""
+    return mass[: -_tail(mass)]
+
+
+def weight(mass: Tensor) -> Tensor:
+    """A copy of the weight, fp64, of no dimension."""
+    return mass[-_tail(mass) :].clone().view(torch.float64)[0]
+
+
+def quotient(mass: Tensor) -> Tensor:
+    """The numerator over the weight, in the numerator's dtype."""
+    return numerator(mass) / weight(mass)
+
+
+def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
+    """Replace a mass by the weighted sum of itself and of those received, numerators and weights alike."""
+    total = peers.own * weight(mass)
+    for share, letter in zip(peers.weights, received, strict=True):
+        total += share * weight(letter)
+    mix_(numerator(mass), [numerator(letter) for letter in received], peers)
+    mass[-_tail(mass) :].copy_(total[None].view(mass.dtype))
+    return mass
+
+
+def _tail(mass: Tensor) -> int:
+    """Elements that the weight's 8 bytes take."""
+    return 8 // mass.element_size()

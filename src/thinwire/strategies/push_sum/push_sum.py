@@ -1,0 +1,145 @@
+"""Push shares of the parameters along a directed graph, and divide the bias away."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.reduce.compressed_all_reduce import mean_, mix_
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
+from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
+from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.graphs import OnePeerExponential
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class PushSum(Strategy):
+    r"""Stochastic Gradient Push: send shares of parameters and of a weight, and train at their quotient.
+
+    With $P^k$ column-stochastic (each worker decides only how to split what is its own), $w_i = 1$ at first and
+    $z_i = x_i / w_i$ the de-biased parameters, which the model holds,
+
+    $$x_i \leftarrow x_i - \gamma\, d_i(z_i), \qquad
+      x_i \leftarrow P^k_{ii} x_i + \sum_{j \ne i} P^{k-\tau}_{ij} x_j^{k-\tau}, \qquad
+      w_i \leftarrow P^k_{ii} w_i + \sum_{j \ne i} P^{k-\tau}_{ij} w_j^{k-\tau}, \qquad z_i \leftarrow x_i / w_i ,$$
+
+    where $x_j^{k-\tau}$ is what $j$ sent in step $k - \tau$ and $d$ is the update of the worker's own optimizer, whose
+    momentum stays local and whose weight decay acts on $z$. The sums over workers of $x$ and of $w$, messages in flight
+    included, change only by the updates.
+
+    Without staleness it is SGP: every worker waits for the shares of this very step. Where the graph is doubly
+    stochastic, $w$ is then one, always, and neither sent nor stored. With staleness it is Overlap SGP: the shares of a
+    step travel while later steps compute, and are taken in at the end of exactly the $\tau$-th step after, so that
+    results depend on no timing. Weights then leave one on every graph.
+    Traffic: one vector per peer and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
+    or `mass`, that vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
+
+    Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithms 1
+    and 2 (sending at every step).
+
+    Args:
+        topology: any graph, directed and time-varying ones too, that connects everyone over its period.
+        staleness: $\tau$, steps that a message may travel; more hides more of the wire, delays agreement, and keeps as
+            many messages in memory.
+        biased: train at $x$ instead of $z$, without any weight. The paper's ablation, here to show what the weight is
+            for; never better.
+    """
+
+    topology: Topology = OnePeerExponential()
+    staleness: int = 0
+    biased: bool = False
+
+    paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
+    waits = "every step, each worker waits for its peers' messages of `staleness` steps before"
+    limits = "workers differ by what has not yet spread; evaluate at consensus; biased=True is an ablation"
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the staleness."""
+        check_kinds(self)
+        if self.staleness < 0:
+            raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that do not exist, do not connect, or lose mass."""
+        check_edges(self.topology, size)
+
+    def start(self, r: Replica) -> None:
+        """Give every worker the weight one, unless it can never change."""
+        if not self._weightless(r):
+            r.state["mass"] = mass_of(r.x)
+            r.state["debiased"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Carry the update over to the mass, push shares of it, take in those that are due, and de-bias."""
+        if self._weightless(r):
+            self._push_(r, r.x)
+            return
+        mass, debiased = r.state["mass"], r.state["debiased"]
+        numerator(mass).sub_(debiased.sub_(r.x))
+        self._push_(r, mass)
+        _divide_(r, mass)
+
+    def average_(self, r: Replica) -> None:
+        """Take in what is in flight, then average; everyone gets the weight one."""
+        if self._weightless(r):
+            super().average_(r)
+            return
+        mass = r.state["mass"]
+        for name, shares in self._in_flight(r):
+            mix_mass_(mass, r.inflight.pop(name).wait(), shares)
+        r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
+        _divide_(r, r.state["mass"])
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The total mass, in flight too, over the total weight, which is the number of workers."""
+        if self._weightless(r):
+            return super().consensus(r)
+        mass = r.state["mass"].clone()
+        for name, shares in self._in_flight(r):
+            mix_mass_(mass, r.inflight[name].wait(), shares)
+        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
+
+    def _push_(self, r: Replica, mass: Tensor) -> None:
+        """Send, keep the own share, and take in the shares sent `staleness` steps ago."""
+        step, due = r.step - 1, r.step - 1 - self.staleness
+        now = self._shares(r, step)
+        if self.staleness:
+            # Before the new message leaves: together on the wire, both would be late, and then the wire idle.
+            received = r.collect(_name(due))
+            r.launch(_name(step), r.comm.exchange(mass.clone(), now.to, now.frm))
+        else:
+            received = r.comm.exchange(mass, now.to, now.frm).wait()
+        shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
+        if mass is r.x:
+            r.notice_distance(mass, received or [])
+        else:
+            letters = [mass, *(received or [])]
+            r.notice_distance(numerator(mass), [numerator(y) for y in letters[1:]], [weight(y) for y in letters])
+        (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
+
+    def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
+        """The messages not yet taken in, oldest first, with the shares at which they will be."""
+        for step in range(r.step - self.staleness, r.step):
+            if _name(step) in r.inflight:
+                yield _name(step), self._shares(r, step)._replace(own=1.0)
+
+    def _shares(self, r: Replica, step: int) -> Peers:
+        return whole_shares(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
+
+    def _weightless(self, r: Replica) -> bool:
+        """Whether the weight is one for ever, or unwanted."""
+        return self.biased or r.comm.size == 1 or (not self.staleness and doubly_stochastic(self.topology, r.comm.size))
+
+
+def _name(step: int) -> str:
+    return f"shares of step {step}"
+
+
+def _divide_(r: Replica, mass: Tensor) -> None:
+    """The model's parameters become the de-biased ones."""
+    r.x.copy_(quotient(mass))
+    r.state["debiased"].copy_(r.x)

@@ -1,0 +1,1 @@
+"""Strategies that do not wait for the slowest worker."""

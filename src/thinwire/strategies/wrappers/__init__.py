@@ -1,0 +1,1 @@
+"""Strategies that measure or change what another strategy does."""

@@ -1,0 +1,120 @@
+r"""How much workers' gradients differ, how noisy they are, and what that says about the way to train.
+
+With $F=\frac1n\sum_i F_i$ the mean of the workers' own losses and $g_i$ an unbiased gradient of $F_i$,
+
+- dissimilarity: $\zeta^2 = \frac1n\sum_i |\nabla F_i - \nabla F|^2$,
+- noise: $\sigma^2 = \frac1n\sum_i E|g_i - \nabla F_i|^2$,
+- gradient: $|\nabla F|^2$.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+
+NAMES = ("gradient_dissimilarity", "gradient_noise", "gradient_square")
+_FEW, _MOST = 0.1, 0.9  # inner steps so short, or so long, that the plain method does as well
+_LONGER = 4
+
+
+def estimate(sums: Tensor, mean_square: Tensor, workers: int, steps: Tensor | float = 1) -> Tensor:
+    r"""Dissimilarity, noise and gradient from two successive looks at how each worker deviates from the mean.
+
+    With $e_i = g_i - \bar g$ and $e_i'$ the same a step before, noises of different steps are independent, so that
+    $\frac1n\sum\langle e_i, e_i'\rangle$ has the mean $\zeta^2$ (more exactly, the product of both steps' deviations);
+    $\frac1n\sum|e_i|^2$ has the mean $\zeta^2 + (1-\frac1n)\,\sigma^2$, and $|\bar g|^2$ the mean
+    $|\nabla F|^2 + \sigma^2/n$. All three are unbiased, and may therefore be negative where they are small.
+
+    Args:
+        sums: [3], over workers: of $|e_i|^2$, of $|e_i'|^2$ and of $\langle e_i, e_i'\rangle$.
+        mean_square: $|\bar g|^2$.
+        workers: $n$, at least 2.
+        steps: gradients whose mean each $g_i$ is; the noise is that of one.
+
+    Returns:
+        [3], the squares of dissimilarity, noise and gradient, in the order of `NAMES`.
+    """
+    now, before, both = (sums / workers).unbind()
+    noise = ((now + before) / 2 - both) * workers / (workers - 1)
+    return torch.stack([both, noise * steps, mean_square - noise / workers])
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to train with, and why.
+
+    Attributes:
+        method: in a word.
+        recipe: the strategy as text, for `parse`; its learning rate has to be tuned anew.
+        period: steps in a round.
+        inner: the inner learning rate over the outer one: 0 is minibatch, 1 is Local SGD.
+        reason: in a sentence, with the figures it rests on.
+    """
+
+    method: Literal["minibatch", "inner/outer", "local"]
+    recipe: str
+    period: int
+    inner: float
+    reason: str
+
+
+def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -> Recommendation:
+    r"""What figures of `Probe` speak for: steps at one point, local steps, or shorter local steps.
+
+    A rule of thumb. In a round of $K$ steps a worker is carried off by what is its own, $\zeta K$, while all together
+    move $|\nabla F| K$: inner steps of $\min(1, |\nabla F|/\zeta)$ keep the one below the other. Where
+    $\sigma^2 / (nK)$ exceeds $|\nabla F|^2$, even the mean of all gradients of a round is mostly noise; steps at one
+    point then lose nothing, and cannot drift. The period is as long as the same comparisons allow: $|\nabla F|/\zeta$
+    for local steps, $\sigma^2 / (n|\nabla F|^2)$ for steps at one point, where more gradients would average noise that
+    does not matter.
+
+    Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: ask again as training goes on.
+
+    Args:
+        observed: the probe's figures, as `Attached.observations` returns them; means over some steps are better.
+        workers: how many.
+        period: the round that is planned, in steps; the recommended one is at most four times as long.
+
+    Raises:
+        ConfigError: a figure is missing or not finite, or there is nobody to differ from.
+    """
+    missing = [name for name in NAMES if not isfinite(observed.get(name, inf))]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}={observed.get(missing[0])}: needs a finite figure; train some steps under Probe"
+        )
+    # Unbiased estimates of small squares may be negative.
+    dissimilarity, noise, gradient = (max(0.0, float(observed[name])) for name in NAMES)
+    if workers < 2 or period < 1:
+        raise ConfigError(f"workers={workers}, period={period}: needs at least 2 workers, and 1 step a round")
+    noisy = noise / (workers * period) >= gradient
+    # |grad F| / zeta bounds both how long local steps should be and how many of them a round bears.
+    steps = sqrt(gradient / dissimilarity) if dissimilarity else inf
+    inner = 0.0 if noisy else min(1.0, steps)
+    longest = _LONGER * period
+    apart = f"gradients differ by {sqrt(dissimilarity):.3g} between workers"
+    common = f"their common part is {sqrt(gradient):.3g}"
+    if inner <= _FEW:
+        length = max(1, int(min(noise / workers / gradient if gradient else inf, longest)))
+        left = sqrt(noise / (workers * period))
+        reason = (
+            f"the mean of a round's gradients is off by {left:.3g} from noise alone, and {common}: steps at one point "
+            "lose nothing, and cannot drift"
+            if noisy
+            else f"{apart}, and {common}: local steps would drift; few long steps are left, which AC-SA speeds up"
+        )
+        return Recommendation("minibatch", f"InnerOuter(period={length}, inner=0.0)", length, 0.0, reason)
+    length = max(1, int(min(steps, longest)))
+    if inner >= _MOST:
+        reason = f"{apart}, and {common}: for about {length} local steps the common part prevails"
+        return Recommendation("local", f"LocalSGD(period={length})", length, 1.0, reason)
+    inner = float(f"{inner:.2g}")
+    reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below it"
+    return Recommendation("inner/outer", f"InnerOuter(period={period}, inner={inner})", period, inner, reason)

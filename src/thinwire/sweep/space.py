@@ -1,0 +1,140 @@
+"""What a sweep may choose from: a range or a list of values for each knob, as text and as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from thinwire.errors import ConfigError
+
+Value: TypeAlias = float | int | str
+Knobs: TypeAlias = Mapping[str, Value]
+_EXAMPLE = "write it like log:1e-4:1e-1, 0:0.95, whole:8:64 or 16,32,64"
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers between two, ends included.
+
+    Args:
+        low: the least.
+        high: the greatest; more than `low`.
+        scale: "linear" draws evenly, "log" evenly in the logarithm, "whole" whole numbers evenly.
+
+    Raises:
+        ConfigError: the ends are in the wrong order, infinite, or not positive under "log".
+    """
+
+    low: float
+    high: float
+    scale: Literal["linear", "log", "whole"] = "linear"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ConfigError(f"range {self}: its ends must be finite and rise; {_EXAMPLE}")
+        if self.scale == "log" and self.low <= 0:
+            raise ConfigError(f"range {self}: a logarithmic range begins above 0; use 1e-6, or a linear one")
+        if self.scale == "whole" and (self.low != int(self.low) or self.high != int(self.high)):
+            raise ConfigError(f"range {self}: whole numbers need whole ends, such as whole:8:64")
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return f"{self.scale}:{self.low:g}:{self.high:g}"
+
+    def at(self, place: float) -> Value:
+        """The number at a place in [0, 1)."""
+        if self.scale == "whole":
+            return int(self.low + math.floor(place * (self.high - self.low + 1)))
+        if self.scale == "log":
+            return self.low * (self.high / self.low) ** place
+        return self.low + (self.high - self.low) * place
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A few values.
+
+    Args:
+        values: at least one, no two alike.
+
+    Raises:
+        ConfigError: there is none, or one comes twice.
+    """
+
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ConfigError(f"no values to choose from; {_EXAMPLE}")
+        if len(set(self.values)) < len(self.values):
+            raise ConfigError(f"values {self}: one comes twice; leave it out")
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return ",".join(str(value) for value in self.values)
+
+    def at(self, place: float) -> Value:
+        """The value at a place in [0, 1)."""
+        return self.values[int(place * len(self.values))]
+
+
+Domain: TypeAlias = Range | Choices
+
+
+@dataclass(frozen=True)
+class Space:
+    """The knobs that a sweep turns, and what it may turn them to.
+
+    Args:
+        domains: of each knob, by name.
+    """
+
+    domains: Mapping[str, Domain]
+
+    def corners(self) -> list[dict[str, Value]]:
+        """Every value of every list, and both ends of every range, one knob at a time: what may be asked for."""
+        found = list[dict[str, Value]]()
+        for name, domain in self.domains.items():
+            values = domain.values if isinstance(domain, Choices) else (domain.low, domain.high)
+            found += [{name: value} for value in values]
+        return found
+
+    def draw(self, seed: int, number: int) -> dict[str, Value]:
+        """The knobs of one trial: the same whenever it is asked for, whatever other trials there are."""
+        draws = np.random.default_rng(np.random.SeedSequence((seed, number)))
+        return {name: self.domains[name].at(float(draws.random())) for name in sorted(self.domains)}
+
+
+def parse_domain(text: str) -> Domain:
+    """A range or a list of values, as in "log:1e-4:1e-1", "0:0.95", "whole:8:64", "16,32,64" or "0.1".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    scale, *ends = text.split(":")
+    if not ends:
+        return Choices(tuple(_value(word.strip()) for word in text.split(",")))
+    if len(ends) == 1:
+        scale, ends = "linear", [scale, *ends]
+    if scale not in ("linear", "log", "whole") or len(ends) != 2:
+        raise ConfigError(f"{text!r}: is no range; {_EXAMPLE}")
+    try:
+        low, high = (float(end) for end in ends)
+    except ValueError:
+        raise ConfigError(f"{text!r}: the ends of a range are numbers; {_EXAMPLE}") from None
+    return Range(low, high, scale)  # pyright: ignore[reportArgumentType]
+
+
+def _value(word: str) -> Value:
+    if not word:
+        raise ConfigError(f"an empty value; {_EXAMPLE}")
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -1,0 +1,53 @@
+"""The norm of a model's gradient, every parameter counted once, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.module import placed
+from thinwire.tensor2d.products import exact_dtype
+
+
+@torch.no_grad()
+def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
+    """The Euclidean norm of the whole gradient, the same on all ranks, in fp32 at least.
+
+    What all rows hold alike counts in the first row only; shared parameters count once.
+
+    Args:
+        model: on the mesh.
+        mesh: the ranks.
+    """
+    counted = [
+        parameter.grad
+        for parameter, placement in placed(model).values()
+        if parameter.grad is not None and not (placement.replicated and mesh.row > 0)
+    ]
+    first = next(model.parameters())
+    total = torch.zeros(1, dtype=exact_dtype(first.dtype), device=first.device)
+    for grad in counted:
+        total += grad.to(total.dtype).square().sum()
+    mesh.along_row.sum_(total).wait()
+    mesh.along_column.sum_(total).wait()
+    return total.sqrt().squeeze(0)
+
+
+@torch.no_grad()
+def clip_gradient_norm_(model: nn.Module, max_norm: float, mesh: Mesh2D) -> Tensor:
+    """Scale the gradient so that its norm over the whole mesh is at most `max_norm`; returns the norm it had.
+
+    As `torch.nn.utils.clip_grad_norm_` on the serial model.
+
+    Args:
+        model: on the mesh.
+        max_norm: of the whole gradient.
+        mesh: the ranks.
+    """
+    norm = gradient_norm(model, mesh)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm

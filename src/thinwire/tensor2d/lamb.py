@@ -1,0 +1,81 @@
+"""LAMB on a mesh: trust ratios of whole tensors, of which each rank holds a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, take_in_
+from thinwire.replica.flat import copy_each_
+from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.module import placed
+
+
+class Lamb2D(Lamb):
+    r"""`Lamb`, with $|x|$ and $|u|$ taken over the whole mesh: every rank moves its block by the serial model's ratio.
+
+    All blocks' squares are added up, two numbers a tensor, in one message for each handful of tensors that moves at
+    once; what all rows hold alike counts in the first row only. Without a mesh this is `Lamb`, bit for bit.
+
+    You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962,
+    Algorithm 2.
+
+    Args:
+        params: the parameters, all of them of `model`.
+        lr: as of `Lamb`.
+        model: on the mesh.
+        mesh: the ranks.
+        settings: the other settings of `Lamb`, by name.
+
+    Raises:
+        ConfigError: a value out of its range, or a model without a mesh.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        model: nn.Module | None = None,
+        mesh: Mesh2D | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(params, lr, **settings)
+        if (model is None) != (mesh is None):
+            raise ConfigError("Lamb2D: model and mesh belong together; give both, or neither for Lamb")
+        self.mesh = mesh
+        found = {} if model is None else placed(model)
+        self._replicated = {id(parameter) for parameter, placement in found.values() if placement.replicated}
+
+    def _move(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        if self.mesh is None:
+            super()._move(group, parameters)
+            return
+        states = [self.state[p] for p in parameters]
+        exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
+        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
+        gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
+        take_in_(group, momenta, variances, gradients)
+        directions = directions_of(group, momenta, variances, corrected=group["bias_correction"])
+        add_decay_(group, directions, exact)
+        descend_(group, exact, directions, self._ratios(group, parameters, exact, directions))
+        rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
+        if rounded:
+            copy_each_([p for p, _ in rounded], [x for _, x in rounded])
+
+    def _ratios(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], exact: list[Tensor], directions: list[Tensor]
+    ) -> Tensor:
+        """How far each tensor goes along its direction."""
+        assert self.mesh is not None, "asked for where there is a mesh"
+        squares = torch.stack([norms_of(exact), norms_of(directions)]).square()
+        if self.mesh.row > 0:
+            elsewhere = torch.tensor([id(p) in self._replicated for p in parameters], device=squares.device)
+            squares.masked_fill_(elsewhere, 0)
+        lengths, reaches = self.mesh.whole.sum_(squares).wait().sqrt()
+        bounded = (lengths / reaches).clamp(group["least_trust"], group["most_trust"])
+        return torch.where((lengths > 0) & (reaches > 0), bounded, torch.ones_like(bounded))

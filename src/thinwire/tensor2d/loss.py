@@ -1,0 +1,108 @@
+"""Cross-entropy of logits of which every column holds a part of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from thinwire.errors import ConfigError
+from thinwire.tensor2d.exchanges import total_down
+from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.products import exact_dtype
+from thinwire.tensor2d.tape import kept
+
+
+def cross_entropy_2d(
+    logits: Tensor,
+    targets: Tensor,
+    mesh: Mesh2D,
+    *,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    tokens_at_a_time: int = 1024,
+) -> Tensor:
+    """The cross-entropy over the whole batch, as every rank sees it: the loss to call `backward()` on.
+
+    Columns exchange three numbers per token: their largest logit, the sum of exponentials below it, and the target's
+    logit where they hold it. The mean is over all rows' tokens that are not ignored, not over this row's.
+
+    Args:
+        logits: [b / r, ..., v / c]; statistics are formed in fp32 at least.
+        targets: int64 [b / r, ...], the same in all columns.
+        mesh: the ranks.
+        vocabulary: entries that count, where the table was padded; None is all.
+        ignore_index: targets that have no loss.
+        reduction: "mean" over the batch's tokens, "sum" over them, or "none": this row's losses, [b / r, ...].
+        tokens_at_a_time: rows whose exponentials are in memory together.
+
+    Raises:
+        ConfigError: shapes that do not belong together.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: one target a token")
+    flat, wanted = logits.flatten(0, -2), targets.flatten()
+    losses = cast(Tensor, _TokenLosses.apply(flat, wanted, mesh, vocabulary, ignore_index, tokens_at_a_time))
+    if reduction == "none":
+        return losses.view(targets.shape)
+    total = total_down(losses.sum(), mesh)
+    if reduction == "sum":
+        return total
+    count = kept(lambda: mesh.along_column.sum_((wanted != ignore_index).sum().to(losses.dtype)).wait())
+    return total / count
+
+
+class _TokenLosses(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        mesh: Mesh2D,
+        vocabulary: int | None,
+        ignore_index: int,
+        tokens_at_a_time: int,
+    ) -> Tensor:
+        width = logits.shape[-1]
+        limit = width if vocabulary is None else max(0, min(vocabulary - mesh.column * width, width))
+        ctx.limit, ctx.tokens_at_a_time = limit, tokens_at_a_time
+        here, counted = targets - mesh.column * width, targets != ignore_index
+        valid = (here >= 0) & (here < limit) & counted
+        here = here.clamp(0, max(limit - 1, 0))
+        log_total, wanted = kept(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
+        ctx.save_for_backward(logits, log_total, here, valid, counted)
+        return torch.where(counted, log_total - wanted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, log_total, here, valid, counted = ctx.saved_tensors
+        weight = torch.where(counted, grads[0], 0)
+        result = torch.zeros_like(logits)
+        for start in range(0, logits.shape[0], ctx.tokens_at_a_time):
+            some = slice(start, start + ctx.tokens_at_a_time)
+            share = (logits[some, : ctx.limit].to(log_total.dtype) - log_total[some, None]).exp_()
+            share.mul_(weight[some, None])
+            if ctx.limit:
+                share.scatter_add_(1, here[some, None], -(weight * valid)[some, None])
+            result[some, : ctx.limit] = share.to(logits.dtype)
+        return result, None, None, None, None, None
+
+
+def _statistics(logits: Tensor, here: Tensor, valid: Tensor, mesh: Mesh2D, tokens_at_a_time: int) -> Tensor:
+    """[2, tokens]: the logarithm of the sum of exponentials over the whole vocabulary, and the target's logit."""
+    parts = logits.new_zeros((3, logits.shape[0]), dtype=exact_dtype(logits.dtype))
+    parts[0] = -torch.inf
+    for start in range(0, logits.shape[0] if logits.shape[1] else 0, tokens_at_a_time):
+        some = slice(start, start + tokens_at_a_time)
+        exact = logits[some].to(parts.dtype)
+        parts[0, some] = exact.amax(-1)
+        parts[1, some] = (exact - parts[0, some, None]).exp_().sum(-1)
+        parts[2, some] = exact.gather(1, here[some, None]).squeeze(1) * valid[some]
+    highest, sums, wanted = torch.stack(mesh.along_row.gather(parts).wait()).unbind(1)
+    top = highest.amax(0)
+    return torch.stack([top + (sums * (highest - top).exp()).sum(0).log(), wanted.sum(0)])

@@ -1,0 +1,142 @@
+"""Norms of vectors of which every column holds a part, with statistics in fp32 at least."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from thinwire.tensor2d.mesh import Mesh2D, check_divides
+from thinwire.tensor2d.module import Module2D
+from thinwire.tensor2d.placement import Axis, Placement
+from thinwire.tensor2d.products import exact_dtype
+from thinwire.tensor2d.tape import kept
+
+
+class LayerNorm2D(Module2D):
+    r"""$y = g\,(x - m) / \sqrt{v + \epsilon} + b$ over all h features of a token.
+
+    Mean and sum of squared deviations of each column's part are gathered in one message of two numbers per token and
+    combined by Chan's formula, which does not subtract two large numbers. The backward pass sums two numbers per token.
+
+    Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450; Chan, Golub and LeVeque, 1979.
+
+    Args:
+        weight: the whole gain, [h], or None.
+        bias: the whole bias, [h], or None.
+        mesh: the ranks.
+        size: features, h.
+        epsilon: added to the variance.
+
+    Raises:
+        ConfigError: the columns cannot share the features evenly.
+    """
+
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, mesh: Mesh2D, *, size: int, epsilon: float = 1e-5
+    ) -> None:
+        super().__init__(mesh)
+        check_divides(size, mesh.columns, f"LayerNorm2D of {size} features", f"the mesh has {mesh.columns} columns")
+        self.size, self.epsilon = size, epsilon
+        _place_vector_(self, "weight", weight)
+        _place_vector_(self, "bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b / r, ..., h / c] to the same."""
+        y = cast(Tensor, _Standardised.apply(x, self.mesh, self.epsilon))
+        gain, bias = self.shared("weight"), self.shared("bias")
+        y = y if gain is None else y * gain
+        return (y if bias is None else y + bias).to(x.dtype)
+
+
+class RMSNorm2D(Module2D):
+    r"""$y = g\,x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$ over all h features of a token.
+
+    One sum of a number per token in each direction.
+
+    Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, arXiv:1910.07467.
+
+    Args:
+        weight: the whole gain, [h], or None.
+        mesh: the ranks.
+        size: features, h.
+        epsilon: added to the mean square.
+
+    Raises:
+        ConfigError: the columns cannot share the features evenly.
+    """
+
+    def __init__(self, weight: Tensor | None, mesh: Mesh2D, *, size: int, epsilon: float = 1e-6) -> None:
+        super().__init__(mesh)
+        check_divides(size, mesh.columns, f"RMSNorm2D of {size} features", f"the mesh has {mesh.columns} columns")
+        self.size, self.epsilon = size, epsilon
+        _place_vector_(self, "weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b / r, ..., h / c] to the same."""
+        y = cast(Tensor, _Scaled.apply(x, self.mesh, self.epsilon))
+        gain = self.shared("weight")
+        return (y if gain is None else y * gain).to(x.dtype)
+
+
+def _place_vector_(layer: Module2D, name: str, whole: Tensor | None) -> None:
+    if whole is None:
+        layer.register_parameter(name, None)
+    else:
+        layer.place_(name, Placement((Axis(whole.numel(), "columns"),)), whole)
+
+
+class _Standardised(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
+        exact = x.to(exact_dtype(x.dtype))
+        mean, scale = kept(lambda: _mean_and_scale(exact, mesh, epsilon)).unsqueeze(-1)
+        y = ((exact - mean) * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        ctx.mesh = mesh
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, scale = ctx.saved_tensors
+        grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
+        sums = torch.stack([grad.sum(-1), (grad * y).sum(-1)])
+        first, second = (ctx.mesh.along_row.sum_(sums).wait() / (y.shape[-1] * ctx.mesh.columns)).unsqueeze(-1)
+        return (scale * (grad - first - y * second)).to(grads[0].dtype), None, None
+
+
+class _Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
+        exact = x.to(exact_dtype(x.dtype))
+        size = x.shape[-1] * mesh.columns
+        scale = kept(lambda: (mesh.along_row.sum_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()).unsqueeze(
+            -1
+        )
+        y = (exact * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        ctx.mesh = mesh
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, scale = ctx.saved_tensors
+        grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
+        mean = ctx.mesh.along_row.sum_((grad * y).sum(-1)).wait().unsqueeze(-1) / (y.shape[-1] * ctx.mesh.columns)
+        return (scale * (grad - y * mean)).to(grads[0].dtype), None, None
+
+
+def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
+    """[2, ...]: the mean over all columns, and one over the deviation."""
+    own = x.mean(-1)
+    squares = (x - own.unsqueeze(-1)).square().sum(-1)
+    parts = torch.stack(mesh.along_row.gather(torch.stack([own, squares])).wait())
+    means, squares = parts.unbind(1)
+    mean = means.mean(0)
+    total = squares.sum(0) + x.shape[-1] * (means - mean).square().sum(0)
+    return torch.stack([mean, (total / (x.shape[-1] * mesh.columns) + epsilon).rsqrt()])

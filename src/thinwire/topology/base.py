@@ -1,0 +1,166 @@
+"""What a graph of workers is: who sends to whom at each step, and with which weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigError
+
+
+class Peers(NamedTuple):
+    """One rank's part in one step of a topology.
+
+    Attributes:
+        to: the ranks it sends to.
+        frm: the ranks it receives from.
+        own: the weight of its own vector.
+        weights: the weights of the vectors it receives, in the order of `frm`.
+    """
+
+    to: tuple[int, ...]
+    frm: tuple[int, ...]
+    own: float
+    weights: tuple[float, ...]
+
+
+Weights = Literal["metropolis", "push-sum", "uniform"]
+
+
+def uniform(to: tuple[int, ...], frm: tuple[int, ...]) -> Peers:
+    """Everyone keeps and sends equal shares; right where all ranks have equally many peers."""
+    share = 1.0 / (len(frm) + 1)
+    return Peers(to, frm, share, (share,) * len(frm))
+
+
+def weighted(rank: int, to: Sequence[tuple[int, ...]], frm: Sequence[tuple[int, ...]], weights: Weights) -> Peers:
+    r"""One rank's peers in a graph where ranks may have different numbers of them.
+
+    With $d_i$ the number of ranks that $i$ sends to, $W_{ij}$ is $1 / (1 + \max(d_i, d_j))$ for "metropolis"
+    (Metropolis-Hastings: symmetric and doubly stochastic, for edges that go both ways), $1 / (1 + d_j)$ for "push-sum"
+    (column-stochastic: each splits evenly what is its own), and for "uniform" one over one more than the number of
+    ranks that $i$ receives from (row-stochastic).
+
+    Args:
+        rank: who asks.
+        to: for every rank, the ranks it sends to.
+        frm: for every rank, the ranks it receives from.
+        weights: the rule.
+    """
+    degree = len(to[rank])
+    if weights == "uniform":
+        return uniform(to[rank], frm[rank])
+    if weights == "push-sum":
+        return Peers(to[rank], frm[rank], 1.0 / (degree + 1), tuple(1.0 / (len(to[j]) + 1) for j in frm[rank]))
+    shares = tuple(1.0 / (max(degree, len(to[j])) + 1) for j in frm[rank])
+    return Peers(to[rank], frm[rank], 1.0 - sum(shares), shares)
+
+
+class Topology(ABC):
+    """A time-varying weighted graph, as a pure function; subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """Whom `rank` speaks to at `step`; equal on every rank that asks."""
+
+    def period(self, size: int) -> int:
+        """After how many steps the graph repeats."""
+        return 1
+
+    def check(self, size: int) -> None:
+        """Refuse a number of workers that the graph does not exist for.
+
+        Raises:
+            ConfigError: with the sizes that work.
+        """
+
+    def matrix(self, size: int, step: int) -> NDArray[np.float64]:
+        """The mixing matrix W of one step: row i holds the weights that make worker i's next vector."""
+        mixing = np.zeros((size, size))
+        for rank in range(size):
+            peers = self.peers(rank, size, step)
+            mixing[rank, rank] += peers.own
+            for source, weight in zip(peers.frm, peers.weights, strict=True):
+                mixing[rank, source] += weight
+        return mixing
+
+
+@lru_cache(maxsize=256)
+def doubly_stochastic(topology: Topology, size: int) -> bool:
+    """Whether every step keeps the plain average: rows and columns of each mixing matrix sum to one."""
+    matrices = [topology.matrix(size, step) for step in range(topology.period(size))]
+    return all(np.allclose(m.sum(axis), 1.0, rtol=0, atol=1e-12) for m in matrices for axis in (0, 1))
+
+
+@lru_cache(maxsize=256)
+def check_edges(topology: Topology, size: int) -> None:
+    """Refuse a graph whose ends disagree or that never connects everyone.
+
+    Raises:
+        ConfigError: a message is sent that nobody expects, a self-loop, a weight that is not positive, mass that is
+            not conserved, or two workers between whom nothing ever travels.
+    """
+    topology.check(size)
+    sends = np.zeros((size, size), dtype=bool)
+    for step in range(topology.period(size)):
+        flaw = _flaw_of_edges([topology.peers(rank, size, step) for rank in range(size)])
+        if flaw is None:
+            mixing = topology.matrix(size, step)
+            flaw = _flaw_of_shares(mixing)
+            sends |= mixing > 0
+        if flaw is not None:
+            raise ConfigError(f"{topology} with {size} workers, step {step}: {flaw}")
+    for i, j in out_of_reach(sends):
+        raise ConfigError(
+            f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}; add edges until everyone "
+            "is reached, or use a graph that connects any number of workers, such as Ring()"
+        )
+
+
+def _flaw_of_edges(seen: list[Peers]) -> str | None:
+    """What is wrong with the edges of one step, in words; `seen` holds what each rank believes."""
+    sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.to]
+    expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.frm]
+    edges = set(sent)
+    for i, j in sorted(edges ^ set(expected)):
+        return f"the edge {i} -> {j} exists at one end only"
+    for i in (i for i, j in edges if i == j):
+        return f"rank {i} sends to itself; what it keeps is its own weight"
+    if max(len(sent), len(expected)) > len(edges):
+        return "an edge exists twice; one edge with the sum of their weights says the same"
+    for rank, peers in enumerate(seen):
+        if len(peers.weights) != len(peers.frm):
+            return f"rank {rank} has {len(peers.weights)} weights for {len(peers.frm)} vectors it receives"
+        if not min(peers.own, *peers.weights, 1.0) > 0:
+            return f"rank {rank} mixes with weights {(peers.own, *peers.weights)}; every weight must be positive"
+    return None
+
+
+def _flaw_of_shares(mixing: NDArray[np.float64]) -> str | None:
+    """Whether any rank gives away more or less than it has, in words."""
+    columns = mixing.sum(0)
+    rank = int(np.argmax(np.abs(columns - 1)))
+    if abs(columns[rank] - 1) <= 1e-9:
+        return None
+    return f"rank {rank} gives away {columns[rank]:.6g} of its vector; what it keeps and sends must sum to 1"
+
+
+def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks, one of them 0, such that nothing of the first ever gets to the second.
+
+    Args:
+        sends: `sends[j, i]` is true where i ever sends to j.
+    """
+    yield from ((0, int(j)) for j in np.flatnonzero(~_reached(sends)))
+    yield from ((int(i), 0) for i in np.flatnonzero(~_reached(sends.T)))
+
+
+def _reached(sends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which ranks something of rank 0 gets to, at last; `sends[j, i]` is true where i ever sends to j."""
+    reached = np.arange(len(sends)) == 0
+    for _ in range(len(sends)):
+        reached = reached | sends[:, reached].any(1)
+    return reached

@@ -1,0 +1,153 @@
+"""A graph of your own, edge by edge or from networkx."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from thinwire.errors import ConfigError
+from thinwire.topology.base import Peers, Topology, Weights, weighted
+
+Pair = tuple[int, int]
+_RULES = ("metropolis", "push-sum", "uniform")
+
+
+class NetworkxGraph(Protocol):
+    """What is read of a networkx graph."""
+
+    @property
+    def nodes(self) -> Iterable[Hashable]:
+        """The names of the workers."""
+        ...
+
+    @property
+    def edges(self) -> Iterable[Any]:
+        """Pairs of names, with a key after them where edges may be parallel."""
+        ...
+
+    def is_directed(self) -> bool:
+        """Whether an edge goes one way."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromGraph(Topology):
+    """Any graph, the same at every step, given by its edges.
+
+    Metropolis-Hastings weights are those of Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems &
+    Control Letters 53, 2004.
+
+    Args:
+        edges: pairs of ranks. The graph is for one more worker than the highest rank named.
+        directed: whether an edge (i, j) goes from i to j alone.
+        weights: "metropolis" keeps the plain average on any graph whose edges go both ways; "push-sum", for any graph,
+            has everyone split evenly what is their own, and needs `PushSum`; "uniform" keeps the plain average where
+            everyone has equally many peers, and is refused elsewhere.
+
+    Raises:
+        ConfigError: an edge that is no pair of ranks, a self-loop, an edge that is there twice, or weights that the
+            graph cannot have.
+    """
+
+    edges: tuple[Pair, ...] = ()
+    directed: bool = False
+    weights: Weights = "metropolis"
+
+    def __post_init__(self) -> None:
+        """Check the edges and bring them into their one order."""
+        if self.weights not in _RULES:
+            raise ConfigError(f"FromGraph(weights={self.weights!r}): weights must be one of {', '.join(_RULES)}")
+        if not isinstance(self.directed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"FromGraph(directed={self.directed!r}): directed must be True or False")
+        if not isinstance(self.edges, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"FromGraph: edges={self.edges!r}: must be pairs of ranks, such as ((0, 1), (1, 2))")
+        object.__setattr__(self, "edges", _in_order(self.edges, directed=self.directed))
+        if self.directed and self.weights == "metropolis":
+            raise ConfigError(
+                "FromGraph(directed=True, weights='metropolis'): Metropolis-Hastings weights need edges that go both "
+                "ways; use weights='push-sum', for any directed graph"
+            )
+        degrees = {len(each) for side in _sides(self.edges, self.directed) for each in side}
+        if self.weights == "uniform" and len(degrees) > 1:
+            raise ConfigError(
+                f"FromGraph(weights='uniform'): workers have from {min(degrees)} to {max(degrees)} peers, and uniform "
+                "weights keep the average only where all have equally many; use weights='metropolis', or 'push-sum' "
+                "where edges are directed"
+            )
+
+    @classmethod
+    def from_networkx(cls, graph: NetworkxGraph, weights: Weights | None = None) -> FromGraph:
+        """The topology of a networkx graph; its nodes become ranks in their order, attributes are not looked at.
+
+        Args:
+            graph: `networkx.Graph` or `DiGraph`; nodes that are called 0 to n-1 keep their numbers.
+            weights: the rule; "metropolis" unless given, "push-sum" where the graph is directed.
+
+        Raises:
+            ConfigError: there is no node, or a node without an edge; and as for the class itself.
+        """
+        nodes = list(graph.nodes)
+        names: list[Hashable] = list(range(len(nodes)))
+        ranks = {node: rank for rank, node in enumerate(names if set(nodes) == set(names) else nodes)}
+        edges = tuple((ranks[edge[0]], ranks[edge[1]]) for edge in graph.edges)
+        if not nodes:
+            raise ConfigError("FromGraph.from_networkx: the graph has no nodes; it needs one for each worker")
+        for node in ranks.keys() - {node for edge in graph.edges for node in edge[:2]} if len(nodes) > 1 else ():
+            raise ConfigError(f"FromGraph.from_networkx: node {node!r} has no edge; connect it, or take it away")
+        directed = graph.is_directed()
+        return cls(edges, directed, weights or ("push-sum" if directed else "metropolis"))
+
+    @property
+    def workers(self) -> int:
+        """How many workers the graph is for."""
+        return len(_sides(self.edges, self.directed)[0])
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """The ends of this rank's edges."""
+        to, frm = _sides(self.edges, self.directed)
+        return weighted(rank, to, frm, self.weights)
+
+    def check(self, size: int) -> None:
+        """Refuse any number of workers but the graph's own."""
+        if size != self.workers:
+            raise ConfigError(
+                f"FromGraph with {len(self.edges)} edges is for {self.workers} workers, and there are {size}; start "
+                f"{self.workers}, or use a graph that exists for any number, such as BaseGraph() or Ring()"
+            )
+
+
+def _in_order(edges: Iterable[Pair], *, directed: bool) -> tuple[Pair, ...]:
+    """Each edge once and in order; one that goes both ways begins at its lower rank."""
+    found: set[Pair] = set()
+    for edge in edges:
+        one, other = _pair(edge)
+        if one == other:
+            raise ConfigError(f"FromGraph(edges=...{edge}...): a self-loop; what rank {one} keeps is its own weight")
+        pair = (one, other) if directed else (min(one, other), max(one, other))
+        if pair in found:
+            raise ConfigError(f"FromGraph(edges=...{edge}...): this edge is there twice; keep one")
+        found.add(pair)
+    return tuple(sorted(found))
+
+
+def _pair(edge: object) -> Pair:
+    if isinstance(edge, (tuple, list)) and len(edge) == 2:
+        one, other = edge
+        if type(one) is type(other) is int and min(one, other) >= 0:
+            return one, other
+    raise ConfigError(f"FromGraph(edges=...{edge!r}...): an edge is a pair of ranks from 0, such as (0, 1)")
+
+
+@lru_cache(maxsize=64)
+def _sides(edges: tuple[Pair, ...], directed: bool) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """For every rank whom it sends to, and from whom it receives."""
+    both = edges if directed else (*edges, *((j, i) for i, j in edges))
+    size = 1 + max((max(edge) for edge in edges), default=0)
+    to: list[list[int]] = [[] for _ in range(size)]
+    frm: list[list[int]] = [[] for _ in range(size)]
+    for i, j in sorted(both):
+        to[i].append(j)
+        frm[j].append(i)
+    return tuple(map(tuple, to)), tuple(map(tuple, frm))

@@ -1,0 +1,205 @@
+"""The classic graphs: each a few lines of arithmetic, valid for every number of workers unless it says otherwise."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, isqrt, lcm
+from typing import Literal
+
+from thinwire.errors import ConfigError
+from thinwire.topology.base import Peers, Topology, uniform, weighted
+from thinwire.validation import check_kinds
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Both neighbours on a circle, at every step; the sparsest symmetric graph, and the slowest to agree."""
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """The ranks before and after; the same one twice is one."""
+        neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
+        return uniform(neighbours, neighbours)
+
+
+@dataclass(frozen=True)
+class Torus(Topology):
+    """The four neighbours on a grid whose opposite sides are joined, as near to a square as the number allows.
+
+    The grid has as many rows as the largest divisor of n that is no larger than its square root: a prime number of
+    workers is a ring. Agrees in about n steps where a ring needs n squared. Four vectors sent per worker and step, two
+    or three where a side is one or two long.
+    """
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """The ranks to the left, to the right, above and below; the same one twice is one."""
+        columns = size // _rows(size)
+        row = rank - rank % columns
+        near = {
+            row + (rank - 1) % columns,
+            row + (rank + 1) % columns,
+            (rank - columns) % size,
+            (rank + columns) % size,
+        }
+        neighbours = tuple(sorted(near - {rank}))
+        return uniform(neighbours, neighbours)
+
+
+@lru_cache(maxsize=256)
+def _rows(size: int) -> int:
+    return next(rows for rows in range(isqrt(size), 0, -1) if size % rows == 0)
+
+
+@dataclass(frozen=True)
+class Star(Topology):
+    """Rank 0 with everyone, the others with rank 0 alone; rank 0 sends and receives n-1 vectors a step.
+
+    Args:
+        weights: "metropolis" keeps the plain average, and agrees in about n steps; with "push-sum" everyone splits
+            evenly, which agrees in a few steps and needs `PushSum`, which divides the bias away.
+    """
+
+    weights: Literal["metropolis", "push-sum"] = "metropolis"
+
+    def __post_init__(self) -> None:
+        """Check the kinds."""
+        check_kinds(self)
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """Rank 0, and for rank 0 everyone."""
+        edges = _spokes(size)
+        return weighted(rank, edges, edges, self.weights)
+
+
+@lru_cache(maxsize=256)
+def _spokes(size: int) -> tuple[tuple[int, ...], ...]:
+    return (tuple(range(1, size)), *(((0,),) * (size - 1)))
+
+
+@dataclass(frozen=True)
+class Complete(Topology):
+    """Everyone with everyone: the exact average in one step, at (n-1) vectors sent per worker."""
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """All other ranks."""
+        others = tuple(j for j in range(size) if j != rank)
+        return uniform(others, others)
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """One peer a step, 1, 2, 4, ... places ahead in turn.
+
+    With a power of two workers, log2(n) steps reach the exact average; with any other number they come close
+    (what is left after a period is at most a quarter). One vector sent per worker and step, at any size.
+
+    Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
+    """
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """The rank 2**(step mod period) ahead; the one as far behind sends to us."""
+        if size == 1:
+            return uniform((), ())
+        hop = 1 << (step % self.period(size))
+        return uniform(((rank + hop) % size,), ((rank - hop) % size,))
+
+    def period(self, size: int) -> int:
+        """The number of hops shorter than the circle."""
+        return max(1, (size - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Hypercube(Topology):
+    """One partner a step, across one dimension of a cube in turn: the exact average every log2(n) steps.
+
+    Symmetric, so that it also suits methods that ask for symmetric weights. Needs a power of two workers.
+    """
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """The rank that differs in one bit."""
+        if size == 1:
+            return uniform((), ())
+        partner = rank ^ (1 << (step % self.period(size)))
+        return uniform((partner,), (partner,))
+
+    def period(self, size: int) -> int:
+        """The number of dimensions."""
+        return max(1, (size - 1).bit_length())
+
+    def check(self, size: int) -> None:
+        """Refuse any size that is no power of two."""
+        if size & (size - 1):
+            below = 1 << (size.bit_length() - 1)
+            raise ConfigError(
+                f"Hypercube() with {size} workers: needs a power of two; use {below} or {2 * below} workers, "
+                "or OnePeerExponential(), which exists for any number"
+            )
+
+
+@dataclass(frozen=True)
+class Hierarchical(Topology):
+    r"""One graph within each node at most steps, another between nodes at the others.
+
+    Ranks are numbered node by node. In every `every`-th step the workers with the same place in their nodes speak along
+    the graph `between`; in the others each node speaks within itself along `inside`. The two kinds of step commute:
+    a whole period is the product of both graphs' periods, exact if both are. A node's link carries `node_size` vectors
+    for each peer that `between` gives, once in `every` steps.
+
+    With fewer workers than `node_size` all are one node.
+
+    Args:
+        node_size: workers of one node, who share a fast link; must divide the number of workers.
+        inside: the graph within a node.
+        between: the graph of nodes.
+        every: steps from one exchange between nodes to the next, at least 2; more says less over the slow links.
+    """
+
+    node_size: int = 4
+    inside: Topology = Complete()
+    between: Topology = OnePeerExponential()
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the kinds and the numbers."""
+        check_kinds(self)
+        if self.node_size < 1:
+            raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
+        if self.every < 2:
+            raise ConfigError(
+                f"every={self.every}: must be at least 2 steps, or nobody ever speaks within a node; to do without "
+                f"nodes, use {self.between} itself"
+            )
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        """Those in the same node, or those with the same place in other nodes."""
+        node_size = min(self.node_size, size)
+        node, place = divmod(rank, node_size)
+        turn, within = divmod(step, self.every)
+        if within == self.every - 1:
+            near = self.between.peers(node, size // node_size, turn)
+            return _renamed(near, node_size, place)
+        return _renamed(self.inside.peers(place, node_size, turn * (self.every - 1) + within), 1, node * node_size)
+
+    def period(self, size: int) -> int:
+        """Until both graphs begin anew together."""
+        node_size = min(self.node_size, size)
+        steps_inside = self.inside.period(node_size)
+        turns = steps_inside // gcd(steps_inside, self.every - 1)
+        return self.every * lcm(turns, self.between.period(size // node_size))
+
+    def check(self, size: int) -> None:
+        """Refuse numbers of workers that are not whole nodes, and what either graph refuses."""
+        node_size = min(self.node_size, size)
+        if size % node_size:
+            below = size - size % node_size
+            fits = max(each for each in range(1, node_size) if size % each == 0)
+            raise ConfigError(
+                f"{self} with {size} workers: they must fill whole nodes; use {below} or {below + node_size} workers, "
+                f"or node_size={fits}"
+            )
+        self.inside.check(node_size)
+        self.between.check(size // node_size)
+
+
+def _renamed(peers: Peers, factor: int, shift: int) -> Peers:
+    """The same edges between ranks of other names."""
+    to, frm = (tuple(factor * rank + shift for rank in ranks) for ranks in (peers.to, peers.frm))
+    return Peers(to, frm, peers.own, peers.weights)

@@ -1,0 +1,102 @@
+"""Before step 0: do all ranks train the same thing?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire._version import __version__
+from thinwire.comm.base import Comm
+from thinwire.errors import MismatchError
+from thinwire.replica.shards import place_of
+
+Facts = list[tuple[str, str]]
+
+
+def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
+    """Compare facts over all ranks, by a hash first and in full only where the hashes differ.
+
+    Args:
+        comm: the ranks.
+        facts: (name, value) pairs in the same order on every rank.
+        device: where the comm's tensors live.
+
+    Raises:
+        MismatchError: on every rank, naming two ranks and the first difference.
+    """
+    text = json.dumps(facts).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(device)
+    digests = [bytes(row.tolist()) for row in comm.gather(digest).wait()]
+    odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+    if odd is None:
+        return
+    everyone = gather_texts(comm, text, device)
+    mine, theirs = json.loads(everyone[0]), json.loads(everyone[odd])
+    raise MismatchError(f"ranks 0 and {odd} were started differently: {first_difference(mine, theirs, odd)}")
+
+
+def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:
+    """The first fact in which two ranks differ, in words."""
+    for (name, value), (other_name, other_value) in zip(mine, theirs, strict=False):
+        if name != other_name:
+            return f"rank 0 has {name} where rank {other} has {other_name}"
+        if value != other_value:
+            return f"{name} is {value} on rank 0 and {other_value} on rank {other}"
+    longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, other)
+    return f"only rank {rank} has {longer[min(len(mine), len(theirs))][0]}"
+
+
+def facts_of(
+    model: nn.Module, optimizer: Optimizer, trained: Mapping[str, Tensor], settings: Mapping[str, object]
+) -> Facts:
+    """What must be equal on all ranks, the telling things first.
+
+    Args:
+        model: its parameters and buffers are compared by name, shape, dtype and whether they are trained.
+        optimizer: its kind and the settings of its groups are compared.
+        trained: the parameters that the optimizer moves, by name.
+        settings: everything else.
+    """
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = [
+        (f"{key} of optimizer group {i}", str(value))
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in sorted(group.items())
+        if key != "params"
+    ]
+    parameters = [
+        (f"parameter {name}", describe_tensor(p) + (f" in group {group_of[id(p)]}" if name in trained else ""))
+        for name, p in model.named_parameters()
+    ]
+    return [
+        ("the thinwire version", __version__),
+        ("the torch version", torch.__version__.split("+")[0]),
+        *((name, str(value)) for name, value in settings.items()),
+        ("the optimizer", type(optimizer).__name__),
+        *groups,
+        *parameters,
+        *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),
+    ]
+
+
+def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, of any length, in the order of ranks."""
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = [int(n.item()) for n in comm.gather(length).wait()]
+    if not any(lengths):
+        return [b""] * len(lengths)
+    padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = comm.gather(padded.to(device)).wait()
+    return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]
+
+
+def describe_tensor(x: Tensor) -> str:
+    """Shape, dtype, which part of it is here, and whether it is trained."""
+    shape = "x".join(str(n) for n in x.shape) or "scalar"
+    part = f", {place}" if (place := place_of(x)) else ""
+    return f"{shape} {str(x.dtype).removeprefix('torch.')}{'' if x.requires_grad else ' frozen'}{part}"

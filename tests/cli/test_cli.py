@@ -1,0 +1,238 @@
+"""The command line: help, versions, and what is refused in one message."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from reproductions.shared.claims import MODULES, Result, claim, last_result, write_result
+from rich.console import Console
+
+from thinwire import __version__
+from thinwire.cli import commands, main
+from thinwire.cli.demo import reading
+from thinwire.cli.progress import Watch
+from thinwire.runs import Settings
+from thinwire.runs.folder import RunFolder
+
+
+def refused(capsys, *arguments):
+    """What is said to arguments that cannot work; one message, no traceback, exit code 2."""
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("thinwire:") == 1 and "Traceback" not in said.err
+    return said.err
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in commands.present())
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "demo", "reproduce"])
+def test_each_command_has_help(capsys, name):
+    assert main([name, "--help"]) == 0
+    assert f"usage: thinwire {name}" in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"thinwire {__version__}\n"
+
+
+def test_commands_import_neither_each_other_nor_training():
+    probe = "import sys; from thinwire.cli import main; main(['--help']); print('thinwire.runs' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "demo"])
+def test_the_help_of_a_command_does_not_import_torch(name):
+    probe = f"import sys; from thinwire.cli import main; main(['{name}', '--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_every_setting_is_an_option_of_train_with_its_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    hidden = {"timeline_steps", "command"}
+    named = {field.name for field in dataclasses.fields(Settings)} - hidden - {"model"} | {"model_size"}
+    assert all(f"--{name.replace('_', '-')} " in out for name in named)
+    assert not any(f"--{name.replace('_', '-')}" in out for name in hidden)
+    assert "steps over which the learning rate rises to its peak." in " ".join(out.replace("│", "").split())
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys):
+    assert "did you mean train?" in refused(capsys, "trian")
+
+
+def test_an_unknown_flag_is_a_usage_error(capsys):
+    assert main(["train", "--wrokers", "3"]) == 2
+    said = capsys.readouterr()
+    assert "--workers" in said.err + said.out and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "SlowMoe()"], "did you mean SlowMo"),
+        (["--strategy", "LocalSGD(period=0)"], "period=0"),
+        (["--strategy", "LocalSGD(__import__('os'))"], "'__import__' is unknown"),
+        (["--strategy", "Gossip(Hypercube())", "--workers", "3"], "power of two"),
+        (["--link", "fast"], "link 'fast'"),
+        (["--slow", "9:2x"], "slow '9:2x'"),
+        (["--stall", "often"], "stall 'often'"),
+        (["--task", "digit"], "did you mean 'digits'"),
+        (["--task", "mnist", "--data", "/nonexistent/folder"], "/nonexistent/folder"),
+        (["--task", "digits", "--model-size", "huge"], "'huge'"),
+        (["--task", "digits", "--split", "alphabetical"], "alphabetical"),
+        (["--task", "digits", "--workers", "0"], "workers=0"),
+        (["--task", "digits", "--steps", "0"], "steps=0"),
+        (["--task", "digits", "--batch-size", "-1"], "batch_size=-1"),
+        (["--task", "digits", "--lr", "nan"], "lr=nan"),
+        (["--task", "digits", "--schedule", "cosine", "--seconds", "3"], "needs steps"),
+        (["--task", "digits", "--device", "cuda", "--link", "1gbit"], "cuda"),
+    ],
+)
+def test_train_refuses_what_cannot_work_before_anything_starts(tmp_path, capsys, arguments, words):
+    folder = tmp_path / "run"
+    assert words in refused(capsys, "train", "--out", str(folder), *arguments)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategies", ";"], "at least one"),
+        (["--strategies", "ddp; ddp"], "twice"),
+        (["--strategies", "ddp; AllReduc()"], "did you mean AllReduce"),
+        (["--strategies", "ddp; Gossip(Hypercube())", "--workers", "3"], "power of two"),
+        (["--strategies", "ddp; SketchedSGD()", "--momentum", "0.9"], "SGD without momentum"),
+        (["--strategies", "ddp; CompressedMomentum()", "--optimizer", "adamw"], "OneBitLamb or OneBitAdam"),
+        (["--rounds", "0"], "--rounds 0"),
+    ],
+)
+def test_compare_refuses_before_the_first_run(tmp_path, capsys, arguments, words):
+    assert words in refused(capsys, "compare", "--task", "digits", "--out", str(tmp_path / "both"), *arguments)
+    assert not (tmp_path / "both").exists()
+
+
+def kept(folder, **others):
+    settings = Settings(**{"task": "digits", "model": "mlp", "strategy": "LocalSGD(period=8)", "steps": 5, **others})
+    RunFolder(folder).write_settings(settings)
+
+
+def test_resume_keeps_what_decides_the_numbers(tmp_path, capsys):
+    kept(tmp_path)
+    said = refused(capsys, "train", "--resume", str(tmp_path), "--strategy", "AllReduce()")
+    assert "LocalSGD(period=8)" in said and "cannot change" in said
+    assert "leave it out" in refused(capsys, "train", "--resume", str(tmp_path), "--out", "elsewhere")
+
+
+def test_resume_of_no_run_is_one_message(tmp_path, capsys):
+    assert main(["train", "--resume", str(tmp_path)]) == 1
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_under_torchrun_links_and_workers_are_real(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun has started 3" in refused(capsys, "train", "--workers", "2")
+    assert "links are real" in refused(capsys, "train", "--link", "1gbit")
+
+
+def test_reproductions_are_listed_with_their_last_result(capsys):
+    assert main(["reproduce"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in MODULES)
+    assert main(["reproduce", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(MODULES)
+
+
+def test_an_unknown_reproduction_is_refused_with_the_nearest(capsys):
+    assert "did you mean local-sgd-bytes?" in refused(capsys, "reproduce", "local-sgd")
+
+
+def result(holds=True):
+    return Result(holds, "8 times less", 8.0, 7.9, 8.1, {"link": None})
+
+
+def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "reproductions" / "made-up"
+    folder.mkdir(parents=True)
+    write_result(folder, claim("local-sgd-bytes"), result(), quick=True, when="2026-01-01")
+    found = last_result("made-up")
+    assert found is not None and found["measured"] == "8 times less"
+    assert "It holds." in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
+def test_a_claim_that_does_not_hold_is_exit_code_1(tmp_path, monkeypatch, capsys, holds, code):
+    from thinwire.cli.reproduce import Reproduce
+
+    monkeypatch.setattr(Reproduce, "_measure", lambda *_: (tmp_path / "out").mkdir() or result(holds))
+    assert main(["reproduce", "local-sgd-bytes", "--out", str(tmp_path / "out")]) == code
+    out = capsys.readouterr().out
+    assert "8 times less" in out and ("does not hold" in out) is not holds
+
+
+def summary(strategy, seconds_per_step, loss, **others):
+    return {
+        "strategy": strategy,
+        "seconds": 20.0,
+        "steps": round(20 / seconds_per_step),
+        "seconds_per_step": seconds_per_step,
+        "exposed_seconds_per_step": seconds_per_step / 2,
+        "payload_bytes_per_worker_per_step": 1e6,
+        "eval_loss": loss,
+        **others,
+    }
+
+
+def test_the_demos_words_follow_its_figures():
+    base, twin = summary("ddp", 0.4, 3.0), summary("AllReduce(codec=None)", 0.5, 3.2)
+    quick = summary("LocalSGD(period=8)", 0.1, 2.5, payload_bytes_per_worker_per_step=1e5)
+    slow = summary("X()", 0.5, 3.5, payload_bytes_per_worker_per_step=2e5)
+    words = reading([base, twin, quick, slow])
+    assert "took 50 steps and spent 50% of them waiting" in words
+    assert "AllReduce sends the same and makes 0.80 times as many steps" in words
+    assert "LocalSGD made its steps 4.0 times as fast, at 0.10 MB: 200 steps" in words
+    assert "LocalSGD has the lowest held-out loss, 2.500 against 3.000" in words
+    assert "X did worse than ddp" in words
+    words = reading([base, slow])
+    assert "Sending less made no steps faster" in words and "none reached a lower" in words
+
+
+def watched(terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120)
+    return text, Watch("LocalSGD", 100, None, console=console)
+
+
+def step(number):
+    return {"event": "step", "step": number, "seconds": 2.0, "loss": 1.5, "payload_bytes": 3e6}
+
+
+def test_progress_is_one_plain_line_now_and_then_where_there_is_no_terminal(monkeypatch):
+    text, watch = watched(False)
+    with watch:
+        watch({"event": "start"})
+        watch(step(10))
+        assert text.getvalue() == ""
+        monkeypatch.setattr("thinwire.cli.progress._PLAIN_SECONDS", 0.0)
+        watch({"event": "evaluation", "eval_loss": 1.75})
+    assert text.getvalue() == "LocalSGD: step 10/100, loss 1.500, held-out 1.750, 200 ms/step, 3.0 MB sent, 0:18 left\n"
+
+
+def test_progress_on_a_terminal_goes_away_at_the_end():
+    text, watch = watched(True)
+    with watch:
+        watch(step(50))
+    assert "LocalSGD" in text.getvalue()

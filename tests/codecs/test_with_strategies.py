@@ -1,0 +1,297 @@
+"""Strategies that speak in codes: oracles, bytes, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import attach, batches, flat, net, steps
+from tests.oracles import codecs as oracles
+from tests.pool import run_processes
+from tests.problems import Regression, distance, quadratic, together, train, watched
+from thinwire import AllReduce, Bf16, Codec, Comm, ConfigError, Fp16, Gossip, LocalSGD, NonFiniteError, SlowMo, Strategy
+from thinwire.codecs.feedback import ErrorFeedback
+from thinwire.codecs.majority import MajorityVote
+from thinwire.codecs.natural import Natural
+from thinwire.codecs.one_bit import OneBit
+from thinwire.codecs.quantize import Quantize
+from thinwire.codecs.random_k import RandomK
+from thinwire.codecs.sketch import Sketch
+from thinwire.codecs.terngrad import TernGrad
+from thinwire.codecs.top_k import TopK
+from thinwire.comm.group import comm_for
+from thinwire.plan import explain
+from thinwire.strategies.gossip.choco import Choco
+from thinwire.strategies.recipe import CODECS
+from thinwire.topology import Complete, OnePeerExponential, Ring
+
+RATES = [0.1] * 16
+PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
+SMALL = ErrorFeedback(OneBit(8))
+SPOKEN: list[Strategy] = [
+    *(AllReduce(SMALL), AllReduce(ErrorFeedback(TopK(0.2))), AllReduce(Quantize(4, 8, dither=True, correlated=True))),
+    *(AllReduce(ErrorFeedback(RandomK(0.3, unbiased=False))), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))),
+    *(LocalSGD(3, codec=SMALL), SlowMo(period=3, codec=SMALL), SlowMo(AllReduce(SMALL), period=3)),
+    *(Choco(codec=OneBit(8)), Choco(codec=TopK(0.2)), SlowMo(Choco(codec=OneBit(8)), period=3)),
+]
+
+
+def signs(parts: list[int]) -> oracles.TwoStages:
+    return oracles.TwoStages(oracles.signs(8), 8, parts)
+
+
+# -- oracles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_gradients_in_one_bit_equal_their_oracle_bucket_by_bucket(n: int) -> None:
+    problem = Regression(n, len(RATES), torch.float32)
+    found = together(n, AllReduce(SMALL), problem, RATES)
+    expected = oracles.coded_sgd(problem.gradient, problem.start.expand(n, -1), RATES, signs(PARTS))
+    assert distance(found, expected) < 2e-5
+    assert torch.equal(found, found[:1].expand_as(found))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gradients_of_which_the_largest_are_said_equal_their_oracle(n: int) -> None:
+    problem = quadratic(n, torch.float32, width=40)
+    found = together(n, AllReduce(ErrorFeedback(TopK(0.2))), problem, RATES)
+    mean = oracles.TwoStages(oracles.largest(0.2), 1, [1, 39])
+    expected = oracles.coded_sgd(
+        problem.gradient, problem.start.expand(n, -1), RATES, mean if n > 1 else lambda g: g.mean(0)
+    )
+    assert distance(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_coded_local_sgd_equals_its_oracle(n: int) -> None:
+    problem = Regression(n, len(RATES), torch.float32)
+    found = together(n, LocalSGD(4, codec=SMALL), problem, RATES)
+    expected = oracles.coded_local_sgd(problem.gradient, problem.start.expand(n, -1), RATES, signs([34]), 4)
+    assert distance(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_coded_slow_momentum_equals_its_oracle(n: int) -> None:
+    problem = Regression(n, len(RATES), torch.float32)
+    found = together(n, SlowMo(period=4, momentum=0.5, codec=SMALL), problem, RATES)
+    expected = oracles.coded_slow_momentum(
+        problem.gradient, problem.start.expand(n, -1), 0.1, len(RATES), signs([34]), period=4, momentum=0.5
+    )
+    assert distance(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("codec", "code"),
+    [
+        pytest.param(OneBit(8), oracles.signs(8), id="signs"),
+        pytest.param(TopK(0.2), oracles.largest(0.2), id="largest"),
+    ],
+)
+@pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
+def test_choco_equals_its_oracle(codec: Codec, code: oracles.Code, topology: Any) -> None:
+    problem = Regression(4, len(RATES), torch.float32)
+    found = together(4, Choco(topology, codec, 0.3), problem, RATES)
+    mixing = torch.from_numpy(topology.matrix(4, 0)).float()
+    start = problem.start.expand(4, -1)
+    expected = oracles.choco(problem.gradient, start, RATES, code, mixing=mixing, step_size=0.3)
+    assert distance(found, expected) < 2e-5
+    assert not torch.equal(found[0], found[1])
+
+
+def test_choco_starts_from_wherever_workers_are() -> None:
+    problem = Regression(3, len(RATES), torch.float32)
+    starts = torch.randn(3, 34, generator=torch.Generator().manual_seed(5))
+    found = together(3, Choco(codec=OneBit(8)), problem, RATES, starts=starts)
+    mixing = torch.from_numpy(Ring().matrix(3, 0)).float()
+    code = oracles.signs(8)
+    expected = oracles.choco(problem.gradient, starts, RATES, code, mixing=mixing, step_size=0.3)
+    assert distance(found, expected) < 2e-5
+
+
+def test_choco_with_exact_codes_and_a_whole_step_is_gossip() -> None:
+    problem = Regression(4, len(RATES), torch.float32)
+    exact = together(4, Choco(codec=TopK(1.0), step_size=1.0), problem, RATES)
+    assert distance(exact, together(4, Gossip(order="after"), problem, RATES)) < 1e-5
+
+
+def test_choco_agrees_on_the_mean_and_never_moves_it() -> None:
+    starts = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    problem = quadratic(4, torch.float32, width=64)
+    for codec in (OneBit(8), TopK(0.1), Quantize(4, 8), Natural()):
+        step_size = 0.1 if isinstance(codec, TopK) else 0.3
+        seen = watched(4, Choco(codec=codec, step_size=step_size), problem, [0.0] * 100, starts=starts)
+        assert (seen.mean(1) - starts.mean(0)).abs().max() < 1e-4
+        assert (seen[-1] - starts.mean(0)).norm() < 0.2 * (starts - starts.mean(0)).norm()
+
+
+def test_choco_s_mixed_vector_is_the_neighbours_public_copies() -> None:
+    problem = Regression(4, 10, torch.float32)
+    kept = lambda r: torch.stack([r.state["public"], r.state["mixed"]])  # noqa: E731
+    public, mixed = watched(4, Choco(codec=TopK(0.2)), problem, RATES[:10], kept)[-1].unbind(1)
+    assert torch.allclose(mixed, torch.from_numpy(Ring().matrix(4, 0)).float() @ public, atol=1e-6)
+
+
+def test_workers_that_begin_apart_agree_from_the_first_coded_average_on() -> None:
+    problem = Regression(3, 8, torch.float32)
+    starts = torch.randn(3, 34, generator=torch.Generator().manual_seed(5))
+    for strategy in (LocalSGD(4, codec=SMALL), SlowMo(period=4, codec=SMALL)):
+        found = together(3, strategy, problem, RATES[:8], starts=starts)
+        assert torch.equal(found, found[:1].expand_as(found))
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Fp16(), Quantize(8, 8), Natural(), SMALL, ErrorFeedback(TopK(0.3))], ids=str)
+@pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
+def test_what_is_trained_in_codes_comes_near_what_is_trained_without(codec: Codec, make: Any) -> None:
+    problem = quadratic(3, torch.float32, width=24)
+    rates = [0.3 * 0.9**k for k in range(50)]
+    found, plain = together(3, make(codec), problem, rates), together(3, make(None), problem, rates)
+    assert (found[0] - plain[0]).norm() < 0.2 * (problem.start - plain[0]).norm()
+    assert torch.equal(found, found[:1].expand_as(found))
+
+
+def test_votes_and_ternary_gradients_find_the_way_down() -> None:
+    problem = quadratic(3, torch.float32, width=24)
+    best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()
+    rates = [0.1 * 0.93**k for k in range(50)]
+    for strategy in (AllReduce(MajorityVote()), AllReduce(TernGrad(8))):
+        found = together(3, strategy, problem, rates)
+        assert (found[0] - best).norm() < 0.6 * (problem.start - best).norm()
+
+
+# -- processes and checkpoints -----------------------------------------------------------------------------------------
+
+
+def on_processes() -> list[list[float]]:
+    comm, problem = comm_for(), Regression(2, 8, torch.float32)
+    return [flat(train(comm, strategy, problem, RATES[:8]).model).tolist() for strategy in SPOKEN]
+
+
+def test_processes_train_as_threads_do() -> None:
+    problem = Regression(2, 8, torch.float32)
+    found = run_processes(2, on_processes)
+    for place, strategy in enumerate(SPOKEN):
+        expected = together(2, strategy, problem, RATES[:8])
+        for rank in range(2):
+            assert found[rank][place] == expected[rank].tolist(), strategy
+
+
+@pytest.mark.parametrize("strategy", SPOKEN, ids=str)
+def test_training_goes_on_bit_by_bit_from_a_checkpoint(strategy: Strategy, tmp_path: Path) -> None:
+    def whole(comm: Comm) -> Tensor:
+        attached = steps(attach(comm, strategy), batches(comm.rank, 5))
+        attached.save(tmp_path)
+        steps(attached, batches(comm.rank, 5, first=5))
+        attached.detach()
+        return flat(attached.model)
+
+    def resumed(comm: Comm) -> Tensor:
+        attached = attach(comm, strategy, model=net(seed=9))
+        attached.load(tmp_path)
+        steps(attached, batches(comm.rank, 5, first=5))
+        attached.detach()
+        return flat(attached.model)
+
+    expected = thinwire.run_threads(2, whole, deadline_seconds=20)
+    for found, wanted in zip(thinwire.run_threads(2, resumed, deadline_seconds=20), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(SMALL), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))], ids=str)
+def test_a_step_that_a_scaler_skips_leaves_what_is_owed_as_it_is(strategy: Strategy) -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        attached = steps(attach(comm, strategy), batches(comm.rank, 2))
+        x, error = flat(attached.model), attached.replicas[0].state["error"].clone()
+        (inputs, targets) = batches(comm.rank, 1, first=2)[0]
+        if comm.rank == 1:
+            inputs[0, 0] = float("inf")
+        attached.optimizer.zero_grad()
+        (attached.model(inputs) - targets).square().mean().backward()
+        gradients = torch.cat([p.grad.reshape(-1) for p in attached.model.parameters() if p.grad is not None])
+        attached.detach()
+        return x, flat(attached.model), gradients, attached.replicas[0].state["error"] - error
+
+    for before, after, gradients, change in thinwire.run_threads(2, body, deadline_seconds=20):
+        assert torch.equal(before, after)
+        assert gradients.isnan().all(), "buckets without anything wrong are skipped too"
+        assert not change.any()
+
+
+def test_choco_names_the_rank_whose_parameters_are_not_finite() -> None:
+    def body(comm: Comm) -> str:
+        attached = attach(comm, Choco(codec=OneBit(8)))
+        if comm.rank == 1:
+            with torch.no_grad():
+                attached.replicas[0].x[3] = float("nan")
+        with pytest.raises(NonFiniteError) as found:
+            attached.strategy.after_step(attached.replicas[0])
+        attached.detach()
+        return str(found.value)
+
+    for words in thinwire.run_threads(2, body, deadline_seconds=20):
+        assert "the parameters of rank 1 are NaN or infinite" in words
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_one_bit_sends_a_thirty_first_of_its_bytes() -> None:
+    card = explain(AllReduce(ErrorFeedback(OneBit())), parameters=[1 << 20] * 4, workers=4)
+    assert 31 < card.all_reduce_bytes_per_step / card.sent_bytes_per_step < 32
+
+
+def test_periods_and_codecs_save_together() -> None:
+    plain = explain(LocalSGD(8), parameters=[1 << 20] * 4, workers=4)
+    coded = explain(LocalSGD(8, codec=Quantize(4)), parameters=[1 << 20] * 4, workers=4)
+    assert plain.sent_bytes_per_step / coded.sent_bytes_per_step == pytest.approx(8, rel=0.02)
+    slow = explain(SlowMo(period=8, codec=Quantize(4)), parameters=[1 << 20] * 4, workers=4)
+    assert slow.sent_bytes_per_step == coded.sent_bytes_per_step
+
+
+def test_choco_sends_a_payload_and_a_header_to_each_neighbour() -> None:
+    n = 1000
+    card = explain(Choco(codec=OneBit(8)), parameters=[n], workers=4)
+    assert card.sent_bytes_per_step == 2 * (16 + OneBit(8).nbytes(n))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(), RandomK(unbiased=False), Sketch()], ids=str)
+@pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
+def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: Codec, make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"training go astray; use ErrorFeedback\("):
+        make(codec).check(2)
+    make(ErrorFeedback(codec)).check(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LocalSGD(2, codec=Bf16(), weights="samples"), "codes are of plain means"),
+        (lambda: LocalSGD(2, node_size=2, global_period=4, codec=Bf16()), "codes are of plain means"),
+        (lambda: SlowMo(LocalSGD(2), codec=Bf16()), "use base=Local"),
+        (lambda: SlowMo(shard=True, codec=Bf16()), "use base=Local"),
+        (lambda: SlowMo(exact=False, codec=Bf16()), "use base=Local"),
+        (lambda: AllReduce(3), "codec must be a Codec or None"),
+        (lambda: Choco(step_size=0.0), r"step_size=0\.0: must lie in \(0, 1\]"),
+        (lambda: Choco(codec=ErrorFeedback(OneBit())), r"use OneBit\("),
+        (lambda: Choco(codec=RandomK()), "copies would run away"),
+        (lambda: Choco(codec=Sketch()), "copies would run away"),
+        (lambda: Choco(OnePeerExponential()).check(4), "changes from step to step"),
+    ],
+)
+def test_pairs_that_cannot_work_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("kind", CODECS, ids=lambda kind: kind.__name__)
+def test_a_codec_s_repr_is_read_back_as_it_is(kind: Any) -> None:
+    for recipe in (AllReduce(kind()), LocalSGD(3, codec=kind()), SlowMo(codec=kind())):
+        assert thinwire.parse(repr(recipe)) == recipe

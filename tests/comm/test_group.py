@@ -1,0 +1,111 @@
+"""The same vocabulary over real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from tests.comm.calls import CALLS, figures
+from tests.engine import attach, batches, flat, steps
+from tests.pool import run_processes
+from thinwire import AllReduce, ConfigError, CountingComm, GroupComm
+from thinwire.comm.group import _Wire, comm_for
+
+
+def answers() -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+    """All calls over connections of one's own, then over the given group's; and the bytes of some."""
+    comm = GroupComm(deadline_seconds=10)
+    own = {name: call(comm) for name, (call, _) in CALLS.items()}
+    borrowed = GroupComm(deadline_seconds=10)
+    unused = borrowed._own[0]  # kept, for the others may still be connecting to it
+    assert unused.timed
+    borrowed._own[0] = _Wire(dist.group.WORLD, timed=False)
+    shared = {name: call(borrowed) for name, (call, _) in CALLS.items()}
+    metered = GroupComm(deadline_seconds=10)
+    return own, shared, figures(metered)
+
+
+def test_processes_bring_what_the_calls_promise_and_count_as_every_wire_does() -> None:
+    for rank, (own, shared, counted) in enumerate(run_processes(3, answers)):
+        expected = {name: value(rank, 3) for name, (_, value) in CALLS.items()}
+        assert own == expected
+        assert shared == expected
+        assert counted == figures(CountingComm(rank, 3))
+
+
+def apart() -> dict[str, Any]:
+    """Four processes in two groups of two, in three ways."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = halves[rank % 2]
+    comm = comm_for(mine, deadline_seconds=10)
+    total = comm.sum_(torch.tensor([float(rank)])).wait()
+    around = comm.exchange(torch.tensor([float(rank)]), [1 - comm.rank], [1 - comm.rank]).wait()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    lines = [comm_for(mesh[name], deadline_seconds=10) for name in ("replicate", "shard")]
+    with pytest.raises(ConfigError, match=r"a mesh of shape \(2, 2\): name one dimension, as in mesh\['replicate'\]"):
+        thinwire.attach(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), group=mesh)
+    found = {
+        "place": (comm.rank, comm.size),
+        "total": float(total),
+        "around": float(around[0]),
+        "from the first": float(comm.broadcast_(torch.tensor([float(rank)]), 0).wait()),
+        "lines": [[int(x) for x in line.gather(torch.tensor([rank])).wait()] for line in lines],
+        "group": flat(steps(attach(None, AllReduce(), group=mine), batches(rank, 3)).model).tolist(),
+        "mesh": flat(steps(attach(None, AllReduce(), group=mesh["replicate"]), batches(rank, 3)).model).tolist(),
+        "sharded": refusal_of_shards(mesh),
+    }
+    dist.barrier()  # rank 0 hosts the store
+    return found
+
+
+def refusal_of_shards(mesh: Any) -> str:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["shard"], [Shard(0)]))
+    with pytest.raises(ConfigError) as refused:
+        thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), group=mesh["replicate"])
+    return str(refused.value)
+
+
+def test_groups_within_the_job_train_by_themselves() -> None:
+    found = run_processes(4, apart)
+    for rank, mine in enumerate(found):
+        mate = (rank + 2) % 4
+        assert mine["place"] == (rank // 2, 2)
+        assert mine["total"] == rank + mate
+        assert mine["around"] == mate
+        assert mine["from the first"] == rank % 2
+        assert mine["lines"] == [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]]
+        assert mine["group"] == found[mate]["group"] == mine["mesh"]
+        assert mine["group"] != found[(rank + 1) % 4]["group"]
+        assert "gradients of sharded parameters are the sharder's to average" in mine["sharded"]
+
+
+def odd_calls() -> list[str]:
+    """A tensor that the wire cannot carry is torch's own error, and the group stays open."""
+    comm = GroupComm(deadline_seconds=10)
+    told = list[str]()
+    try:
+        comm.sum_(torch.ones(2, dtype=torch.int16)).wait()
+    except RuntimeError as error:
+        told.append(str(error).splitlines()[0])
+    told.append(str(float(comm.sum_(torch.ones(1)).wait())))
+    return told
+
+
+def test_a_tensor_that_the_wire_cannot_carry_closes_nothing() -> None:
+    for told in run_processes(2, odd_calls):
+        assert "Invalid scalar type" in told[0]
+        assert told[1] == "2.0"
+
+
+def test_one_process_alone_needs_no_group() -> None:
+    comm = comm_for()
+    assert (comm.rank, comm.size) == (0, 1)

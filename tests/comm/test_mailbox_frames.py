@@ -1,0 +1,133 @@
+"""What goes over a letter's wire, and the addresses it goes to."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import Comm, ConfigError, run_threads
+from thinwire.comm.mailbox import address, frame, zeromq
+from thinwire.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
+
+LIKE = torch.zeros(1000)
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+PLACE: dict[str, int] = {"run": 2**63 + 1, "epoch": 3, "to": 1}
+
+
+def framed(x: Tensor, **changes: Any) -> list[memoryview]:
+    data = bytes_of(x)
+    header = Header(
+        kind=Kind.LETTER, dtype=dtype_number(x), **{**PLACE, "frm": 7}, topic=9, step=2**40, number=11,
+        nbytes=data.nbytes, checksum=frame.zlib.crc32(data),
+    )._replace(**changes)  # fmt: skip
+    return [memoryview(bytearray(header.pack())), *([memoryview(bytearray(data))] if data.nbytes else [])]
+
+
+@pytest.mark.parametrize("x", [torch.arange(5.0), torch.arange(12.0).view(3, 4).t(), torch.tensor([True]), LIKE[:0]])
+def test_a_frame_brings_back_what_it_was_made_of(x: Tensor) -> None:
+    found = parse(framed(x), **PLACE)
+    assert found is not None
+    assert torch.equal(found[1], x.reshape(-1))
+    assert (found[0].frm, found[0].topic, found[0].step, found[0].number) == (7, 9, 2**40, 11)
+
+
+@pytest.mark.parametrize("byte", [0, 3, 19])
+def test_a_changed_byte_of_the_vector_is_damage(byte: int) -> None:
+    parts = framed(torch.arange(5.0))
+    parts[1][byte] ^= 1
+    with pytest.raises(DamagedError, match="letter 11 of rank 7 is damaged: its checksum does not fit"):
+        parse(parts, **PLACE)
+
+
+def test_a_vector_that_is_too_short_or_missing_is_damage() -> None:
+    parts = framed(torch.arange(5.0))
+    for shorter in ([parts[0], parts[1][:-4]], parts[:1]):
+        with pytest.raises(DamagedError, match="letter 11 of rank 7"):
+            parse(shorter, **PLACE)
+
+
+@pytest.mark.parametrize("byte", range(16, frame.HEADER_BYTES))
+def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
+    parts = framed(torch.arange(5.0))
+    parts[0][byte] ^= 1
+    with pytest.raises(DamagedError, match="its header's checksum does not fit"):
+        parse(parts, **PLACE)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET / HTTP/1.1"],
+        [b""],
+        [b"x" * frame.HEADER_BYTES],
+        [*framed(LIKE), b"more"],
+        framed(LIKE, run=5),
+        framed(LIKE, epoch=4),
+        framed(LIKE, to=0),
+        framed(LIKE, dtype=99),
+        [struct.pack("!4sB", frame.MAGIC, frame.VERSION + 1) + bytes(framed(LIKE)[0][5:]), b""],
+    ],
+    ids=["words", "empty", "noise", "three parts", "run", "epoch", "to", "dtype", "version"],
+)
+def test_what_is_not_meant_for_this_mailbox_is_a_strangers(parts: list[Any]) -> None:
+    assert parse([memoryview(part) for part in parts], **PLACE) is None
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interface", "master", "found"),
+    [("lo", "192.0.2.77", "127.0.0.1"), ("", "127.0.0.1", "127.0.0.1"), ("nothing0", "localhost", "127.0.0.1")],
+)
+def test_a_rank_is_reached_where_its_peers_are(
+    interface: str, master: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert address.own_address().replace("::1", "127.0.0.1") == found
+
+
+def test_a_meeting_place_without_a_way_to_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setenv("MASTER_ADDR", "nobody.invalid")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='nobody\.invalid': there is no way to it .*GLOO_SOCKET_IFNAME"):
+        address.own_address()
+
+
+def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(comm: Comm) -> None:
+        with pytest.raises(
+            ConfigError, match=r"rank 1 is reached at tcp://127\.0\.0\.1:5001, which is its own machine"
+        ):
+            zeromq._introduce(comm, 5000 + comm.rank, torch.device("cpu"))
+
+    names = iter(["192.0.2.1", "127.0.0.1"])
+    lock, given = threading.Lock(), dict[str, str]()
+
+    def pretended() -> str:
+        with lock:
+            me = threading.current_thread().name
+            return given.setdefault(me, next(names) if me not in given else given[me])
+
+    monkeypatch.setattr(zeromq, "own_address", pretended)
+
+    def in_turn(comm: Comm) -> None:
+        if comm.rank == 0:
+            pretended()
+        comm.sum_(torch.zeros(1)).wait()
+        work(comm)
+
+    run_threads(2, in_turn)
+
+
+def test_an_address_of_the_sixth_version_stands_in_brackets() -> None:
+    assert address.endpoint("::1", 5) == "tcp://[::1]:5"
+    assert address.endpoint("10.77.0.1", 5) == "tcp://10.77.0.1:5"

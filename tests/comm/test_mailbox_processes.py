@@ -1,0 +1,157 @@
+"""Letters between real processes, and the asynchronous strategies over them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire
+from tests.engine import attach, batches, steps
+from tests.oracles.asynchronous import TwoSides
+from tests.pool import run_processes, start_processes
+from tests.problems import flat, quadratic, train
+from thinwire import Comm, CommError, GroupComm, PeerLostError, Strategy
+from thinwire.comm.mailbox.base import Letter
+from thinwire.strategies.gossip.ad_psgd import ADPSGD
+from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
+
+DOUBLE = torch.float64
+
+
+class Owner:
+    """Somebody whose mailbox it is."""
+
+
+def talk(comm: Comm) -> list[Any]:
+    """Letters in every direction, some of them answered, and the bytes of all."""
+    owner, others = Owner(), [rank for rank in range(comm.size) if rank != comm.rank]
+    box = comm.open_mailbox(owner, torch.zeros(50_000))
+    before = comm.meter.payload_bytes
+
+    def twice(letter: Letter) -> bool:
+        box.post(letter.frm, 2 * letter.content)
+        return True
+
+    box.answer(1, twice, like=torch.zeros(3), frm=others)
+    for rank in others:
+        box.post(rank, torch.full((50_000,), float(comm.rank)))
+    found: list[Any] = [float(box.expect(rank, torch.zeros(50_000)).wait().content.sum()) for rank in others]
+    comm.sum_(torch.zeros(1)).wait()
+    for rank in others:
+        box.post(rank, torch.arange(3.0) + comm.rank, topic=1)
+    found += [box.expect(rank, torch.zeros(3)).wait().content.tolist() for rank in others]
+    comm.sum_(torch.zeros(1)).wait()
+    box.retry()
+    sent = comm.meter.payload_bytes - before
+    comm.close_mailbox(owner)
+    return [found, sent]
+
+
+def talk_as_a_process() -> tuple[bool, list[Any]]:
+    fresh = "zmq" not in sys.modules
+    return fresh, talk(GroupComm(deadline_seconds=10))
+
+
+def test_processes_and_threads_bring_the_same_letters_and_count_them_alike() -> None:
+    processes = run_processes(3, talk_as_a_process)
+    assert [found for _, found in processes] == thinwire.run_threads(3, talk)
+    assert all(fresh for fresh, _ in processes)  # nothing imports ZeroMQ until letters are sent
+
+
+def wait_for_a_dead_rank() -> tuple[str, float]:
+    comm, owner = GroupComm(deadline_seconds=15), Owner()
+    box = comm.open_mailbox(owner, torch.zeros(10))
+    if dist.get_rank() == 1:
+        box.post(0, torch.zeros(10))
+        box.expect(0, torch.zeros(10)).wait()  # that its own has arrived: letters still to leave would end with it
+        os._exit(0)
+    box.expect(1, torch.zeros(10)).wait()
+    box.post(1, torch.zeros(10))
+    start = time.monotonic()
+    try:
+        box.expect(1, torch.zeros(10)).wait()
+    except PeerLostError as error:
+        first = str(error)
+    waited = time.monotonic() - start
+    with pytest.raises(CommError):
+        for _ in range(10):
+            box.post(1, torch.zeros(10))
+    box.close()
+    return first, waited
+
+
+def test_a_process_that_ends_is_named_long_before_the_deadline() -> None:
+    survivor, dead = start_processes(2, wait_for_a_dead_rank)
+    deadline = time.monotonic() + 30
+    for worker in (survivor, dead):
+        worker.finish(deadline)
+    assert survivor.error is None, survivor.error
+    said, waited = survivor.result
+    assert said == "rank 0, step 0: rank 1 is lost (its connection was closed)"
+    assert waited < 10
+
+
+def conserve(strategy: Strategy, lr: float) -> tuple[list[float], list[float], list[float]]:
+    """The mean at first, and at consensus after steps at uneven speeds, in the middle and at the end."""
+    comm = GroupComm(deadline_seconds=20)
+    starts = torch.randn(comm.size, 400, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    seen: list[list[float]] = []
+
+    def look(attached: thinwire.Attached) -> None:
+        time.sleep(0.003 * ((comm.rank + attached.step) % 3))
+        if attached.step % 15 == 0:
+            with attached.consensus() as model:
+                seen.append(flat(model).tolist())
+
+    problem = quadratic(comm.size, DOUBLE, width=400)
+    attached = train(comm, strategy, problem, [lr] * 30, starts=starts, after_step=look)
+    comm.close_mailbox(attached.replicas[0])
+    return starts.mean(0).tolist(), *seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(ADPSGD(TwoSides()), 4), (EagerPushSum(staleness=2), 5)], ids=["ad_psgd", "eager"]
+)
+def test_processes_at_uneven_speeds_keep_the_mean(strategy: Strategy, size: int) -> None:
+    for mean, middle, end in run_processes(size, conserve, strategy, 0.0):
+        assert torch.allclose(torch.tensor(middle), torch.tensor(mean), rtol=0, atol=1e-12)
+        assert torch.allclose(torch.tensor(end), torch.tensor(mean), rtol=0, atol=1e-12)
+
+
+def learn(folder: str) -> dict[str, tuple[float, float, float]]:
+    """The loss at consensus before, after some steps, and after a checkpoint was read back."""
+    found: dict[str, tuple[float, float, float]] = {}
+    for strategy in (ADPSGD(), EagerPushSum()):
+        attached = attach(None, strategy, deadline_seconds=20)
+        rank = attached.comm.rank
+        data = batches(rank, 5)
+
+        def loss(attached: thinwire.Attached = attached) -> float:
+            with attached.consensus() as model, torch.no_grad():
+                return sum(float((model(x) - y).square().mean()) for rank in range(2) for x, y in batches(rank, 5))
+
+        before = loss()
+        steps(attached, data * 6)
+        after = loss()
+        attached.save(f"{folder}/{type(strategy).__name__}")
+        steps(attached, data)
+        attached.load(f"{folder}/{type(strategy).__name__}")
+        again = loss()
+        steps(attached, data)
+        attached.detach()
+        attached.comm.close_mailbox(attached.replicas[0])
+        found[type(strategy).__name__] = (before, after, again)
+    return found
+
+
+def test_processes_learn_and_resume(tmp_path: Any) -> None:
+    for found in run_processes(2, learn, str(tmp_path)):
+        for before, after, again in found.values():
+            assert after < 0.95 * before
+            assert again == after

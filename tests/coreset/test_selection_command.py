@@ -1,0 +1,247 @@
+"""Coresets as files, what `select` refuses, how good a coreset is, and `thinwire select`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.coreset.test_selection import alike, same
+from tests.oracles.coreset import apart, cost, points
+from thinwire import Comm, ConfigError
+from thinwire.cli import main
+from thinwire.coreset import Coreset, EuclideanDistances, select
+from thinwire.coreset.matrices import read_matrix
+from thinwire.coreset.projection import projected
+from thinwire.coreset.quality import by_chance, quality
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_coreset_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    found = select(points(50), budget=7, method="stochastic")
+    found.save(tmp_path / "c.safetensors")
+    again = Coreset.load(tmp_path / "c.safetensors")
+    assert same(found, again) and again.n == 50 and again.method == "stochastic" and len(again) == 7
+
+
+def test_a_file_that_holds_no_coreset_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"nothing")
+    for path in (tmp_path / "broken", tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=r"Coreset\.save"):
+            Coreset.load(path)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+X = points(12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "one of budget, fraction and cover"),
+        ({"budget": 3, "fraction": 0.1}, "budget=3, fraction=0.1"),
+        ({"fraction": 0.0}, r"fraction=0.0: must be above 0"),
+        ({"fraction": 1.5}, r"fraction=1.5"),
+        ({"fraction": float("nan")}, r"fraction=nan"),
+        ({"budget": 0}, r"1\.\.12"),
+        ({"budget": 13}, r"1\.\.12"),
+        ({"cover": -1.0}, "cover=-1.0"),
+        ({"cover": float("nan")}, "cover=nan"),
+        ({"budget": 3, "method": "best"}, "method='best': must be one of lazy"),
+        ({"budget": 3, "method": "stochastic", "eps": 1.0}, r"eps=1.0"),
+        ({"budget": 3, "method": "sparse", "neighbours": 0}, "neighbours=0"),
+        ({"budget": 3, "method": "greedi", "parts": 0}, "parts=0"),
+        ({"budget": 2, "labels": torch.arange(12) % 3}, "3 classes of 12 points need at least 1"),
+        ({"budget": 3, "labels": torch.arange(11)}, r"labels \[11\]: there are 12 points"),
+        ({"budget": 3, "labels": torch.zeros(12, 2)}, r"labels \[12, 2\]"),
+        ({"budget": 3, "labels": torch.tensor([0.0] * 11 + [torch.nan])}, "row 11 has none"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_in_words(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        select(X, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        (X[0], r"need a matrix \[n, d\]"),
+        (X[:0], r"features \[0, 5\]"),
+        (torch.zeros(3, 0), r"features \[3, 0\]"),
+        (
+            torch.where(torch.arange(12)[:, None] > 9, torch.nan, X),
+            "2 of 12 rows hold NaN or infinity, the first is row 10",
+        ),
+        (torch.where(torch.arange(12)[:, None] == 4, torch.inf, X), "row 4"),
+        (X.to(torch.complex64), "real numbers"),
+    ],
+)
+def test_features_that_cannot_be_used_are_refused_in_words(features: Tensor, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        select(features, budget=1)
+
+
+@pytest.mark.parametrize("method", ["sparse", "streaming"])
+def test_methods_that_need_coordinates_say_so(method: str) -> None:
+    with pytest.raises(ConfigError, match="needs features"):
+        select(EuclideanDistances(X), budget=3, method=method)
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(ConfigError, match="one rank alone"):
+            select(X, budget=3, method=method, comm=comm)
+        with pytest.raises(ConfigError, match="own rows"):
+            select(EuclideanDistances(X), budget=3, comm=comm)
+        with pytest.raises(ConfigError, match="or none does"):
+            select(X, budget=3, comm=comm, labels=torch.arange(12) if comm.rank else None)
+        with pytest.raises(ConfigError, match="columns, by rank"):
+            select(X[:, : 3 + comm.rank], budget=3, comm=comm)
+
+    thinwire.run_threads(2, work, deadline_seconds=20)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16, np.int64, np.uint8, bool])
+def test_features_may_be_arrays_of_any_numbers(kind: type) -> None:
+    x = (np.arange(60).reshape(20, 3) ** 2 % 7).astype(kind)
+    assert alike(select(x, budget=4), select(torch.from_numpy(x.astype(np.float32)), budget=4))
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+def test_quality_of_everything_is_perfect_and_of_a_coreset_better_than_chance() -> None:
+    x, labels = points(300), torch.arange(300) % 2
+    for kinds in (None, labels):
+        found = select(x, budget=30, labels=kinds)
+        own = quality(x, found.indices, found.weights, labels=kinds)
+        draws = [by_chance(300, 30, labels=kinds, like=found, seed=seed) for seed in range(6)]
+        others = [quality(x, *draw, labels=kinds) for draw in draws]
+        assert own.mean_distance < min(other.mean_distance for other in others)
+        assert own.gradient_error < float(np.mean([other.gradient_error for other in others]))
+        assert all(weights.sum() == pytest.approx(300) for _, weights in draws)
+    assert own.mean_distance * 300 == pytest.approx(cost(apart(x), found.indices.tolist()), rel=1e-4)
+    everything = quality(x, torch.arange(300), torch.ones(300).double(), labels=labels)
+    assert everything.largest_distance == 0 and everything.gradient_error < 1e-6
+
+
+def test_a_projection_shows_the_widest_plane() -> None:
+    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 0.1, 4.0, 0.1, 0.1])
+    shown = projected(x, torch.tensor([3, 7]))
+    assert shown.share > 0.99 and shown.chosen.shape == (2, 2) and shown.others.shape == (200, 2)
+    assert shown.chosen[:, 0].abs().tolist() == pytest.approx((x[[3, 7], 0] - x[:, 0].mean()).abs().tolist(), abs=0.5)
+    assert projected(x[:, :1], torch.tensor([0])).others[:, 1].abs().max() == 0
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, list[str]]:
+    """The same points in every kind of file, and the options that name their labels."""
+    x, labels = points(60).numpy(), (np.arange(60) % 3).astype(np.int64)
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", labels)
+    np.save(folder / "xy.npy", np.column_stack([x, labels]).astype(np.float32))
+    np.savez(folder / "x.npz", data=x, kinds=labels)
+    lines = [
+        " ".join([str(y), *(f"{i + 1}:{v:.9g}" for i, v in enumerate(row))]) for row, y in zip(x, labels, strict=True)
+    ]
+    (folder / "x.libsvm").write_text("\n".join(lines) + "\n")
+    return {
+        "x.npy": ["--labels", str(folder / "y.npy")],
+        "xy.npy": ["--labels=-1"],
+        "x.npz": ["--labels", "kinds"],
+        "x.libsvm": [],
+    }
+
+
+def test_the_command_writes_what_select_gives_for_every_kind_of_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.cli.select._report", lambda *_: None)  # drawn in the next test
+    whole = select(points(60), fraction=0.2, labels=torch.arange(60) % 3)
+    for name, options in files(tmp_path).items():
+        folder = tmp_path / f"out-{name}"
+        arguments = ["select", "--data", str(tmp_path / name), "--fraction", "0.2", "--per-class", *options]
+        assert main([*arguments, "--out", str(folder), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["chosen"] == 12 and told["coreset"]["mean_distance"] < told["random"]["mean_distance"]
+        with np.load(folder / "coreset.npz") as file:
+            assert file["indices"].tolist() == whole.indices.tolist()
+            assert file["weights"].tolist() == whole.weights.tolist()
+        table = (folder / "coreset.csv").read_text().splitlines()
+        assert table[0] == "index,weight,gain" and len(table) == 13
+        assert [int(line.split(",")[0]) for line in table[1:]] == whole.indices.tolist()
+        assert json.loads((folder / "summary.json").read_text())["per_class"] is True
+
+
+def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files(tmp_path)
+    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "6 of 60 points of x.npy" in said and "relative gradient error" in said and "random" in said
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<svg" in page and "6 of 60 points" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (tmp_path / "out" / "plots" / "coreset.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "absent.npy"], "no such file"),
+        (["--data", "x.txt"], "of a kind that is not known"),
+        (["--data", "broken.npy"], "cannot be read"),
+        (["--data", "x.npy", "--per-class"], "gives no labels"),
+        (["--data", "xy.npy", "--per-class", "--labels", "9"], "from 0 to 5"),
+        (["--data", "x.npz", "--labels", "kind"], "holds data, kinds"),
+        (["--data", "two.npz"], "holds 2 matrices"),
+        (["--data", "x.libsvm", "--labels", "3"], "has its own"),
+        (["--data", "x.npy", "--fraction", "2"], "fraction=2.0"),
+        (["--data", "x.npy", "--fraction", "0.1", "--budget", "3"], "one of budget"),
+        (["--data", "objects.npy"], "cannot be read"),
+    ],
+)
+def test_the_command_refuses_in_one_message(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files(tmp_path)
+    Path("x.txt").write_text("1 2 3")
+    Path("broken.npy").write_bytes(b"\x93NUMPY")
+    np.savez("two.npz", a=np.zeros((2, 2)), b=np.zeros((2, 2)))
+    np.save("objects.npy", np.array([{}]), allow_pickle=True)
+    assert main(["select", *arguments, "--out", "out"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("thinwire:") == 1 and words in " ".join(said.err.split()) and "Traceback" not in said.err
+    assert not Path("out").exists()
+
+
+def test_columns_of_parquet_are_features_but_for_the_labels(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    x, labels = points(20, d=2).numpy(), ["a", "b"] * 10
+    table = pyarrow.table({"one": x[:, 0], "kind": labels, "two": x[:, 1]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    features, own = read_matrix(tmp_path / "x.parquet", "kind")
+    assert own is not None and own.tolist() == labels and np.array_equal(features, x)
+    with pytest.raises(ConfigError, match="columns kind are not numbers"):
+        read_matrix(tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="has the columns one, kind, two"):
+        read_matrix(tmp_path / "x.parquet", "sort")
+
+
+def test_a_coreset_is_frozen() -> None:
+    found = select(X, budget=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.cost = 0.0  # type: ignore[misc]

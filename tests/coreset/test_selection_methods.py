@@ -1,0 +1,360 @@
+"""Selection by samples, neighbours, sieves and parts; on processes; and the compiled kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import stat
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.coreset.test_selection import alike, counted, same
+from tests.oracles.coreset import apart, blobs, clusters, cost, points
+from tests.pool import run_processes
+from thinwire import Comm, GroupComm
+from thinwire.coreset import Coreset, select
+from thinwire.coreset.facility import CoordinateFacility, TorchNearest
+from thinwire.coreset.fused import FusedNearest
+from thinwire.coreset.goals import Goal
+from thinwire.coreset.methods import unit_of
+from thinwire.coreset.neighbours import neighbours, recall
+from thinwire.coreset.similarity import centred
+from thinwire.coreset.streaming import _sifted, streaming
+from thinwire.kernels import nearest
+
+DRAWING = ["stochastic", "sparse", "streaming", "greedi"]
+
+
+def chance(x: Tensor, budget: int, draws: int = 5) -> float:
+    """The mean cost of random picks."""
+    distances = apart(x)
+    orders = [torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)) for seed in range(draws)]
+    return float(np.mean([cost(distances, order[:budget].tolist()) for order in orders]))
+
+
+# -- what holds for every method ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_every_method_gives_distinct_points_true_weights_and_the_true_cost(method: str) -> None:
+    x = points(260)
+    found = select(x, budget=26, method=method, seed=1)
+    picks = found.indices.tolist()
+    assert len(set(picks)) == 26 and found.n == 260
+    assert found.weights.tolist() == clusters(apart(x), picks)
+    assert found.cost == pytest.approx(cost(apart(x), picks), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_every_method_is_worse_than_greedy_by_less_than_chance_is(method: str) -> None:
+    x = points(400, d=4)
+    exact, found, random = select(x, budget=40).cost, select(x, budget=40, method=method).cost, chance(x, 40)
+    closed = (random - found) / (random - exact)
+    assert (0.45 if method == "streaming" else 0.8) < closed < 1.05
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_what_is_drawn_is_drawn_from_the_seed(method: str) -> None:
+    x = points(200)
+    state = torch.random.get_rng_state()
+    found = [select(x, budget=15, method=method, seed=seed) for seed in (3, 3, 4)]
+    assert same(found[0], found[1])
+    assert torch.random.get_rng_state().equal(state)
+    if method in ("stochastic", "greedi"):
+        assert not found[0].indices.equal(found[2].indices)
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_every_method_finds_blobs(method: str) -> None:
+    x, kinds = blobs([30, 40, 30, 50])
+    found = select(x, budget=8, method=method)
+    assert set(kinds[found.indices].tolist()) == {0, 1, 2, 3}
+    for kind, size in enumerate((30, 40, 30, 50)):
+        assert found.weights[kinds[found.indices] == kind].sum() == size
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_every_method_can_take_everything_and_equal_points(method: str) -> None:
+    x = points(8).repeat(2, 1)
+    found = select(x, fraction=1.0, method=method)
+    assert sorted(found.indices.tolist()) == list(range(16)) and found.weights.tolist() == [1.0] * 16
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_every_method_selects_per_class_and_to_a_cover(method: str) -> None:
+    x, labels = points(150), torch.arange(150) % 3
+    found = select(x, budget=30, labels=labels, method=method)
+    assert torch.bincount(labels[found.indices]).tolist() == [10, 10, 10]
+    assert torch.zeros(3).double().index_add_(0, labels[found.indices], found.weights).tolist() == [50, 50, 50]
+    bound = select(x, budget=20).cost
+    assert select(x, cover=bound, method=method).cost <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("method", ["lazy", *DRAWING])
+def test_progress_is_told_and_never_goes_back(method: str) -> None:
+    shares: list[float] = []
+    select(points(100), budget=20, labels=torch.arange(100) % 2, method=method, told=shares.append)
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+
+
+# -- stochastic --------------------------------------------------------------------------------------------------------
+
+
+def test_stochastic_asks_for_as_many_gains_as_its_eps_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = points(300)
+    for eps in (0.01, 0.5):
+        asked = counted(monkeypatch)
+        select(x, budget=30, method="stochastic", eps=eps)
+        assert asked[0] == 30 * math.ceil(10 * math.log(1 / eps))
+
+
+def test_stochastic_s_usual_eps_looks_at_enough() -> None:
+    x = points(500, d=8)
+    exact, random = select(x, budget=50).cost, chance(x, 50)
+    usual = np.mean([select(x, budget=50, method="stochastic", seed=s).cost for s in range(4)])
+    careless = np.mean([select(x, budget=50, method="stochastic", seed=s, eps=0.9).cost for s in range(4)])
+    assert (random - usual) > 0.85 * (random - exact) > 1.3 * (random - careless)
+
+
+def test_stochastic_with_samples_of_everything_is_greedy() -> None:
+    x = points(60)
+    assert alike(select(x, budget=6, method="stochastic", eps=1e-8), select(x, budget=6))
+
+
+# -- sparse ------------------------------------------------------------------------------------------------------------
+
+
+def test_with_all_neighbours_sparse_is_exact() -> None:
+    x = points(150)
+    for budget in (1, 20, 90):
+        found, exact = select(x, budget=budget, method="sparse", neighbours=149), select(x, budget=budget)
+        assert alike(found, exact)
+        assert found.gains.tolist() == pytest.approx(exact.gains.tolist(), abs=1e-3)
+
+
+def test_more_neighbours_are_nearer_to_exact() -> None:
+    x = points(500, d=8)
+    costs = [select(x, budget=50, method="sparse", neighbours=m).cost for m in (4, 16, 128)]
+    assert costs[0] > costs[1] > costs[2] * 0.999 and costs[2] < 1.005 * select(x, budget=50).cost
+
+
+def test_points_without_a_chosen_neighbour_go_to_the_nearest_of_all() -> None:
+    x, _ = blobs([40, 40, 40])
+    found = select(x, budget=2, method="sparse", neighbours=5)
+    assert found.weights.sum() == 120
+    assert found.cost == pytest.approx(cost(apart(x), found.indices.tolist()), rel=1e-4)
+
+
+def test_exact_neighbours_are_those_of_a_sorted_row() -> None:
+    x = points(120)
+    found = neighbours(x, 7, torch.Generator().manual_seed(0))
+    order = apart(x).argsort(1)
+    assert found.numbers[:, 0].tolist() == list(range(120))
+    for i in range(120):
+        assert set(found.numbers[i].tolist()) == set(order[i, :8].tolist())
+    assert recall(x, found, torch.Generator()) == 1
+
+
+def test_inverted_lists_find_most_neighbours_and_true_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    import thinwire.coreset.neighbours as module
+
+    monkeypatch.setattr(module, "_CELL", 60)
+    monkeypatch.setattr(module, "_PROBES", 6)
+    x = points(1500, d=6)
+    found = neighbours(x, 10, torch.Generator().manual_seed(0), exact=False)
+    assert 0.7 < recall(x, found, torch.Generator().manual_seed(1)) <= 1
+    far = apart(x)
+    rows = torch.arange(1500)[:, None]
+    assert np.allclose(found.distances.numpy(), far[rows, found.numbers.long()], atol=1e-4)
+    assert all(len(set(row)) == 11 for row in found.numbers.tolist())
+
+
+def test_cells_with_too_few_points_are_joined_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import thinwire.coreset.neighbours as module
+
+    monkeypatch.setattr(module, "_CELL", 5)
+    monkeypatch.setattr(module, "_PROBES", 1)
+    found = neighbours(points(90), 30, torch.Generator(), exact=False)
+    assert all(len(set(row)) == 31 for row in found.numbers.tolist())
+
+
+# -- streaming ---------------------------------------------------------------------------------------------------------
+
+
+def sieved(far: np.ndarray, medoid: int, budget: int, eps: float) -> list[list[int]]:
+    """Sieve streaming point by point, from its definition: what each guess keeps, the best first, the medoid aside."""
+    sieves: dict[int, tuple[np.ndarray, list[int]]] = {}
+    start, step = far[:, medoid], math.log1p(eps)
+    greatest = max(np.maximum(0, start - column).sum() for column in far.T)
+    most = max(greatest, min(2 * budget * greatest, 2 * start.sum()))
+    for j in range(math.ceil(math.log(greatest) / step), math.floor(math.log(most) / step) + 2):
+        near, kept = start, list[int]()
+        for e, column in enumerate(far.T):
+            left = budget - 1 - len(kept)
+            if left and np.maximum(0, near - column).sum() >= (math.exp(j * step) / 2 - (start - near).sum()) / left:
+                near, kept = np.minimum(near, column), [*kept, e]
+        sieves[j] = (near, kept)
+    return [kept for _, kept in sorted(sieves.values(), key=lambda sieve: sieve[0].sum())]
+
+
+def test_a_sieve_keeps_what_its_definition_says() -> None:
+    x = points(230, d=3)
+    rows = centred(x) / unit_of(centred(x))
+    medoid = int(apart(x).sum(0).argmin())
+    ours = [sieve.kept for sieve in _sifted(rows, rows, medoid, Goal(12), 0.2)]
+    theirs = sieved(apart(rows), medoid, 12, 0.2)
+    assert ours[0] == theirs[0] and sorted(ours) == sorted(theirs) and max(map(len, ours)) == 11
+
+
+def test_streaming_looks_at_blocks_of_points_and_keeps_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    import thinwire.coreset.streaming as module
+
+    monkeypatch.setattr(module, "_SAMPLE", 50)
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    largest, measure = [0], module.to_rows
+
+    def watched(own: Tensor, others: Tensor) -> Tensor:
+        largest[0] = max(largest[0], len(own) * len(others))
+        return measure(own, others)
+
+    monkeypatch.setattr(module, "to_rows", watched)
+    x = points(3000, d=3)
+    rows = centred(x)
+    rows = rows / unit_of(rows)
+
+    def make() -> CoordinateFacility:
+        return CoordinateFacility(TorchNearest(rows), 1.0, block=8)
+
+    picks, sizes = streaming(rows, Goal(10), eps=0.3, generator=torch.Generator(), make=make)
+    assert largest[0] <= 50 * 64 and len(picks.indices) == 10 and sizes.sum() == 3000
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_part_is_the_whole() -> None:
+    x = points(120)
+    assert alike(select(x, budget=12, method="greedi", parts=1), select(x, budget=12))
+
+
+def test_parts_on_ranks_choose_among_all_ranks_picks() -> None:
+    x, labels = points(200), torch.arange(200) % 2
+    cuts = (0, 60, 190, 200)
+
+    def work(comm: Comm) -> Coreset:
+        own = slice(cuts[comm.rank], cuts[comm.rank + 1])
+        return select(x[own], labels=labels[own], budget=20, method="greedi", comm=comm)
+
+    found = thinwire.run_threads(3, work, deadline_seconds=30)
+    assert same(found[0], found[1]) and same(found[0], found[2])
+    exact = select(x, labels=labels, budget=20)
+    assert exact.cost * 0.99 <= found[0].cost < 1.1 * exact.cost
+    union: set[int] = set()
+    for kind in (0, 1):
+        for start, end in pairwise(cuts):
+            members = torch.arange(start, end)[labels[start:end] == kind]
+            union |= set(members[select(x[members], budget=min(10, len(members))).indices].tolist())
+    assert set(found[0].indices.tolist()) <= union
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def on_rank() -> list[tuple[list[int], list[float], list[float], float]]:
+    comm = GroupComm(deadline_seconds=20)
+    x, labels = points(90), torch.arange(90) % 3
+    own = slice(0, 25) if comm.rank == 0 else slice(25, 90)
+    found = [
+        select(x[own], budget=9, comm=comm),
+        select(x[own], budget=9, labels=labels[own], comm=comm),
+        select(x[own], budget=4, comm=comm, method="greedi"),
+    ]
+    return [(f.indices.tolist(), f.weights.tolist(), f.gains.tolist(), f.cost) for f in found]
+
+
+def test_processes_give_what_one_machine_with_all_points_gives() -> None:
+    x, labels = points(90), torch.arange(90) % 3
+    first, second = run_processes(2, on_rank)
+    assert first == second
+    for mine, whole in zip(first, (select(x, budget=9), select(x, budget=9, labels=labels)), strict=False):
+        assert mine == (whole.indices.tolist(), whole.weights.tolist(), whole.gains.tolist(), whole.cost)
+
+
+# -- the compiled kernel -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """The kernel, compiled into a cache of its own."""
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("THINWIRE_NATIVE", raising=False)
+    nearest._compiled.cache_clear()
+    found = nearest.compiled(torch.empty(0))
+    nearest._compiled.cache_clear()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+def test_the_kernel_s_gains_do_not_depend_on_what_is_asked_for_beside_it(library: ctypes.CDLL) -> None:
+    for n, d in ((1, 1), (15, 3), (33, 64), (500, 70)):
+        rows = centred(points(n, d, seed=n))
+        rows = rows / unit_of(rows)
+        ours, theirs = FusedNearest(rows, library), TorchNearest(rows)
+        for position in range(min(3, n)):
+            together = ours.gains(rows)
+            assert together.tolist() == [float(ours.gains(row[None])[0]) for row in rows]
+            assert together == pytest.approx(theirs.gains(rows), abs=n * 2**-21)
+            ours.take(rows[position], position, position)
+            theirs.take(rows[position], position, position)
+        assert ours.representatives().equal(theirs.representatives())
+        assert ours.of(torch.arange(n)).equal(rows)
+        assert ours.cost() == pytest.approx(theirs.cost(), abs=n * 2**-21)
+
+
+def test_the_kernel_s_threads_change_nothing(library: ctypes.CDLL) -> None:
+    rows = centred(points(70_001, 33))
+    rows = rows / unit_of(rows)
+    one, three = FusedNearest(rows, library), FusedNearest(rows, library, threads=3)
+    for position, own in enumerate((5, 70_000, 33_333)):
+        one.take(rows[own], position, own)
+        three.take(rows[own], position, own)
+        assert one.representatives().equal(three.representatives())
+        assert one.gains(rows[:9]).tolist() == three.gains(rows[:9]).tolist()
+
+
+def test_the_kernel_is_compiled_once_into_a_private_folder(library: ctypes.CDLL, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "native"
+    (made,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    before = made.stat().st_mtime_ns
+    assert nearest._compiled() is not None
+    nearest._compiled.cache_clear()
+    assert [each.stat().st_mtime_ns for each in folder.iterdir()] == [before]
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "native"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
+    nearest._compiled.cache_clear()
+    assert nearest.compiled(torch.empty(0)) is None and not list(folder.iterdir())
+    nearest._compiled.cache_clear()
+
+
+def test_without_a_compiler_torch_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = points(80)
+    whole = select(x, budget=10)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    nearest._compiled.cache_clear()
+    assert nearest.compiled(torch.empty(0)) is None
+    assert alike(select(x, budget=10), whole)
+    nearest._compiled.cache_clear()

@@ -1,0 +1,282 @@
+"""C and torch give the same bits, with whatever instructions; and how the C is made."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.natives import by_c as by_c
+from tests.kernels.natives import library as library
+from tests.kernels.natives import same, same_bits
+from thinwire import kernels
+from thinwire.kernels import base, native
+from thinwire.kernels.reference import largest, quantized, signs, sketched
+from thinwire.kernels.reference import rng as chance
+
+SIZES = (1, 7, 8, 9, 31, 33, 1000, 2047, 9001)
+
+
+def odd(n: int, seed: int = 0) -> Tensor:
+    """Numbers with all that is special about floats."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    x[1::11], x[2::13], x[3::17] = -0.0, 1e-42, 3e38
+    x[n // 2 : n // 2 + 300] *= 1e-30
+    x[n // 3 : n // 3 + 100] = 0
+    return x
+
+
+def nothing(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), 0x55, dtype=torch.uint8)
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_are_bit_by_bit_those_of_torch(n: int) -> None:
+    for block, norm, nbytes in itertools.product((1, 3, 8, 40, 128, 2048, n), ("l1", "l2"), (2, 4)):
+        x, ours, theirs = odd(n), odd(n, 1), odd(n, 1)
+        payload, expected = (
+            nothing(kernels.sign_nbytes(n, block, nbytes)),
+            nothing(kernels.sign_nbytes(n, block, nbytes)),
+        )
+        kernels.encode_signs_(x, ours, payload, block=block, norm=norm, scale_bytes=nbytes)  # type: ignore[arg-type]
+        signs.encode_signs_(x, theirs, expected, block=block, norm=norm, scale_bytes=nbytes)
+        assert payload.equal(expected) and same_bits(ours, theirs)
+        kernels.encode_signs_(x, None, payload, block=block, norm=norm, scale_bytes=nbytes)  # type: ignore[arg-type]
+        signs.encode_signs_(x, None, expected, block=block, norm=norm, scale_bytes=nbytes)
+        assert payload.equal(expected)
+        several = torch.stack([payload, expected, payload])
+        several[1, -1] ^= 1
+        kernels.sum_signs_(several, ours, block=block, scale_bytes=nbytes)
+        signs.sum_signs_(several, theirs, block=block, scale_bytes=nbytes)
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", SIZES)
+def test_few_bits_are_bit_by_bit_those_of_torch(n: int) -> None:
+    x, ours, theirs = odd(n), torch.empty(n), torch.empty(n)
+    x[3::17] = 3e18
+    for bits, block, (norm, nbytes, shift) in itertools.product(
+        range(1, 9), (3, 100, 2048, n), (("max", 4, 0.0), ("l2", 2, 0.375), ("max", 2, 0.7))
+    ):
+        how = {"bits": bits, "block": block, "key": n, "shift": shift, "scale_bytes": nbytes}
+        size = kernels.quantized_nbytes(n, bits, block, nbytes)
+        payload, expected = nothing(size), nothing(size)
+        kernels.quantize_(x, payload, norm=norm, **how)  # type: ignore[arg-type]
+        quantized.quantize_(x, expected, norm=norm, **how)  # type: ignore[arg-type]
+        assert payload.equal(expected)
+        for dither in (False, True):
+            kernels.dequantize_(payload, ours, dither=dither, **how)  # type: ignore[arg-type]
+            quantized.dequantize_(payload, theirs, dither=dither, **how)  # type: ignore[arg-type]
+            assert same_bits(ours, theirs)
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", SIZES)
+def test_sketches_and_what_is_large_are_those_of_torch(n: int) -> None:
+    x = odd(n)
+    assert kernels.uniform(n, n, 2**33 + 5).equal(chance.uniform(n, n, 2**33 + 5))
+    for rows, columns in ((1, 1), (3, 7), (5, 64), (5, 600), (7, 5000), (4, 513), (17, 40)):
+        ours, theirs = torch.ones(rows, columns), torch.ones(rows, columns)
+        kernels.sketch_(x, ours, key=n, scale=0.3)
+        sketched.sketch_(x, theirs, key=n, scale=0.3)
+        assert same_bits(ours, theirs)
+        estimates = sketched.unsketch(ours, None, n, key=n)
+        assert kernels.unsketch(ours, None, n, key=n).equal(estimates)
+        for k in {1, n // 2, n} - {0}:
+            assert kernels.heavy(ours, n, k, key=n).equal(largest.top_k(estimates, k))
+    for k in {1, n // 3, n} - {0}:
+        places = kernels.top_k(x, k)
+        assert places.equal(largest.top_k(x, k))
+        packed = kernels.pack_indices(places, n)
+        assert packed.equal(largest.pack_indices(places, (n - 1).bit_length()))
+        assert kernels.unpack_indices(packed, n, k).equal(places)
+
+
+def spoilt(n: int) -> Tensor:
+    """Numbers among which some are none, or without end."""
+    x = odd(n)
+    x[n // 4], x[n // 2], x[-1] = math.inf, -math.inf, math.nan
+    return x
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", [1, 9, 300, 4100])
+def test_what_is_no_number_comes_to_the_same_by_c_and_by_torch(n: int) -> None:
+    for block, norm in itertools.product((8, 13, 2048), ("l1", "l2")):
+        ours, theirs, said, wanted = odd(n, 1), odd(n, 1), torch.empty(n), torch.empty(n)
+        payload, expected = nothing(kernels.sign_nbytes(n, block)), nothing(kernels.sign_nbytes(n, block))
+        kernels.encode_signs_(spoilt(n), ours, payload, block=block, norm=norm)  # type: ignore[arg-type]
+        signs.encode_signs_(spoilt(n), theirs, expected, block=block, norm=norm, scale_bytes=4)
+        assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :]) and same(ours, theirs)
+        kernels.decode_signs_(payload, said, block=block)
+        signs.decode_signs_(expected, wanted, block=block, scale_bytes=4)
+        assert same(said, wanted)
+        how = {"bits": 4, "block": block, "key": 3, "shift": 0.0, "scale_bytes": 4}
+        payload, expected = (
+            nothing(kernels.quantized_nbytes(n, 4, block)),
+            nothing(kernels.quantized_nbytes(n, 4, block)),
+        )
+        kernels.quantize_(spoilt(n), payload, norm="max", **how)  # type: ignore[arg-type]
+        quantized.quantize_(spoilt(n), expected, norm="max", **how)  # type: ignore[arg-type]
+        assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :])
+        kernels.dequantize_(payload, said, **how)  # type: ignore[arg-type]
+        quantized.dequantize_(expected, wanted, dither=False, **how)  # type: ignore[arg-type]
+        assert same(said, wanted)
+    tables = torch.zeros(2, 3, 70)
+    kernels.sketch_(spoilt(n), tables[0], key=n)
+    sketched.sketch_(spoilt(n), tables[1], key=n, scale=1.0)
+    assert same(tables[0], tables[1])
+
+
+@pytest.mark.usefixtures("by_c")
+def test_scales_between_two_of_16_bits_go_to_the_even_one() -> None:
+    x = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8])
+    payload, said = nothing(kernels.sign_nbytes(4, 1, 2)), torch.empty(4)
+    kernels.encode_signs_(x, None, payload, block=1, scale_bytes=2)
+    kernels.decode_signs_(payload, said, block=1, scale_bytes=2)
+    assert said.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0] == x.bfloat16().tolist()
+
+
+@pytest.mark.usefixtures("by_c")
+def test_no_draw_lifts_the_largest_element_above_the_highest_code() -> None:
+    n = 1 << 19
+    draws = chance.uniform(n, 5)
+    # In fp32 the sum of the highest code and a draw just below 1 is the next whole number.
+    assert bool((254 + draws == 255).any())
+    payload, said = nothing(kernels.quantized_nbytes(n, 8, n)), torch.empty(n)
+    kernels.quantize_(torch.ones(n), payload, bits=8, block=n, key=5)
+    kernels.dequantize_(payload, said, bits=8, block=n, key=5)
+    assert bool((said == 1).all())
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("skipped", [1, 3, 5])
+def test_vectors_and_payloads_may_begin_anywhere(skipped: int) -> None:
+    n, x, rest = 3001, odd(3001 + skipped), odd(3001 + skipped, 1)
+    for block in (8, 13, 2048):
+        nbytes = kernels.sign_nbytes(n, block)
+        ours, theirs = rest.clone()[skipped:], rest.clone()[skipped:].clone()
+        room, expected = nothing(nbytes + 2 * skipped), nothing(nbytes)
+        kernels.encode_signs_(x[skipped:], ours, room[skipped:-skipped], block=block)
+        signs.encode_signs_(x[skipped:].clone(), theirs, expected, block=block, norm="l1", scale_bytes=4)
+        assert room[skipped:-skipped].equal(expected) and same_bits(ours, theirs)
+        assert (room[:skipped] == 0x55).all() and (room[-skipped:] == 0x55).all()
+        kernels.decode_signs_(room[skipped:-skipped], ours, block=block)
+        signs.decode_signs_(expected, theirs, block=block, scale_bytes=4)
+        assert same_bits(ours, theirs)
+        nbytes = kernels.quantized_nbytes(n, 3, block)
+        room, expected = nothing(nbytes + 2 * skipped), nothing(nbytes)
+        kernels.quantize_(x[skipped:], room[skipped:-skipped], bits=3, block=block, key=1)
+        kernels.quantize_(x[skipped:].clone(), expected, bits=3, block=block, key=1)
+        assert room[skipped:-skipped].equal(expected)
+        assert (room[:skipped] == 0x55).all() and (room[-skipped:] == 0x55).all()
+
+
+# -- how it is made ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    if native.library("probe", b"long thinwire_one(void) { return 1; }", []) is None:
+        pytest.skip("no C compiler")
+    return tmp_path / "cache" / "native"
+
+
+def test_a_library_is_compiled_once_into_a_private_folder(cache_folder: Path) -> None:
+    (made,) = cache_folder.iterdir()
+    before = made.stat()
+    assert stat.S_IMODE(cache_folder.stat().st_mode) == 0o700
+    assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is not None
+    assert [(each, each.stat().st_mtime_ns) for each in cache_folder.iterdir()] == [(made, before.st_mtime_ns)]
+
+
+def test_another_source_and_other_flags_are_another_library(cache_folder: Path) -> None:
+    for source, flags in (
+        (b"long thinwire_one(void) { return 2; }", []),
+        (b"long thinwire_one(void) { return 1; }", ["-O1"]),
+    ):
+        found = native.library("probe", source, flags)
+        assert found is not None and found.thinwire_one() == int(source[-4:-3])
+    assert len(list(cache_folder.iterdir())) == 3
+
+
+def test_several_may_compile_at_once(cache_folder: Path) -> None:
+    source = b"long thinwire_one(void) { return 5; }"
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: native.library("race", source, []), range(6)))
+    assert [each is not None and each.thinwire_one() for each in found] == [5] * 6
+    assert len([each for each in cache_folder.iterdir() if each.name.startswith("race-")]) == 1
+    assert not [each for each in cache_folder.iterdir() if each.is_dir()]
+
+
+def test_what_does_not_compile_is_done_without(cache_folder: Path) -> None:
+    before = list(cache_folder.iterdir())
+    assert native.library("broken", b"this is not C", []) is None
+    assert list(cache_folder.iterdir()) == before
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(cache_folder: Path) -> None:
+    for mode in (0o770, 0o707):
+        cache_folder.chmod(mode)
+        assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is None
+    cache_folder.chmod(0o700)
+    assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is not None
+
+
+@pytest.mark.parametrize(
+    ("system", "names", "folder"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/thinwire"),
+        ("linux", {"HOME": "/h"}, "/h/.cache/thinwire"),
+        ("darwin", {"HOME": "/h"}, "/h/Library/Caches/thinwire"),
+        ("linux", {"THINWIRE_CACHE": "/mine", "XDG_CACHE_HOME": "/x"}, "/mine"),
+    ],
+)
+def test_the_cache_is_where_the_system_keeps_caches(
+    system: str, names: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("THINWIRE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(native.sys, "platform", system)
+    assert native.cache_folder() == Path(folder)
+
+
+def test_without_a_compiler_torch_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, payloads = odd(500), list[Tensor]()
+    for path in (os.environ["PATH"], str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.delenv("CC", raising=False)
+        base._compiled.cache_clear()
+        payloads.append(nothing(kernels.quantized_nbytes(500, 4, 64)))
+        kernels.quantize_(x, payloads[-1], bits=4, block=64, key=1)
+    assert base.compiled(x) is None
+    assert payloads[0].equal(payloads[1])
+    base._compiled.cache_clear()
+
+
+def test_native_code_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_NATIVE", "0")
+    assert base.compiled(torch.empty(1)) is None
+    monkeypatch.setenv("THINWIRE_NATIVE", "1")
+    assert base.compiled(torch.empty(1, device="meta")) is None
+
+
+def test_the_c_has_no_name_but_its_own() -> None:
+    folder = Path(kernels.__file__).parent / "c"
+    for path in folder.glob("*.c"):
+        lines = path.read_text().splitlines()
+        assert len(lines) < 400
+        exported = [line for line in lines if line[:5] in ("void ", "int64") and "(" in line]
+        assert all("thinwire_" in line for line in exported)

@@ -1,0 +1,127 @@
+"""Codecs, error feedback and CHOCO-SGD once more, straight from their equations: workers on the leading axis.
+
+The plain second opinion that real runs are compared to; nothing in here knows thinwire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Code = Callable[[Tensor], Tensor]
+Gradient = Callable[[Tensor, int], Tensor]
+
+
+def signs(block: int, norm: str = "l1") -> Code:
+    """Each element plus or minus its block's scale; a block of zeros stays zero."""
+
+    def scaled(piece: Tensor) -> Tensor:
+        scale = piece.abs().mean() if norm == "l1" else piece.square().mean().sqrt()
+        return torch.where(piece.signbit(), -scale, scale) if scale > 0 else torch.zeros_like(piece)
+
+    return lambda x: torch.cat([scaled(piece) for piece in x.split(block)]) if len(x) else x.clone()
+
+
+def largest(fraction: float) -> Code:
+    """The largest elements as they are, zero elsewhere."""
+
+    def code(x: Tensor) -> Tensor:
+        kept = sorted(range(len(x)), key=lambda i: -abs(float(x[i])))[: -int(-fraction * len(x) // 1)]
+        y = torch.zeros_like(x)
+        y[kept] = x[kept]
+        return y
+
+    return code
+
+
+def chunks(n: int, size: int, grain: int) -> list[int]:
+    """What each of `size` ranks adds up: whole grains, as many for each, until there are no more."""
+    length = grain * -(-n // (grain * size))
+    return [max(0, min(length, n - rank * length)) for rank in range(size)]
+
+
+class TwoStages:
+    """Means of what workers say: each keeps what it left unsaid, and so does the rank that adds up a piece.
+
+    Args:
+        code: of a piece.
+        grain: elements that are coded together.
+        parts: elements of each part of the vector that is sent by itself.
+    """
+
+    def __init__(self, code: Code, grain: int, parts: Sequence[int]) -> None:
+        self.code, self.grain, self.parts = code, grain, list(parts)
+        self.owed: Tensor | None = None
+        self.server_owed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The agreed vector of n, from a row of n for each worker."""
+        if self.owed is None or self.server_owed is None:
+            self.owed, self.server_owed = torch.zeros_like(x), torch.zeros_like(x[0])
+        pieces = [n for part in self.parts for n in chunks(part, len(x), self.grain)]
+
+        def coded(row: Tensor) -> Tensor:
+            return torch.cat([self.code(piece) for piece in row.split(pieces)])
+
+        whole = x + self.owed
+        said = torch.stack([coded(row) for row in whole])
+        self.owed = whole - said
+        mean = said.mean(0) + self.server_owed
+        agreed = coded(mean)
+        self.server_owed = mean - agreed
+        return agreed
+
+
+def coded_sgd(gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """SGD on agreed gradients."""
+    for k, rate in enumerate(rates):
+        x = x - rate * mean(gradient(x, k))
+    return x
+
+
+def coded_local_sgd(
+    gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor], period: int
+) -> Tensor:
+    """Local SGD whose averages are agreed on as differences to the last one."""
+    anchor = x[0]
+    for k, rate in enumerate(rates):
+        x = x - rate * gradient(x, k)
+        if (k + 1) % period == 0:
+            anchor = anchor + mean(x - anchor)
+            x = anchor.expand_as(x)
+    return x
+
+
+def coded_slow_momentum(
+    gradient: Gradient,
+    x: Tensor,
+    rate: float,
+    steps: int,
+    mean: Callable[[Tensor], Tensor],
+    *,
+    period: int,
+    momentum: float,
+) -> Tensor:
+    """SlowMo, Algorithm 1, whose averages are agreed on as differences to the anchor."""
+    anchor, slow = x[0], torch.zeros_like(x[0])
+    for k in range(steps):
+        x = x - rate * gradient(x, k)
+        if (k + 1) % period == 0:
+            slow = momentum * slow - mean(x - anchor) / rate
+            anchor = anchor - rate * slow
+            x = anchor.expand_as(x)
+    return x
+
+
+def choco(
+    gradient: Gradient, x: Tensor, rates: Sequence[float], code: Code, *, mixing: Tensor, step_size: float
+) -> Tensor:
+    """CHOCO-SGD with every public copy written out."""
+    public = x.clone()
+    for k, rate in enumerate(rates):
+        x = x - rate * gradient(x, k)
+        public = public + torch.stack([code(row) for row in x - public])
+        x = x + step_size * (mixing @ public - public)
+    return x

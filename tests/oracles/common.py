@@ -1,0 +1,187 @@
+"""Each method once more, straight from its paper: all workers in one tensor, the worker on the leading axis.
+
+The plain second opinion that real runs are compared to; nothing in here knows thinwire.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Gradient = Callable[[Tensor, int], Tensor]
+Mixing = Callable[[int], Tensor]
+
+
+class Descent:
+    """Every worker's own SGD: what it adds to the parameters, given the gradients and where they were taken."""
+
+    def __init__(
+        self, rates: Sequence[float | Tensor], *, momentum: float = 0.0, nesterov: bool = False, decay: float = 0.0
+    ) -> None:
+        self.rates, self.momentum, self.nesterov, self.decay = rates, momentum, nesterov, decay
+        self.velocity: Tensor | float = 0.0
+
+    def __call__(self, x: Tensor, g: Tensor, k: int) -> Tensor:
+        g = g + self.decay * x
+        self.velocity = self.momentum * self.velocity + g
+        return -self.rates[k] * (g + self.momentum * self.velocity if self.nesterov else self.velocity)
+
+
+def all_reduce(gradient: Gradient, x: Tensor, descend: Descent, steps: int) -> Tensor:
+    """x <- x - rate * update(mean of gradients)."""
+    for k in range(steps):
+        g = gradient(x, k).mean(0).expand_as(x)
+        x = x + descend(x, g, k)
+    return x
+
+
+def local_sgd(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int) -> Tensor:
+    """Every worker by itself; all take the mean every `period` steps."""
+    for k in range(steps):
+        x = x + descend(x, gradient(x, k), k)
+        if (k + 1) % period == 0:
+            x = x.mean(0).expand_as(x)
+    return x
+
+
+def combine_while_adapting(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
+    """D-PSGD, Algorithm 1: gradients at x, neighbours mixed into x, and the one subtracted from the other."""
+    for k in range(steps):
+        g = gradient(x, k)
+        mixed = mixing(k) @ x
+        x = mixed + descend(mixed, g, k)
+    return x
+
+
+def adapt_then_combine(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
+    """D-PSGD in the other order: step first, then mix."""
+    for k in range(steps):
+        x = mixing(k) @ (x + descend(x, gradient(x, k), k))
+    return x
+
+
+def push_sum(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
+    """SGP, Algorithm 1: numerators and weights are pushed, gradients are taken at their quotient; returns that."""
+    w = torch.ones(len(x), 1, dtype=x.dtype)
+    z = x
+    for k in range(steps):
+        x = mixing(k) @ (x + descend(z, gradient(z, k), k))
+        w = mixing(k) @ w
+        z = x / w
+    return z
+
+
+def slow_momentum(
+    gradient: Gradient,
+    x: Tensor,
+    descend: Descent,
+    steps: int,
+    *,
+    period: int,
+    momentum: float,
+    lr: float,
+    mixing: Mixing | None = None,
+    meanwhile: bool = False,
+) -> Tensor:
+    """SlowMo, Algorithm 1, over Local SGD or, with a mixing, over SGP or (meanwhile) D-PSGD.
+
+    The rate of a slow step is the mean of the round's rates.
+    """
+    anchor, slow, z = x, torch.zeros_like(x), x
+    w = torch.ones(len(x), 1, dtype=x.dtype)
+    for k in range(steps):
+        share = torch.eye(len(x), dtype=x.dtype) if mixing is None else mixing(k)
+        g = gradient(z, k)
+        x = share @ x + descend(share @ x, g, k) if meanwhile else share @ (x + descend(z, g, k))
+        w = share @ w
+        z = x / w
+        if (k + 1) % period:
+            continue
+        rate = sum(descend.rates[k + 1 - period : k + 1]) / period
+        slow = momentum * slow + (anchor - x.sum(0) / w.sum(0)) / rate
+        anchor = anchor - lr * rate * slow
+        x, z, w = anchor, anchor, torch.ones_like(w)
+    return z
+
+
+def block_momentum(
+    gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, momentum: float
+) -> Tensor:
+    """BMUF (Chen and Huo 2016): the change of a block's mean, smoothed over blocks, is what moves the model."""
+    model, delta = x, torch.zeros_like(x)
+    for k in range(steps):
+        x = x + descend(x, gradient(x, k), k)
+        if (k + 1) % period == 0:
+            delta = momentum * delta + (x.mean(0) - model)
+            model = model + delta
+            x = model
+    return x
+
+
+def lookahead(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, pull: float) -> Tensor:
+    """Lookahead (Zhang et al. 2019): slow weights take a part of the way the fast ones went, who start again there."""
+    slow = x
+    for k in range(steps):
+        x = x + descend(x, gradient(x, k), k)
+        if (k + 1) % period == 0:
+            slow = slow + pull * (x - slow)
+            x = slow
+    return x
+
+
+def shares(n: int, targets: Callable[[int], set[int]], dtype: torch.dtype) -> Tensor:
+    """The matrix in which every worker splits its vector evenly among itself and its targets; columns sum to one."""
+    matrix = torch.zeros(n, n, dtype=dtype)
+    for source in range(n):
+        receivers = [source, *targets(source)]
+        for target in receivers:
+            matrix[target, source] = 1 / len(receivers)
+    return matrix
+
+
+def ring(n: int, dtype: torch.dtype) -> Mixing:
+    """Both neighbours, always."""
+    matrix = shares(n, lambda i: {(i - 1) % n, (i + 1) % n} - {i}, dtype)
+    return lambda k: matrix
+
+
+def complete(n: int, dtype: torch.dtype) -> Mixing:
+    """Everyone, always."""
+    return lambda k: torch.full((n, n), 1 / n, dtype=dtype)
+
+
+def one_peer(n: int, dtype: torch.dtype) -> Mixing:
+    """1, 2, 4, ... places ahead in turn."""
+    hops = [2**i for i in range(n) if 2**i < n] or [0]
+    return lambda k: shares(n, lambda i: {(i + hops[k % len(hops)]) % n} - {i}, dtype)
+
+
+def cube(n: int, dtype: torch.dtype) -> Mixing:
+    """Across one dimension of a cube in turn."""
+    bits = [2**i for i in range(n) if 2**i < n] or [0]
+    return lambda k: shares(n, lambda i: {i ^ bits[k % len(bits)]} - {i}, dtype)
+
+
+def breathing(n: int, dtype: torch.dtype) -> Mixing:
+    """A ring whose workers give each neighbour a fifth of themselves, and in every other step three tenths."""
+    edges = sum(
+        (torch.eye(n, dtype=dtype).roll(hop, 0) for hop in {1 % n, -1 % n} - {0}), torch.zeros(n, n, dtype=dtype)
+    )
+
+    def mixing(k: int) -> Tensor:
+        given = (0.3 if k % 2 else 0.2) * edges
+        return given + torch.diag(1 - given.sum(0))
+
+    return mixing
+
+
+def irregular(n: int, dtype: torch.dtype) -> Mixing:
+    """The graph of `irregular_targets`."""
+    return lambda k: shares(n, lambda i: irregular_targets(i, n, k), dtype)
+
+
+def irregular_targets(i: int, n: int, k: int) -> set[int]:
+    """A directed graph that changes from step to step, in which workers send to nobody, one or two others."""
+    if k % 2 == 0:
+        return ({(i + 1) % n} | ({(i + 2) % n} if i % 2 == 0 else set())) - {i}
+    return ({i - 1} if i % 3 else set()) | ({0} if i == n - 1 else set()) - {i}

@@ -1,0 +1,151 @@
+"""The decentralised momentum methods once more, straight from their equations: workers on the leading axis.
+
+The plain second opinion that real runs are compared to, and the points where the methods come to rest. Nothing in here
+knows thinwire. A `Step` is what each worker subtracts, before momentum: (gradient + decay * x) * rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tests.oracles.common import Gradient, Mixing
+
+
+def decentlam(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float | Tensor],
+    *,
+    mixing: Mixing,
+    momentum: float,
+    nesterov: bool = False,
+    decay: float = 0.0,
+) -> Tensor:
+    """DecentLaM: heavy-ball momentum on the gradient g~ = (x - W(x - rate * g)) / rate."""
+    m = torch.zeros_like(x)
+    for k, rate in enumerate(rates):
+        g = gradient(x, k) + decay * x
+        whole = (x - mixing(k) @ (x - rate * g)) / rate
+        m = momentum * m + whole
+        x = x - rate * (whole + momentum * m if nesterov else m)
+    return x
+
+
+def heavy_ball_of_displacements(
+    gradient: Gradient, x: Tensor, rates: Sequence[float], *, mixing: Mixing, momentum: float
+) -> Tensor:
+    """DecentLaM without a momentum vector: x <- W(x - rate * g) + momentum * rate/rate_before * (x - x_before)."""
+    before, last = x, rates[0]
+    for k, rate in enumerate(rates):
+        moved = mixing(k) @ (x - rate * gradient(x, k)) + momentum * (rate / last) * (x - before)
+        before, last, x = x, rate, moved
+    return x
+
+
+def quasi_global(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float | Tensor],
+    *,
+    mixing: Mixing,
+    momentum: float,
+    memory: float | None = None,
+    nesterov: bool = False,
+    decay: float = 0.0,
+) -> Tensor:
+    """QG-DmSGD: the momentum smooths (x - x_new) / rate, after mixing."""
+    kept = momentum if memory is None else memory
+    m = torch.zeros_like(x)
+    for k, rate in enumerate(rates):
+        g = gradient(x, k) + decay * x
+        u = g + momentum * m
+        u = g + momentum * u if nesterov else u
+        new = mixing(k) @ (x - rate * u)
+        m = kept * m + (1 - kept) * (x - new) / rate
+        x = new
+    return x
+
+
+def double_averaging(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float | Tensor],
+    *,
+    mixing: Mixing,
+    momentum: float,
+    decay: float = 0.0,
+) -> Tensor:
+    """DA-DmSGD: parameters and momentum are both mixed."""
+    m = torch.zeros_like(x)
+    for k, rate in enumerate(rates):
+        u = momentum * m + gradient(x, k) + decay * x
+        x = mixing(k) @ (x - rate * u)
+        m = mixing(k) @ u
+    return x
+
+
+def exact_diffusion(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float | Tensor],
+    *,
+    mixing: Mixing,
+    momentum: float,
+    decay: float = 0.0,
+) -> Tensor:
+    """EDM, with the last adapted parameters: x <- (I + W)/2 (p + x - p_before)."""
+    m, before = torch.zeros_like(x), x
+    for k, rate in enumerate(rates):
+        m = momentum * m + (1 - momentum) * (gradient(x, k) + decay * x)
+        adapted = x - rate * m
+        corrected = adapted + x - before
+        x, before = (corrected + mixing(k) @ corrected) / 2, adapted
+    return x
+
+
+def at_rest(weights: Tensor, curvature: Tensor, centre: Tensor, pull: Tensor) -> Tensor:
+    """Where (I - W) X = -pull G(X) and mean G(X) = 0, for gradients curvature_i (x_i - centre_i); (n, width).
+
+    Args:
+        weights: W, doubly stochastic, (n, n).
+        curvature: one per worker, (n,).
+        centre: one row per worker.
+        pull: the matrix before the gradients, such as rate * W; its columns sum to a constant.
+    """
+    apart = torch.eye(len(weights), dtype=weights.dtype) - weights
+    slope = torch.diag(curvature)
+    return torch.linalg.solve(apart + pull @ slope, pull @ slope @ centre)
+
+
+def bias_of_modes(values: Tensor, step: float, method: str, momentum: float) -> Tensor:
+    """How much of a gossip mode of the optima is left in the workers' errors, at equal curvature.
+
+    Args:
+        values: eigenvalues of W below one.
+        step: rate times curvature.
+        method: "displacement" (D-PSGD, DecentLaM, QG), "after" (DmSGD), "while" (AWC) or "double" (DA).
+        momentum: of the method.
+    """
+    long = step / (1 - momentum)
+    if method == "displacement":
+        return step * values / (1 - values + step * values)
+    if method == "after":
+        return long * values / (1 - values + long * values)
+    if method == "while":
+        return long / (1 - values + long)
+    return step * values / ((1 - values) * (1 - momentum * values) + step * values)
+
+
+def directed_exponential(n: int, dtype: torch.dtype) -> Mixing:
+    """1, 2, 4, ... places ahead, all at once and always."""
+    hops = [2**i for i in range(n) if 2**i < n]
+    total = sum((torch.eye(n, dtype=dtype).roll(hop, 0) for hop in hops), torch.eye(n, dtype=dtype))
+    return lambda k: total / (len(hops) + 1)
+
+
+def alone(n: int, dtype: torch.dtype) -> Mixing:
+    """Nobody speaks."""
+    return lambda k: torch.eye(n, dtype=dtype)

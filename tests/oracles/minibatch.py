@@ -1,0 +1,79 @@
+"""Minibatch, local, inner/outer and accelerated SGD once more, straight from the papers: workers on the leading axis.
+
+The plain second opinion that real runs are compared to; nothing in here knows thinwire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Gradient = Callable[[Tensor, int], Tensor]
+
+
+def minibatch(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:
+    """All gradients of a round are taken where it begins, and one step is made along their mean, times their number."""
+    steps = len(rates)
+    for first in range(0, steps - steps % period, period):
+        total = sum(rates[k] * gradient(x, k).mean(0) for k in range(first, first + period))
+        x = x - total
+    return x
+
+
+def inner_outer(
+    gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int, inner: float, active: Sequence[int] = ()
+) -> Tensor:
+    """Rounds of local steps of `inner` times the rate, and one step of the whole rate along all their gradients.
+
+    Args:
+        gradient: of all workers at a step; zero for those without data.
+        x: where they begin.
+        rates: the outer rate at each step.
+        period: steps of a round.
+        inner: inner over outer rate.
+        active: how many workers have data, at each step; otherwise all.
+    """
+    steps = len(rates)
+    begun, total = x, torch.zeros_like(x[0])
+    for k in range(steps):
+        g = gradient(x, k)
+        total = total + rates[k] * g.sum(0) / (active[k] if active else len(x))
+        x = x - inner * rates[k] * g
+        if (k + 1) % period == 0:
+            begun = x = begun - total
+            total = torch.zeros_like(total)
+    return x
+
+
+def local(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:
+    """Every worker by itself, and a mean of all after every round."""
+    for k, rate in enumerate(rates):
+        x = x - rate * gradient(x, k)
+        if (k + 1) % period == 0:
+            x = x.mean(0).expand_as(x)
+    return x
+
+
+def accelerated(
+    gradient: Gradient, x: Tensor, rate: float, rounds: int, *, period: int = 1, stage: float = float("inf")
+) -> tuple[Tensor, Tensor]:
+    """AC-SA on the mean gradient of each round, with new stages from the aggregate; where it trains, and its result.
+
+    Written with gamma_t = 2 / (rate t (t+1)) as in Ghadimi and Lan: the prox step moves by a_t / gamma_t = rate t.
+    """
+    iterate = aggregate = x
+    t = 0
+    for r in range(rounds):
+        t += 1
+        a = 2 / (t + 1)
+        gamma = 2 / (rate * t * (t + 1))
+        middle = (1 - a) * aggregate + a * iterate
+        g = sum(gradient(middle, k).mean(0) for k in range(r * period, (r + 1) * period)) / period
+        iterate = iterate - a / gamma * g
+        aggregate = (1 - a) * aggregate + a * iterate
+        if t >= stage:
+            iterate, t = aggregate, 0
+    a = 2 / (t + 2)
+    return (1 - a) * aggregate + a * iterate, aggregate

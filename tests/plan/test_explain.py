@@ -1,0 +1,277 @@
+"""The card of a recipe says what a real run then does."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import thinwire
+from tests.problems import Irregular, Perceptron, Regression, train
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Complete,
+    ConfigError,
+    Gossip,
+    Hypercube,
+    Local,
+    LocalSGD,
+    Peers,
+    PushSum,
+    Replica,
+    Ring,
+    SlowMo,
+    Strategy,
+    Topology,
+)
+from thinwire.cli import main
+from thinwire.plan import Link, explain
+from thinwire.plan.explain import PAYLOAD_SHARE
+from thinwire.plan.traffic import busiest, cycle
+from thinwire.reduce.compressed_all_reduce import mean_
+
+
+def test_a_card_of_local_sgd_says_what_its_docstring_says() -> None:
+    card = explain(LocalSGD(8), parameters=1000, workers=4, bits_per_second=1e6)
+    assert card.recipe == "LocalSGD()"
+    assert card.period == 8
+    assert card.sent_bytes_per_step == card.received_bytes_per_step == 2 * 3 / 4 * 4000 / 8
+    assert card.largest_step_bytes == card.largest_message_bytes == 6000
+    assert card.messages_per_step == 1 / 8
+    assert card.all_reduce_bytes_per_step == 6000
+    assert card.bf16_all_reduce_bytes_per_step == 3000
+    assert card.memory_bytes_per_parameter == {"parameters": 4.0}
+    assert card.largest_step_seconds == pytest.approx(6000 * 8 / (1e6 * PAYLOAD_SHARE))
+    assert card.seconds_per_step == pytest.approx(6000 * 8 / (1e6 * PAYLOAD_SHARE) / 8)
+
+
+def test_a_card_of_slow_momentum_over_push_sum_adds_the_two_up() -> None:
+    card = explain(SlowMo(PushSum(), period=6), parameters=1000, workers=4)
+    assert card.period == 6
+    assert card.sent_bytes_per_step == 4000 + 6000 / 6
+    assert card.largest_step_bytes == 4000 + 6000
+    assert card.collective_bytes_per_step == 1000
+    assert card.links == (Link(1, 2000.0), Link(2, 2000.0))
+    assert card.memory_bytes_per_parameter == {
+        "parameters": 4.0, "anchor": 4.0, "slow": 4.0, "received": 4.0,
+    }  # fmt: skip
+    assert [m.name for m in card.methods] == ["SlowMo(base=PushSum(), period=6)", "PushSum()"]
+    assert all(m.paper and m.waits for m in card.methods)
+    assert card.seconds_per_step is None
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [AllReduce(), AllReduce(Bf16()), LocalSGD(4), Gossip(), PushSum(Irregular()), SlowMo(Gossip(order="after"), 4)],
+    ids=str,
+)
+def test_a_card_says_what_a_real_run_of_the_same_model_sends(strategy: Strategy) -> None:
+    problem = Regression(3, 8, torch.float32)
+    sizes = [p.numel() for p in Perceptron(problem.start).parameters()]
+    card = explain(strategy, parameters=sizes, workers=3, bucket_bytes=40)
+
+    def sent(comm: thinwire.Comm, steps: int) -> tuple[float, int]:
+        train(comm, strategy, problem, [0.1] * steps)
+        return comm.meter.payload_bytes, comm.meter.messages
+
+    long, short = (thinwire.run_threads(3, lambda comm, n=n: sent(comm, n))[card.rank] for n in (8, 0))
+    assert 8 % card.period == 0
+    assert card.sent_bytes_per_step == pytest.approx((long[0] - short[0]) / 8, rel=1e-12)
+    if not card.links:
+        assert card.messages_per_step == (long[1] - short[1]) / 8
+
+
+def test_memory_counts_what_a_real_replica_keeps() -> None:
+    for strategy in (SlowMo(PushSum(Irregular())), PushSum(), SlowMo(), Local()):
+        (attached, *_) = thinwire.run_threads(
+            3, lambda comm, s=strategy: train(comm, s, Regression(3, 2, torch.float32), [0.1] * 2)
+        )
+        (r,) = attached.replicas
+        kept = {name: x.numel() * x.element_size() / 34 for name, x in r.state.items() if x.dim()}
+        card = explain(strategy, parameters=34, workers=3)
+        assert kept == {k: v for k, v in card.memory_bytes_per_parameter.items() if k in r.state}
+
+
+def test_figures_are_those_of_the_worker_that_has_most_to_carry() -> None:
+    @dataclass(frozen=True)
+    class Star(Topology):
+        """Everyone exchanges with rank 2."""
+
+        def peers(self, rank: int, size: int, step: int) -> Peers:
+            others = tuple(j for j in range(size) if j != 2) if rank == 2 else (2,)
+            return Peers(others, others, 1 - len(others) / size, (1 / size,) * len(others))
+
+    assert busiest(Gossip(Star()), 4) == 2
+    card = explain(Gossip(Star()), parameters=10, workers=4, bits_per_second=1e6)
+    assert card.rank == 2
+    assert card.sent_bytes_per_step == 3 * 40
+    assert card.links == (Link(0, 40.0), Link(1, 40.0), Link(3, 40.0))
+    assert busiest(Gossip(), 4) == 0
+
+
+def test_the_fuller_direction_of_a_link_is_the_one_that_takes_time() -> None:
+    @dataclass(frozen=True)
+    class Funnel(Topology):
+        """Everyone sends to rank 0, who sends to the others in turn."""
+
+        def peers(self, rank: int, size: int, step: int) -> Peers:
+            favoured = 1 + step % (size - 1)
+            if rank == 0:
+                return Peers((favoured,), tuple(range(1, size)), 0.5, (0.5,) * (size - 1))
+            return Peers((0,), (0,) * (rank == favoured), 0.5, (0.5,) * (rank == favoured))
+
+        def period(self, size: int) -> int:
+            return size - 1
+
+    card = explain(PushSum(Funnel()), parameters=9, workers=4, bits_per_second=1e6)
+    assert (card.rank, card.sent_bytes_per_step, card.received_bytes_per_step) == (0, 44.0, 132.0)
+    assert card.seconds_per_step == pytest.approx(8 * 132 / 1e6 / PAYLOAD_SHARE)
+
+
+def test_the_cycle_of_a_recipe_is_the_least_common_multiple_of_its_periods() -> None:
+    assert cycle(AllReduce(), 8) == 1
+    assert cycle(PushSum(), 8) == 3
+    assert cycle(SlowMo(PushSum(), period=48), 100) == 336
+    assert cycle(SlowMo(LocalSGD(4), period=6), 2) == 12
+    assert explain(SlowMo(LocalSGD(4), period=6), parameters=1, workers=2).period == 12
+
+
+def test_a_strategy_that_keeps_its_rhythm_to_itself_is_still_heard() -> None:
+    @dataclass(frozen=True)
+    class Tenth(Strategy):
+        def after_step(self, r: Replica) -> None:
+            if r.step % 64 == 0:
+                mean_(r.comm, r.x).wait()
+
+    card = explain(Tenth(), parameters=64, workers=2)
+    assert card.period == 64
+    assert card.sent_bytes_per_step == 4
+
+
+def test_a_rhythm_longer_than_can_be_waited_for_still_ends() -> None:
+    assert explain(LocalSGD(10**9), parameters=10, workers=2).sent_bytes_per_step == 0
+
+
+def test_one_worker_says_nothing() -> None:
+    for strategy in (AllReduce(), LocalSGD(), SlowMo(PushSum()), Gossip()):
+        card = explain(strategy, parameters=10, workers=1, bits_per_second=1e6)
+        assert card.sent_bytes_per_step == card.seconds_per_step == card.messages_per_step == 0
+        assert card.links == ()
+
+
+def test_gradients_are_cut_into_the_messages_that_attach_would_cut() -> None:
+    default = inspect.signature(thinwire.attach).parameters["bucket_bytes"].default
+    assert inspect.signature(explain).parameters["bucket_bytes"].default == default
+    card = explain(AllReduce(), parameters=[3_000_000, 2_000_000, 500_000], workers=2)
+    assert card.messages_per_step == 3
+    assert card.largest_message_bytes == 4 * 3_000_000
+    assert explain(AllReduce(), parameters=4_000_000, workers=2).largest_message_bytes == 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"parameters": 0}, "parameters=0: a model has at least 1"),
+        ({"parameters": []}, "parameters=0: a model has at least 1"),
+        ({"workers": 0}, "workers=0: must be at least 1"),
+        ({"dtype": torch.int64}, "must be|floating dtype"),
+        ({"bits_per_second": 0.0}, "bits_per_second=0.0: must be positive"),
+        ({"bits_per_second": float("nan")}, "bits_per_second=nan: must be positive"),
+        ({"strategy": Gossip(Hypercube()), "workers": 3}, "needs a power of two"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments: dict[str, object], words: str) -> None:
+    given: dict[str, object] = {"strategy": LocalSGD(), "parameters": 10, "workers": 2, **arguments}
+    with pytest.raises(ConfigError, match=words):
+        explain(given.pop("strategy"), **given)  # pyright: ignore
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["explain", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_tells_the_card_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "SlowMo(PushSum, period=6)"
+    code, out, err = said(capsys, recipe, "--parameters", "6.5e6", "--link", "100mbit,0:10mbit")
+    assert (code, err) == (0, "")
+    assert out.startswith("SlowMo(base=PushSum(), period=6)\na model, 6,500,000 parameters in float32, 4 workers\n")
+    for words in ("repeating after 6 steps", "32.5 MB a step", "ranks 1, 2: 13.0 MB each", "10 Mbit/s", "PushSum()\n"):
+        assert words in out
+    assert "arXiv:1910.00643" in out
+    assert "arXiv:1811.10792" in out
+
+
+def test_the_command_gives_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "LocalSGD(8)", "--parameters", "1000", "--workers", "8", "--link", "1gbit", "--json")
+    card = explain(LocalSGD(8), parameters=1000, workers=8, bits_per_second=1e9)
+    content = json.loads(out)
+    assert code == 0
+    assert content["sent_bytes_per_step"] == card.sent_bytes_per_step
+    assert content["seconds_per_step"] == card.seconds_per_step
+    assert content["methods"][0]["paper"] == LocalSGD.paper
+    assert set(content) == set(replace(card).__dict__)
+
+
+def test_the_command_counts_the_parameters_of_a_tasks_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "AllReduce", "--task", "digits", "--workers", "2", "--json")
+    task = thinwire_task("digits")
+    assert code == 0
+    assert json.loads(out)["parameters"] == sum(p.numel() for p in task)
+
+
+def thinwire_task(name: str) -> list[torch.nn.Parameter]:
+    from thinwire import tasks
+
+    return list(tasks.load(name).model(seed=0).parameters())
+
+
+def test_silence_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "Local", "--parameters", "1e6", "--link", "100mbit")
+    assert code == 0
+    assert "nothing" in out
+    assert "nobody waits for anybody" in out
+
+
+def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(capsys, "Gossip(Complete)", "--parameters", "1e6", "--workers", "40")
+    assert "39 others: 4.00 MB each" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ddp", "--parameters", "10"], "AllReduce() sends what ddp does"),
+        (["ddp+bf16", "--parameters", "10"], "torch's own"),
+        (["ddp+powersgd(rank=4)", "--parameters", "10"], "torch's own"),
+        (["post-local-sgd", "--parameters", "10"], "torch's own"),
+        (["SlowMoo", "--parameters", "10"], "did you mean SlowMo?"),
+        (["LocalSGD(0)", "--parameters", "10"], "period=0"),
+        (["LocalSGD", "--parameters", "0.5"], "must be a whole number from 1"),
+        (["LocalSGD", "--parameters", "nan"], "must be a whole number from 1"),
+        (["LocalSGD", "--parameters", "10", "--task", "text"], "give one of them"),
+        (["LocalSGD", "--task", "texd"], "did you mean 'text'"),
+        (["LocalSGD", "--task", "digits", "--model-size", "huge"], "has the sizes"),
+        (["LocalSGD", "--parameters", "10", "--link", "fast"], "100mbit"),
+        (["LocalSGD", "--parameters", "10", "--workers", "0"], "workers=0"),
+        (["Gossip(Hypercube)", "--parameters", "10", "--workers", "3"], "needs a power of two"),
+    ],
+)
+def test_the_command_refuses_by_words_and_with_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_complete_graph_needs_room_for_what_everyone_sends() -> None:
+    assert explain(Gossip(Complete()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 16
+    assert explain(Gossip(Ring()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 8

@@ -1,0 +1,90 @@
+"""Where codecs, topologies and comms meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.problems import Irregular
+from thinwire import Bf16, Comm, Complete, CountingComm, OnePeerExponential, Peers, Ring, Topology, run_threads
+from thinwire.reduce.compressed_all_reduce import coded_mean_, gossip_, mean_, mix_
+
+SIZES = [1, 2, 3, 5]
+
+
+def rows(n: int) -> Tensor:
+    """A different vector of 6 for each rank."""
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_mean_is_the_same_bits_on_every_rank(n: int) -> None:
+    means = torch.stack(run_threads(n, lambda comm: mean_(comm, rows(n)[comm.rank].clone()).wait()))
+    assert torch.equal(means, means[:1].expand_as(means))
+    assert torch.allclose(means[0], rows(n).mean(0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_mean_works_in_place_and_only_after_the_wait(n: int) -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert mean_(comm, x).wait() is x
+        return x
+
+    assert torch.allclose(run_threads(n, body)[-1], rows(n).mean(0), rtol=0, atol=1e-15)
+
+
+def test_the_mean_of_those_who_have_something_divides_by_their_number() -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(3)[comm.rank].clone() if comm.rank < 2 else torch.zeros(6, dtype=torch.float64)
+        return mean_(comm, x, count=2).wait()
+
+    for mean in run_threads(3, body):
+        assert torch.allclose(mean, rows(3)[:2].mean(0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_coded_mean_writes_what_the_payloads_say_into_the_vector(n: int) -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert coded_mean_(comm, x, Bf16(), {}).wait() is x
+        return x
+
+    means = torch.stack(run_threads(n, body))
+    assert torch.equal(means, means[:1].expand_as(means))
+    assert torch.equal(means.to(torch.bfloat16).double(), means)
+    assert (means[0] - rows(n).mean(0)).abs().max() < 3 * 2.0**-8 * rows(n).abs().max()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("topology", [Ring(), Complete(), OnePeerExponential(), Irregular()], ids=str)
+def test_gossip_is_a_product_with_the_mixing_matrix(n: int, topology: Topology) -> None:
+    def body(comm: Comm, step: int) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert gossip_(comm, x, topology.peers(comm.rank, n, step)).wait() is x
+        return x
+
+    for step in range(3):
+        mixed = torch.stack(run_threads(n, lambda comm, k=step: body(comm, k)))
+        assert torch.allclose(mixed, torch.from_numpy(topology.matrix(n, step)) @ rows(n), rtol=0, atol=1e-15)
+
+
+def test_mixing_weighs_each_vector_by_its_own_weight() -> None:
+    x, y, z = rows(3)
+    mixed = mix_(x.clone(), [y, z], Peers((), (4, 7), 0.5, (0.375, 0.125)))
+    assert torch.allclose(mixed, 0.5 * x + 0.375 * y + 0.125 * z, rtol=0, atol=1e-15)
+
+
+def test_mixing_refuses_a_number_of_vectors_that_is_not_the_graphs() -> None:
+    x, y, _ = rows(3)
+    with pytest.raises(ValueError, match="shorter"):
+        mix_(x.clone(), [y], Peers((), (4, 7), 0.5, (0.375, 0.125)))
+
+
+def test_on_the_counting_wire_every_peer_holds_the_same() -> None:
+    comm = CountingComm(1, 4)
+    x = rows(1)[0]
+    assert torch.allclose(mean_(comm, x.clone()).wait(), x, rtol=0, atol=1e-15)
+    assert torch.allclose(gossip_(comm, x.clone(), Ring().peers(1, 4, 0)).wait(), x, rtol=0, atol=1e-15)
+    assert comm.meter.by_operation == {"sum": 2 * 3 * 48 / 4, "exchange": 2 * 48}

@@ -1,0 +1,154 @@
+"""When means of two stages go into their second, and what is kept of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import net
+from tests.optimizers.one_bit_runs import begun, path, taken
+from tests.problems import Regression, flat
+from thinwire import AllReduce, Codec, Comm
+from thinwire.codecs.feedback import ErrorFeedback
+from thinwire.codecs.one_bit import OneBit
+from thinwire.codecs.random_k import RandomK
+from thinwire.comm.work import Work
+from thinwire.optimizers import base
+from thinwire.optimizers.one_bit_adam import OneBitAdam
+from thinwire.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.reduce.compressed_all_reduce import coded_mean_
+from thinwire.strategies.gradients.one_bit import CompressedMomentum
+
+PARTS = [slice(40, 60), slice(16, 40), slice(0, 16)]
+SIGNS, LINEAR = ErrorFeedback(OneBit(8)), ErrorFeedback(RandomK(0.5, unbiased=False))
+OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)
+State = dict[str, Tensor]
+
+
+def drawn(size: int, seed: int = 0) -> Tensor:
+    """A vector of 60 for each rank."""
+    return torch.randn(size, 60, generator=torch.Generator().manual_seed(seed))
+
+
+def launched(comm: Comm, x: Tensor, codec: Codec, state: State) -> list[Work[Tensor]]:
+    """The means of all parts, on their way."""
+    return [coded_mean_(comm, x[part], codec, state, key=part.start, at=part.start, whole=60) for part in PARTS]
+
+
+def test_a_mean_goes_into_its_second_stage_when_the_next_is_launched() -> None:
+    def body(comm: Comm) -> list[str]:
+        calls: list[str] = []
+        sent = comm.meter.sent
+        comm.meter.sent = lambda operation, nbytes: (calls.append(operation), sent(operation, nbytes))[1]  # type: ignore[method-assign]
+        works = launched(comm, drawn(3)[comm.rank].clone(), SIGNS, {})
+        before = len(calls)
+        works[0].wait()
+        assert before == 5, "the last mean's second stage begins with the first wait"
+        works[2].wait()
+        return calls
+
+    for calls in thinwire.run_threads(3, body, deadline_seconds=20):
+        assert calls == ["scatter", "scatter", "gather", "scatter", "gather", "gather"]
+
+
+def test_what_is_summed_by_the_wire_is_not_waited_for_when_the_next_is_launched() -> None:
+    def body(comm: Comm) -> float:
+        works = launched(comm, drawn(2)[comm.rank].clone(), LINEAR, {})
+        waited = comm.meter.exposed_seconds
+        for work in works:
+            work.wait()
+        return waited
+
+    assert thinwire.run_threads(2, body, deadline_seconds=20) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("codec", [SIGNS, LINEAR], ids=str)
+@pytest.mark.parametrize("bad", [0, 20, 50], ids=["last", "middle", "first"])
+def test_what_is_owed_stays_where_any_part_is_not_finite(codec: Codec, bad: int) -> None:
+    def body(comm: Comm) -> tuple[Tensor, State, State]:
+        state: State = {}
+        for work in launched(comm, drawn(2)[comm.rank].clone(), codec, state):
+            work.wait()
+        before = {name: x.clone() for name, x in state.items()}
+        x = drawn(2, 1)[comm.rank].clone()
+        if comm.rank:
+            x[bad] = float("inf")
+        for work in launched(comm, x, codec, state):
+            work.wait()
+        return x, before, state
+
+    for x, before, after in thinwire.run_threads(2, body, deadline_seconds=20):
+        assert x.isnan().all()
+        assert before["error"].any()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_gradients_sent_in_parts_go_on_after_a_step_that_was_skipped() -> None:
+    problem, strategy = Regression(2, 12, torch.float32), AllReduce(SIGNS)
+
+    def body(comm: Comm) -> Tensor:
+        model = problem.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        attached = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=40)
+        for step in range(12):
+            optimizer.zero_grad()
+            factor = float("nan") if (step, comm.rank) == (5, 1) else 1.0
+            (problem.loss(model, comm.rank, step) * factor).backward()
+            if step == 5:
+                assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
+                continue
+            optimizer.step()
+        attached.detach()
+        return flat(model)
+
+    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+# -- momenta said during the backward pass -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_momenta_are_the_same_however_many_parameters_are_taken_at_a_time(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, strategy = Regression(2, 10, torch.float32), replace(OVERLAPPED, overlap=overlap)
+    together = path(2, strategy, problem, 10, lr=0.03)
+    monkeypatch.setattr(base, "_BATCH_ELEMENTS", 5)
+    assert torch.equal(path(2, strategy, problem, 10, lr=0.03), together)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: g.neg_(), lambda g: g.view(-1)[-1:].add_(1e-3), lambda g: g.fill_(float("nan"))],
+    ids=["signs alone", "one entry", "no number"],
+)
+def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    problem = Regression(2, 8, torch.float32)
+
+    def body(comm: Comm) -> None:
+        attached = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
+        taken(attached, problem, 0, 6)
+        attached.optimizer.zero_grad()
+        problem.loss(attached.model, comm.rank, 6).backward()
+        gradient = next(attached.model.parameters()).grad
+        assert gradient is not None
+        change(gradient)
+        with pytest.raises(thinwire.ConfigError, match="step 6: gradients were changed"):
+            attached.optimizer.step()
+        attached.detach()
+
+    thinwire.run_threads(2, body, deadline_seconds=20)
+
+
+def test_only_zero_one_adam_knows_of_steps_alone() -> None:
+    ours, theirs = (set(kind(net().parameters()).param_groups[0]) for kind in (ZeroOneAdam, OneBitAdam))
+    assert ours - theirs == {"reach", "alone"}
+    assert theirs <= ours

@@ -1,0 +1,189 @@
+"""Models under FSDP2: each rank holds a part, and averages it with those who hold the same part."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import thinwire
+from tests.engine import attach, batch, drawn, flat, steps
+from tests.pool import run_processes
+from thinwire import (
+    AllReduce,
+    ConfigError,
+    Gossip,
+    LocalSGD,
+    MismatchError,
+    OverlapLocalSGD,
+    PushSum,
+    SlowMo,
+    Strategy,
+)
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+STRATEGIES: list[Strategy] = [
+    *(LocalSGD(2), SlowMo(period=3), SlowMo(PushSum(), period=2), Gossip(), PushSum()),
+    *(PushSum(staleness=1), OverlapLocalSGD(period=2)),
+]
+
+
+def net() -> nn.Sequential:
+    """Rows that two ranks cannot share evenly, and one parameter of a single row."""
+    return drawn(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 1)))
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, foreach=False)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02, foreach=False)
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh, strategy: Strategy, make: Make) -> thinwire.Attached:
+    """Two groups that hold a model each, half of it per rank; both halves see the same data."""
+    model = net()
+    for layer in model:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return thinwire.attach(model, make(model), strategy, group=mesh["replicate"], deadline_seconds=20)
+
+
+def whole(model: nn.Module) -> Tensor:
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])  # type: ignore[attr-defined]
+
+
+def data(group: int, count: int, first: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return [batch(group, step, classes=1) for step in range(first, first + count)]
+
+
+def beside_the_whole() -> list[tuple[str, float, float]]:
+    """How far sharded training ends from unsharded training by two threads."""
+    mesh = two_by_two()
+    group = mesh.get_local_rank("replicate")
+    found: list[tuple[str, float, float]] = []
+    for make in (momentum, adam):
+        for strategy in STRATEGIES:
+            attached = steps(sharded(mesh, strategy, make), data(group, 7))
+            mine = whole(attached.model)
+            with attached.consensus() as model:
+                agreed = whole(model)
+                looked = model(batch(9, 0, classes=1)[0])
+            after = whole(attached.model)
+            assert torch.equal(after, mine), "evaluation leaves the parameters as they were"
+            attached.detach()
+            theirs, their_agreed, their_look = expected(strategy, make)[group]
+            distance = max(float((mine - theirs).abs().max()), float((agreed - their_agreed).abs().max()))
+            found.append((f"{strategy}, {make.__name__}", distance, float((looked - their_look).abs().max())))
+    return found
+
+
+def expected(strategy: Strategy, make: Make) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def work(comm: thinwire.Comm) -> tuple[Tensor, Tensor, Tensor]:
+        model = net()
+        attached = steps(thinwire.attach(model, make(model), strategy, comm=comm), data(comm.rank, 7))
+        own = flat(model).clone()
+        with attached.consensus() as agreed:
+            look = agreed(batch(9, 0, classes=1)[0]).detach()
+            return own, flat(agreed).clone(), look
+
+    return thinwire.run_threads(2, work, deadline_seconds=20)
+
+
+def test_sharded_training_equals_unsharded_training() -> None:
+    for found in run_processes(4, beside_the_whole):
+        assert len(found) == 2 * len(STRATEGIES)
+        for name, distance, looked in found:
+            assert distance < 1e-6, (name, distance)
+            assert looked < 1e-6, (name, looked)
+
+
+def over_hybrid_shards() -> float:
+    """Slow momentum where torch itself averages gradients between the groups, beside the unsharded run."""
+    mesh, strategy = two_by_two(), SlowMo(period=3)
+    model = net()
+    fully_shard(model, mesh=mesh)
+    attached = thinwire.attach(model, momentum(model), strategy, group=mesh["replicate"], deadline_seconds=20)
+    # Torch's mean is over all four ranks, of which pairs see the same data.
+    steps(attached, data(mesh.get_local_rank("replicate"), 7))
+    mine = whole(model)
+    attached.detach()
+    alone = thinwire.run_threads(2, lambda comm: flat(steps(both(comm), data(comm.rank, 7)).model), deadline_seconds=20)
+    return float((mine - alone[0]).abs().max())
+
+
+def both(comm: thinwire.Comm) -> thinwire.Attached:
+    model = net()
+    return thinwire.attach(model, momentum(model), SlowMo(AllReduce(), period=3), comm=comm)
+
+
+def test_slow_momentum_over_hybrid_shards_is_slow_momentum_over_averaged_gradients() -> None:
+    assert all(distance < 1e-6 for distance in run_processes(4, over_hybrid_shards))
+
+
+def the_rest(folder: str) -> dict[str, Any]:
+    """Saving, resuming, bytes, and what is refused."""
+    mesh = two_by_two()
+    group = mesh.get_local_rank("replicate")
+    found: dict[str, Any] = {"resumed": []}
+    for strategy, make in ((SlowMo(PushSum(), period=4), momentum), (Gossip(), adam)):
+        where = Path(folder) / type(strategy).__name__
+        attached = steps(sharded(mesh, strategy, make), data(group, 3))
+        attached.save(where)
+        through = whole(steps(attached, data(group, 4, first=3)).model)
+        attached.detach()
+        again = sharded(mesh, strategy, make)
+        again.load(where)
+        found["resumed"].append(torch.equal(whole(steps(again, data(group, 4, first=3)).model), through))
+        again.detach()
+    attached = sharded(mesh, LocalSGD(1), momentum)
+    before = attached.comm.meter.payload_bytes
+    steps(attached, data(group, 1))
+    found["bytes"] = attached.comm.meter.payload_bytes - before
+    found["elements"] = sum(r.x.numel() for r in attached.replicas)
+    attached.detach()
+    for name, wrong in (("gradients", lambda: sharded(mesh, AllReduce(), momentum)), ("group", lambda: astray(mesh))):
+        with pytest.raises((ConfigError, MismatchError)) as refused:
+            wrong()
+        found[name] = str(refused.value)
+    return found
+
+
+def astray(mesh: DeviceMesh) -> None:
+    """Averaging with those who hold another part."""
+    model = net()
+    fully_shard(model, mesh=mesh["shard"])
+    thinwire.attach(model, momentum(model), LocalSGD(), group=mesh["shard"], deadline_seconds=20)
+
+
+def test_shards_are_saved_counted_and_never_mixed_up() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_processes(4, the_rest, folder)
+        assert {path.name for path in (Path(folder) / "SlowMo").iterdir()} == {"shard-0-of-2", "shard-1-of-2"}
+    for found in results:
+        assert found["resumed"] == [True, True]
+        assert found["bytes"] == 4 * found["elements"]
+        assert "fully_shard" in found["gradients"]
+        assert "part 0 of 2" in found["group"]
+        assert "part 1 of 2" in found["group"]
+    assert sum(found["elements"] for found in results) == 2 * sum(p.numel() for p in net().parameters())
+
+
+def test_a_parameter_that_is_not_sharded_is_its_own_part() -> None:
+    def work(comm: thinwire.Comm) -> str:
+        attached = attach(comm, LocalSGD(2))
+        return str(attached.own_folder("here"))
+
+    assert thinwire.run_threads(2, work) == ["here", "here"]

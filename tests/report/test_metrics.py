@@ -1,0 +1,110 @@
+"""What methods notice while they train: from the wire to the report."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine import attach, batches, steps
+from tests.report.samples import write_run
+from thinwire import (
+    Comm,
+    DecentLaM,
+    DoubleAveraging,
+    EagerPushSum,
+    ExactDiffusion,
+    Gossip,
+    Local,
+    PushSum,
+    QuasiGlobal,
+    Strategy,
+    run_threads,
+)
+from thinwire.replica.replica import Replica
+from thinwire.report.page import write
+from thinwire.runs.folder import RunFolder
+from thinwire.runs.measure import Record, share
+
+
+def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
+    draw = torch.Generator().manual_seed(0)
+    workers = 3 + 0.5 * torch.randn(8, 200_000, generator=draw)
+    truth = (workers - workers.mean(0)).norm(dim=1).mean() * math.sqrt(8 / 7)
+
+    def work(comm: Comm) -> float:
+        r = Replica(workers[comm.rank], torch.empty(0), comm, lr=lambda: 0.1)
+        r.notice_distance(r.x, [workers[(comm.rank + 1) % 8], workers[(comm.rank + 3) % 8]])
+        return float(r.observed["consensus_distance"])
+
+    assert run_threads(8, work) == pytest.approx([float(truth)] * 8, rel=0.02)
+
+
+def test_a_worker_that_hears_nobody_notices_nothing():
+    def work(comm: Comm) -> dict[str, object]:
+        r = Replica(torch.ones(3), torch.empty(0), comm, lr=lambda: 0.1)
+        r.notice_distance(r.x, [])
+        return dict(r.observed)
+
+    assert run_threads(1, work) == [{}]
+
+
+def test_observations_are_taken_once():
+    def work(comm: Comm) -> list[dict[str, float]]:
+        attached = attach(comm, Local())
+        attached.replicas[0].observed["consensus_distance"] = torch.tensor(2.0)
+        return [attached.observations(), attached.observations()]
+
+    assert run_threads(1, work) == [[{"consensus_distance": 2.0}, {}]]
+
+
+def test_workers_share_what_each_noticed_as_means_over_those_who_did():
+    def work(comm: Comm) -> list[Record]:
+        mine = [
+            Record(1, 1.0, 2.0, 3.0, 4.0, 5.0, {"a": float(comm.rank)} if comm.rank else {}),
+            Record(2, 2.0, 2.0, 3.0, 4.0, 5.0, {"b": 7.0}),
+            Record(3, 3.0, 2.0, 3.0, 4.0, 5.0),
+        ]
+        return share(comm, mine, torch.device("cpu"))
+
+    for records in run_threads(3, work):
+        assert [record.observed for record in records] == [{"a": 1.5}, {"b": 7.0}, {}]
+        assert "observed" not in records[2].line()
+
+
+def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
+    write_run(tmp_path, steps=60)
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "loss" in row and row["step"] % 2 == 0:
+            row["observed"] = {"consensus_distance": 100.0 / row["step"]}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = write(tmp_path)
+    assert (tmp_path / "plots" / "observed-consensus-distance.png") in written.plots
+    assert "Consensus distance" in written.report.read_text()
+    kept = RunFolder(tmp_path).rewind(40)
+    assert kept[39].observed == {"consensus_distance": 2.5}
+    assert kept[38].observed == {}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(Gossip(), Gossip(order="after"), DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()),
+        *(PushSum(), PushSum(staleness=1), EagerPushSum(staleness=0)),
+    ],
+    ids=str,
+)
+def test_methods_that_gossip_notice_how_far_workers_are_apart(strategy: Strategy):
+    def work(comm: Comm) -> list[float]:
+        attached = attach(comm, strategy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        seen: list[float] = []
+        for x, y in batches(comm.rank, 4):
+            steps(attached, [(x, y)])
+            seen.append(attached.observations().get("consensus_distance", math.nan))
+        return seen
+
+    for seen in run_threads(3, work):
+        assert all(distance > 0 for distance in seen[1:])
+        assert max(seen[1:]) < 1.0

@@ -1,0 +1,79 @@
+"""Nested values as JSON and tensors apart, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire import CheckpointError
+from thinwire.storage.tree import pack, unpack
+
+TENSORS = st.builds(
+    lambda n, dtype: torch.arange(n).to(dtype),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]),
+)
+WORDS = st.text(max_size=4) | st.sampled_from(["$tensor", "$tuple", "$items", "a", "a/b", "b"])
+KEYS = WORDS | st.integers(-2, 2)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | TENSORS
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(x: Any, y: Any) -> bool:
+    """Equal in kind and value, all the way down."""
+    if isinstance(x, Tensor):
+        return isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(x, y)
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, dict):
+        return list(x) == list(y) and all(same(x[k], y[k]) for k in x)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(same(a, b) for a, b in zip(x, y, strict=True))
+    return bool(x == y)
+
+
+@given(VALUES)
+def test_what_is_packed_comes_back_the_same_through_json(value: Any) -> None:
+    tree, tensors = pack(value)
+    assert same(unpack(json.loads(json.dumps(tree)), tensors), value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 0.1 + 0.2, 5e-324, 2**80])
+def test_numbers_come_back_to_the_last_bit(value: float) -> None:
+    tree, tensors = pack({"x": value})
+    back = unpack(json.loads(json.dumps(tree)), tensors)["x"]
+    assert repr(back) == repr(value)
+
+
+def test_tensors_are_copies_and_go_by_their_path() -> None:
+    x = torch.ones(2, 3).t()
+    tree, tensors = pack({"state": {0: [x]}})
+    assert list(tensors) == ["/state/0/0"]
+    assert tensors["/state/0/0"].is_contiguous()
+    x.fill_(5)
+    assert bool((unpack(tree, tensors)["state"][0][0] == 1).all())
+
+
+def test_paths_that_look_alike_are_kept_apart() -> None:
+    value = {"a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a/b": torch.tensor(4)}
+    tree, tensors = pack(value)
+    assert same(unpack(tree, tensors), value)
+
+
+@pytest.mark.parametrize("odd", [object(), {1, 2}, b"bytes", 1j, print])
+def test_what_is_neither_tensor_nor_json_is_refused_by_its_path(odd: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"/extra/1/here is a {type(odd).__name__}: only tensors and JSON"):
+        pack({"extra": [0, {"here": odd}]})

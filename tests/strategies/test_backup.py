@@ -1,0 +1,325 @@
+"""Backup workers: the first N of n count, everyone ends the step with the same bits, and nobody waits for the late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import Mixed, attach, batch, batches, flat, momentum, net, steps, threads
+from tests.oracles.backup import Optimizing, Run, adam, loss_of, slow_last, stalls, together, train
+from tests.pool import run_processes, start_processes
+from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
+from thinwire.plan.traffic import DryRun
+from thinwire.quorum.control_messages import Note
+from thinwire.quorum.elastic_sampler import Dispenser
+from thinwire.quorum.log import memberships
+from thinwire.quorum.participant import Party
+from thinwire.quorum.reduction_selector import Plane
+from thinwire.quorum.round import Round
+from thinwire.strategies.stragglers.backup_workers import BackupWorkers
+
+# -- without backups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_backups_it_is_all_reduce_to_the_bit(size: int) -> None:
+    expected = threads(size, AllReduce())
+    for mine, theirs in zip(threads(size, BackupWorkers(backups=0)), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def ends_equally() -> bool:
+    runs = [steps(attach(None, s), batches(int(os.environ["RANK"]), 6)) for s in (AllReduce(), BackupWorkers(0))]
+    return torch.equal(flat(runs[0].model), flat(runs[1].model))
+
+
+def test_without_backups_it_is_all_reduce_to_the_bit_on_processes() -> None:
+    assert run_processes(3, ends_equally) == [True] * 3
+
+
+# -- the method --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizing", [momentum, adam])
+@pytest.mark.parametrize(("backups", "pause"), [(1, stalls), (2, stalls), (3, stalls), (1, slow_last)])
+def test_all_ranks_hold_what_one_process_makes_of_the_log(
+    optimizing: Optimizing, backups: int, pause: Callable[[int, int], float]
+) -> None:
+    strategy = BackupWorkers(backups=backups)
+
+    def body(comm: Comm) -> Run:
+        return train(attach(comm, strategy, optimizer=optimizing), 25, pause)
+
+    together(run_threads(4, body, deadline_seconds=20), strategy, optimizing)
+
+
+def stalled(strategy: BackupWorkers) -> Run:
+    return train(attach(None, strategy, optimizer=adam), 20, stalls)
+
+
+@pytest.mark.parametrize("strategy", [BackupWorkers(plane="ring"), BackupWorkers(2, keeper=3, plane="ring")])
+def test_all_ranks_hold_what_one_process_makes_of_the_log_on_processes(strategy: BackupWorkers) -> None:
+    together(run_processes(4, stalled, strategy), strategy, adam)
+
+
+def test_a_rank_that_is_always_late_takes_few_steps_and_ends_with_the_others() -> None:
+    runs = run_threads(4, lambda comm: train(attach(comm, BackupWorkers()), 60, slow_last), deadline_seconds=20)
+    assert len(runs[3].digests) < 60
+    assert max(runs[3].digests) == 60
+    assert sum(each["steps_missed"] for each in runs[3].observed) == 60 - sum(3 in m for m in runs[3].log)
+    assert runs[0].observed[-1]["share_of_rank_3"] == sum(3 in m for m in runs[3].log) / 60
+
+
+def test_a_late_keeper_keeps_counting() -> None:
+    strategy = BackupWorkers(keeper=3)
+    runs = run_threads(4, lambda comm: train(attach(comm, strategy), 30, slow_last), deadline_seconds=20)
+    together(runs, strategy, momentum)
+    assert sum(3 in members for members in runs[0].log) < 30
+
+
+@pytest.mark.parametrize("choice", ["deadline", "online"])
+def test_a_number_that_is_chosen_by_the_clock_divides_by_who_came(choice: Any) -> None:
+    strategy = BackupWorkers(2, choice)
+
+    def body(comm: Comm) -> Run:
+        return train(attach(comm, strategy, optimizer=adam), 40, lambda rank, step: 0.04 if rank == 3 else 0.004)
+
+    runs = run_threads(4, body, deadline_seconds=20)
+    together(runs, strategy, adam)
+    assert all(2 <= len(members) <= 4 for members in runs[0].log)
+
+
+def test_letters_on_a_script_change_nothing() -> None:
+    def body(comm: Comm) -> Run:
+        return train(attach(comm, BackupWorkers()), 10, stalls)
+
+    together(run_threads(3, body, deadline_seconds=20, delay=lambda *_: 2), BackupWorkers(), momentum)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_data_of_a_rank_that_is_always_late_are_seen() -> None:
+    def body(comm: Comm) -> tuple[dict[int, int], list[tuple[int, ...]]]:
+        attached = attach(comm, BackupWorkers())
+        dispenser, dealt = Dispenser(12, seed=1), dict[int, int]()
+        for number in dispenser.until(attached.replicas[0], 12):
+            dealt[attached.step] = number
+            x, y = batch(0, number)
+            attached.optimizer.zero_grad()
+            loss = (attached.model(x) - y).square().mean()
+            time.sleep(slow_last(comm.rank, 0))
+            loss.backward()
+            attached.optimizer.step()
+        attached.detach()
+        return dealt, list(memberships(attached.replicas[0]))
+
+    seen = run_threads(4, body, deadline_seconds=20)
+    used = [seen[rank][0][step] for step, members in enumerate(seen[0][1]) for rank in members]
+    assert sorted(used) == sorted(3 * list(range(12)))
+
+
+# -- stopped and silent ranks ------------------------------------------------------------------------------------------
+
+
+def stops(folder: str, rank: int, within: bool, plane: Plane) -> Run:
+    """Rank `rank` stops at step 5, in its computation or as a member; it is continued when others are at step 30."""
+    mine, work, bring = int(os.environ["RANK"]), Party._work, Party._bring
+
+    def stop() -> None:
+        Path(folder, "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def before_letters(self: Party, here: Round) -> None:
+        if here.step >= 5 and here.adding is not None and not Path(folder, "stopped").exists():
+            stop()
+        work(self, here)
+
+    def before_sum(self: Party, note: Note) -> Tensor:
+        if note.step >= 5 and self.rank in note.members and not Path(folder, "stopped").exists():
+            stop()
+        return bring(self, note)
+
+    def pause(rank_now: int, step: int) -> float:
+        if mine == rank and not within and step == 5:
+            stop()
+        if step == 30 and mine != rank:
+            Path(folder, "far").touch()
+        return 0.002
+
+    if mine == rank and within:
+        Party._work, Party._bring = before_letters, before_sum  # type: ignore[method-assign]
+    try:
+        return train(attach(None, BackupWorkers(plane=plane)), 40, pause)
+    finally:
+        Party._work, Party._bring = work, bring  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plane", ["ring", "zeros"])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: Plane, tmp_path: Path) -> None:
+    workers = start_processes(4, stops, str(tmp_path), 2, within, plane)
+    deadline = time.monotonic() + 40
+    try:
+        while not (tmp_path / "far").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / "stopped").exists()
+        assert (tmp_path / "far").exists(), "the others did not go on"
+    finally:
+        os.kill(workers[2].process.pid or 0, signal.SIGCONT)
+        for worker in workers:
+            worker.finish(deadline)
+    assert not [worker.error for worker in workers if worker.error]
+    together([worker.result for worker in workers], BackupWorkers(), momentum, exact=plane == "ring")
+    assert len(workers[2].result.digests) < 40
+    # Where a stopped process holds up an all-reduce, the others go on by letters.
+    reduced = [bool(each["all_reduced"]) for each in workers[0].result.observed]
+    assert any(reduced) == (plane == "zeros")
+    assert not all(reduced)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> None:
+    def body(comm: Comm) -> tuple[Run, Run]:
+        attached = attach(comm, BackupWorkers(), optimizer=adam)
+        train(attached, 8, stalls, ends=False)
+        attached.save(tmp_path)
+        train(attached, 14, stalls, ends=False)
+        attached.load(tmp_path)
+        assert attached.step == 8
+        again = train(attached, 20, stalls)
+        fresh = attach(comm, BackupWorkers(), optimizer=adam)
+        fresh.load(tmp_path)
+        return again, train(fresh, 20, stalls)
+
+    runs = run_threads(4, body, deadline_seconds=20)
+    for which in (0, 1):
+        together([run[which] for run in runs], BackupWorkers(), adam)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "backups"), [(4, 1), (8, 2), (16, 1)])
+def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backups: int) -> None:
+    numel, number = 3_000_000, size - backups
+    run = DryRun(BackupWorkers(backups), [numel], workers=size, rank=1, dtype=torch.float32, bucket_bytes=1 << 20)
+    assert run.step().sent == pytest.approx(2 * (number - 1) / number * 4 * numel, rel=1e-3)
+
+
+def test_a_dry_run_counts_what_a_real_member_sends() -> None:
+    def body(comm: Comm) -> float:
+        attached = attach(comm, BackupWorkers(patience_seconds=2.0, plane="ring"))
+        before = comm.meter.payload_bytes
+        train(attached, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
+        sent = comm.meter.payload_bytes - before
+        attached.detach()
+        return sent
+
+    sent = run_threads(3, body, deadline_seconds=20)
+    dry = DryRun(BackupWorkers(), [15, 5, 10, 2], workers=3, rank=1, dtype=torch.float32, bucket_bytes=48)
+    # What is more is one state of 4,128 bytes, from one of the members to the late one.
+    assert {sent[1] - 4 * dry.step().sent} <= {0, 4128}
+    assert sent[2] < 500
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
+        (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must not be negative"),
+        (lambda: BackupWorkers(patience_seconds=0.0), "patience_seconds=0.0: must be positive"),
+        (lambda: BackupWorkers(plane="air"), "plane must be"),  # type: ignore[arg-type]
+        (lambda: BackupWorkers(keeper=-1), "keeper=-1: must be a rank"),
+        (
+            lambda: BackupWorkers().check(1),
+            "backups=1: of 1 workers at least one must be waited for; must be at most 0",
+        ),
+        (
+            lambda: BackupWorkers(5).check(4),
+            "backups=5: of 4 workers at least one must be waited for; must be at most 3",
+        ),
+        (lambda: BackupWorkers(keeper=4).check(4), r"keeper=4: there are ranks 0\.\.3"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_rule(made: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made()
+
+
+def test_parameters_of_two_kinds_are_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="parameters are of 2 kinds"):
+        run_threads(2, lambda comm: attach(comm, BackupWorkers(), model=Mixed()), deadline_seconds=10)
+
+
+def test_a_second_backward_pass_is_refused_and_accumulation_is_not() -> None:
+    def body(comm: Comm) -> None:
+        attached = attach(comm, BackupWorkers())
+        with attached.no_sync():
+            loss_of(attached.model, comm.rank, 0).backward()
+        loss_of(attached.model, comm.rank, 1).backward()
+        loss_of(attached.model, comm.rank, 2).backward()
+
+    with pytest.raises(ConfigError, match=r"a second backward pass before optimizer.step"):
+        run_threads(2, body, deadline_seconds=10)
+
+
+def test_uneven_data_are_refused_in_words() -> None:
+    def body(comm: Comm) -> None:
+        attached = attach(comm, BackupWorkers())
+        for _ in attached.join(batches(comm.rank, 1 + comm.rank)):
+            steps(attached, [batch(comm.rank, 0)])
+
+    with pytest.raises(ConfigError, match=r"while attached.step < steps"):
+        run_threads(2, body, deadline_seconds=10)
+
+
+@pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
+def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy) -> None:
+    start = flat(net())
+
+    def body(comm: Comm) -> Tensor:
+        attached = attach(comm, around)
+        with pytest.raises(ConfigError, match="use it alone, or AllReduce"):
+            steps(attached, batches(comm.rank, 1))
+        return flat(attached.model)
+
+    assert all(torch.equal(x, start) for x in run_threads(2, body, deadline_seconds=10))
+
+
+def test_a_step_without_a_gradient_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without a backward pass before it"):
+        run_threads(2, lambda comm: attach(comm, BackupWorkers()).optimizer.step(), deadline_seconds=10)
+
+
+def test_schedules_that_count_a_late_worker_s_own_steps_are_found_out() -> None:
+    def body(comm: Comm) -> None:
+        attached = attach(comm, BackupWorkers())
+        attached.optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        steps(attached, batches(comm.rank, 1))
+
+    with pytest.raises(MismatchError, match=r"the optimizers of ranks \d and \d are set differently"):
+        run_threads(3, body, deadline_seconds=10)
+
+
+def test_whoever_trains_on_alone_meets_a_deadline_in_words() -> None:
+    def body(comm: Comm) -> None:
+        attached = thinwire.attach(model := net(), momentum(model), BackupWorkers(), comm=comm)
+        train(attached, 2 if comm.rank else 3, ends=False)
+
+    with pytest.raises(thinwire.DeadlineError, match=r"all ranks must train until the same attached.step"):
+        run_threads(3, body, deadline_seconds=0.8)

@@ -1,0 +1,176 @@
+"""LSGD and LGD in use: their bytes, saving, what is shipped and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.oracles.leader import starts_of
+from tests.problems import Regression, flat, quadratic
+from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of
+from thinwire import Comm, ConfigError, run_threads
+from thinwire.plan.traffic import DryRun
+from thinwire.strategies.leader.leader import LSGD
+from thinwire.strategies.leader.leader_gradient import LGD
+
+DOUBLE = torch.float64
+RATES = [0.1] * 24
+MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
+NAN = math.nan
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_round_carries_half_of_what_an_average_carries(n: int) -> None:
+    elements = 840
+
+    def sent(strategy: thinwire.Strategy) -> float:
+        run = DryRun(strategy, [elements], workers=n, rank=0, dtype=torch.float32, bucket_bytes=1)
+        return sum(run.step().sent for _ in range(16))
+
+    assert sent(LSGD(period=8)) == 2 * ((n - 1) / n * 4 * elements + 8)
+    assert sent(LSGD(period=8)) - 2 * 8 == sent(thinwire.LocalSGD(period=8)) / 2
+    assert sent(LGD()) == 16 * ((n - 1) / n * 4 * elements + 8)
+
+
+def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
+    """Bytes that cross from one node to another, and those that do not."""
+    problem, n, size = quadratic(6, DOUBLE, width=50), 6, 2
+    crossed: list[tuple[int, int, int]] = []
+
+    def body(comm: Comm) -> None:
+        attached = begin(comm, LSGD(period=1, pull=0.1, node_size=size, global_period=2), problem, starts_of(n, 50))
+        plain = comm._exchange
+
+        def watched(x: Tensor, to: Any, frm: Any) -> Any:
+            crossed.extend((comm.step, comm.rank // size - j // size, x.numel()) for j in to)
+            return plain(x, to, frm)
+
+        comm._exchange = watched  # type: ignore[method-assign]
+        go_on(attached, problem, [0.01] * 2)
+
+    run_threads(n, body)
+    vectors = [(step, node) for step, node, numel in crossed if numel == 50]
+    assert sum(node != 0 for _, node in vectors) == 2  # three nodes, one global round
+    assert (
+        sum(node == 0 for _, node in vectors) == 3 + 3 + 3
+    )  # two local rounds, and the second stage of the global one
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LSGD(period=4, pull=0.2, proximal=0.1),
+        LSGD(period=4, metric="ema"),
+        LSGD(period=4, overlap=True),
+        LSGD(period=2, node_size=2, global_period=4, proximal=0.2),
+        LGD(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("first", [3, 5, 6])
+def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(
+    strategy: thinwire.Strategy, first: int
+) -> None:
+    problem, starts = Regression(4, 13, torch.float32), starts_of(4).float()
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        attached = go_on(begin(comm, strategy, problem, starts, **MOMENTUM), problem, RATES[:first])
+        saved = attached.state_dict()
+        go_on(attached, problem, RATES[first:13], first)
+        again = begin(comm, strategy, problem, starts, **MOMENTUM)
+        again.load_state_dict(saved)
+        go_on(again, problem, RATES[first:13], first)
+        return flat(attached.model), flat(again.model)
+
+    for through, resumed in run_threads(4, body, deadline_seconds=20):
+        assert torch.equal(through, resumed)
+
+
+# -- what is shipped ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [LSGD(period=4), LSGD(period=4, result="mean"), LGD()], ids=repr)
+def test_what_is_shipped_is_the_leader_or_the_mean(strategy: thinwire.Strategy) -> None:
+    well, starts = DoubleWell(0.1, 3), starts_of(3, 3)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        attached = begin(comm, strategy, well, starts)
+        with attached.consensus() as model:
+            untrained = flat(model)
+        go_on(attached, well, [0.0] * 3)
+        with attached.consensus() as model:
+            return untrained, flat(model)
+
+    best = starts[int(losses_of(well)(starts, 0).argmin())]
+    for untrained, shipped in run_threads(3, body):
+        assert torch.allclose(untrained, starts.mean(0), rtol=0, atol=1e-15)
+        expected = starts.mean(0) if getattr(strategy, "result", "") == "mean" else best
+        assert torch.allclose(shipped, expected, rtol=0, atol=1e-15)
+
+
+def test_an_average_of_all_lets_a_late_leader_go() -> None:
+    problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
+    strategy = LSGD(period=4, overlap=True)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        attached = go_on(begin(comm, strategy, problem, starts), problem, RATES[:5])
+        (r,) = attached.replicas
+        before = r.x.clone()
+        strategy.average_(r)
+        assert not r.inflight
+        return before, r.x.clone()
+
+    rows = run_threads(3, body)
+    mean = torch.stack([before for before, _ in rows]).mean(0)
+    for _, after in rows:
+        assert torch.allclose(after, mean, rtol=0, atol=1e-15)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"pull": 1.5}, r"pull=1.5: must lie in \[0, 1\]"),
+        ({"pull": -0.1}, "pull=-0.1"),
+        ({"pull": NAN}, "pull=nan"),
+        ({"proximal": 2.0}, "proximal=2.0"),
+        ({"period": 0}, "period=0: must be at least 1"),
+        ({"node_size": 0}, "node_size=0"),
+        ({"node_size": 2}, "nodes need both"),
+        ({"global_period": 32}, "nodes need both"),
+        ({"global_pull": 0.1}, "without nodes there is one pull"),
+        ({"node_size": 2, "global_period": 17}, "must be a multiple of period=16, such as 64"),
+        ({"node_size": 2, "global_period": 32, "global_pull": 3.0}, "global_pull=3.0"),
+        ({"certainty": -1.0}, "certainty=-1.0"),
+        ({"certainty": 2.0, "metric": "ema"}, "needs metric='window'"),
+        ({"certainty": 2.0, "period": 1}, "over at least 2 steps"),
+        ({"overlap": True, "proximal": 0.1}, "the leader travels alone"),
+        ({"metric": "median"}, "metric"),
+        ({"result": "centre"}, "result"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LSGD(**words)
+
+
+def test_workers_that_a_recipe_cannot_serve_are_refused() -> None:
+    with pytest.raises(ConfigError, match="node_size=2 with 3 workers"):
+        LSGD(node_size=2, global_period=32).check(3)
+    with pytest.raises(ConfigError, match="takes 4 steps to reach all; use period=4 or more"):
+        LSGD(period=3, overlap=True).check(5)
+    with pytest.raises(ConfigError, match="pull=-1"):
+        LGD(pull=-1.0)

@@ -1,0 +1,172 @@
+"""Recipes as text: what is written is what is read, and nothing is ever evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Complete,
+    ConfigError,
+    Fp16,
+    Gossip,
+    Hypercube,
+    Local,
+    LocalSGD,
+    OnePeerExponential,
+    PushSum,
+    Ring,
+    SlowMo,
+    Strategy,
+    Topology,
+    parse,
+)
+from thinwire.strategies.recipe import brief
+
+topologies: some.SearchStrategy[Topology] = some.sampled_from([Ring(), Complete(), OnePeerExponential(), Hypercube()])
+periods = some.integers(1, 10**6)
+bases: some.SearchStrategy[Strategy] = some.one_of(
+    some.just(Local()),
+    some.builds(AllReduce, some.sampled_from([None, Bf16(), Fp16()])),
+    some.builds(LocalSGD, periods),
+    some.builds(Gossip, topologies, some.sampled_from(["while", "after"])),
+    some.builds(PushSum, topologies),
+)
+recipes = bases | some.builds(
+    SlowMo,
+    bases,
+    periods,
+    some.floats(0, 1, exclude_max=True),
+    some.floats(0, exclude_min=True, allow_infinity=False),
+)
+
+
+@given(recipe=recipes)
+def test_the_repr_of_a_recipe_is_read_back_as_the_recipe(recipe: Strategy) -> None:
+    assert parse(repr(recipe)) == recipe
+    assert repr(parse(repr(recipe))) == repr(recipe)
+
+
+@given(recipe=recipes)
+def test_a_brief_recipe_is_read_back_as_the_recipe(recipe: Strategy) -> None:
+    assert parse(brief(recipe)) == recipe
+    assert len(brief(recipe)) <= len(repr(recipe))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (SlowMo(period=48), "SlowMo(period=48)"),
+        (SlowMo(PushSum(), 48), "SlowMo(base=PushSum(), period=48)"),
+        (SlowMo(PushSum(Ring()), lr=1), "SlowMo(base=PushSum(topology=Ring()))"),
+        (AllReduce(), "AllReduce()"),
+        (AllReduce(Bf16()), "AllReduce(codec=Bf16())"),
+        (Gossip(order="after"), "Gossip(order='after')"),
+    ],
+)
+def test_brief_leaves_out_what_is_at_its_default(recipe: Strategy, text: str) -> None:
+    assert brief(recipe) == text
+    assert parse(text) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("AllReduce", AllReduce()),
+        ("  LocalSGD( 8 )\n", LocalSGD(8)),
+        ("SlowMo(PushSum, period=48)", SlowMo(PushSum(), 48)),
+        ("SlowMo(base=PushSum(Complete), period=48, momentum=5e-1)", SlowMo(PushSum(Complete()), 48, 0.5)),
+        ("Gossip(OnePeerExponential(), 'after')", Gossip(OnePeerExponential(), "after")),
+        ("AllReduce(None)", AllReduce()),
+    ],
+)
+def test_bare_names_and_positions_are_read_too(text: str, recipe: Strategy) -> None:
+    assert parse(text) == recipe
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "__import__('os').system('touch {trap}')",
+        "LocalSGD(period=__import__('pathlib').Path('{trap}').touch())",
+        "(lambda: open('{trap}', 'w'))()",
+        "LocalSGD(period=[open('{trap}', 'w') for _ in (1,)])",
+        "LocalSGD.__init__.__globals__",
+        "LocalSGD(period=(1).__class__)",
+        "SlowMo(**dict(period=3))",
+        "LocalSGD(*[3])",
+        "LocalSGD(period=(x := 3))",
+        "AllReduce() if open('{trap}', 'w') else Local()",
+        "f'{{open('{trap}')}}'",
+        "open('{trap}', 'w')",
+        "LocalSGD(period=10**9**9)",
+        "WORDS",
+        "AllReduce; Local",
+        "AllReduce\nLocal",
+        "import os",
+    ],
+)
+def test_nothing_in_a_recipe_is_ever_evaluated(attack: str, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    with pytest.raises(ConfigError):
+        parse(attack.format(trap=trap))
+    assert not trap.exists()
+
+
+@given(
+    text=some.text(alphabet=some.characters(codec="utf-8"), max_size=40)
+    | some.text("()[]{}=,*-'\"SlowMobase1 ", max_size=60)
+)
+def test_any_text_is_a_recipe_or_refused(text: str) -> None:
+    try:
+        assert isinstance(parse(text), Strategy)
+    except ConfigError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 5000, "-" * 50000 + "1", "SlowMo(" * 90 + ")" * 90, "LocalSGD(" + "9" * 10000 + ")"]
+)
+def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "write it like SlowMo"),
+        ("SlowMo(", r"never closed; write it like SlowMo\(period=12\)"),
+        ("slowmo", "'slowmo' is unknown; did you mean SlowMo?"),
+        ("LocalSgd(8)", "did you mean LocalSGD?"),
+        ("PushSun()", "did you mean PushSum?"),
+        ("Gossip(Rings())", "did you mean Ring?"),
+        ("Quux()", r"'Quux' is unknown \(known: ADPSGD, .*AllReduce, .*SlowMo"),
+        ("SlowMo(periode=3)", r"SlowMo has no 'periode'; did you mean period\? \(known: base, period, momentum, .*\)"),
+        ("AllReduce(1, 2)", r"AllReduce was given 2 arguments \(known: codec\)"),
+        ("LocalSGD(1, period=2)", "LocalSGD was given 'period' twice"),
+        ("LocalSGD(period=1, period=2)", "LocalSGD was given 'period' twice"),
+        ("Local(period=3)", r"Local has no 'period' \(it takes no arguments\)"),
+        ("Ring()", "is a Ring, not a strategy"),
+        ("12", "is a int, not a strategy"),
+        ("LocalSGD(period=0)", r"period=0: must be at least 1 step; use AllReduce\(\)"),
+        ("LocalSGD(period=2.5)", "period must be a whole number"),
+        ("LocalSGD(period='8')", "period must be a whole number"),
+        ("SlowMo(12)", r"SlowMo\(base=12\): base must be a Strategy"),
+        ("SlowMo(momentum=1)", r"momentum=1: must lie in \[0, 1\)"),
+        ("SlowMo(lr=1e999)", "lr=inf: the slow learning rate must be positive and finite"),
+        ("SlowMo(base=SlowMo())", "one slow momentum at a time"),
+        ("Gossip(order='never')", "order must be 'while' or 'after'"),
+        ("PushSum(topology=Bf16())", "topology must be a Topology"),
+        ("AllReduce(codec=Ring())", "codec must be a Codec or None"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_fix(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(text)

@@ -1,0 +1,228 @@
+"""Slow state that is shared out over workers, kept on the host, or more exact than the parameters; means in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.pool import run_processes
+from tests.problems import Irregular, Regression, distance, flat, quadratic, watched
+from tests.strategies.local_runs import begin, ended, go_on, run, sent, sgd
+from thinwire import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
+from thinwire.comm.work import nbytes_of
+from thinwire.plan import explain
+from thinwire.strategies.local.means import mean_part, part_of, ring_sum_, spread_, weighted_mean_
+from thinwire.strategies.local.outer_optimizer import Outer
+
+DOUBLE = torch.float64
+STEPS = 13
+STRATEGIES: list[dict[str, Any]] = [
+    {"momentum": 0.6, "lr": 0.9},
+    {"momentum": 0.0},
+    {"outer": Outer("SGD", lr=0.7, momentum=0.9, nesterov=True)},
+    {"outer": Outer("Adam", lr=0.05), "buffers": "average"},
+    {"base": PushSum(Irregular())},
+    {"base": Gossip()},
+    {"base": LocalSGD(2)},
+    {"base": AllReduce()},
+    {"device": "cpu"},
+]
+
+
+@pytest.mark.parametrize("settings", STRATEGIES, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_shared_out_slow_steps_give_the_same_bits(settings: dict[str, Any], n: int) -> None:
+    problem = Regression(n, STEPS, torch.float32)
+    whole, shared = (ended(n, SlowMo(period=4, shard=s, **settings), problem, STEPS, sgd()) for s in (False, True))
+    assert torch.equal(shared, whole)
+
+
+@pytest.mark.parametrize(("n", "width"), [(5, 3), (8, 2), (3, 7), (4, 8)])
+def test_vectors_smaller_than_the_number_of_workers_are_shared_out_too(n: int, width: int) -> None:
+    problem = quadratic(n, DOUBLE, width=width)
+    for settings in STRATEGIES[:3]:
+        whole, shared = (ended(n, SlowMo(period=2, shard=s, **settings), problem, 6, sgd()) for s in (False, True))
+        assert torch.equal(shared, whole)
+
+
+def test_each_parameter_group_s_rate_is_shared_out_with_its_parameters() -> None:
+    problem = Regression(3, 8, DOUBLE)
+    whole, shared = (
+        watched(3, SlowMo(period=4, shard=s), problem, [0.1, 0.05] * 4, factors=[1.0, 0.5, 0.0]) for s in (False, True)
+    )
+    assert torch.equal(shared, whole)
+
+
+def shared_runs() -> list[list[float]]:
+    comm = thinwire.GroupComm()
+    problem = Regression(comm.size, STEPS, DOUBLE)
+    return [
+        flat(run(comm, SlowMo(period=4, shard=shard, **settings), problem, STEPS, sgd()).model).tolist()
+        for settings in STRATEGIES
+        for shard in (False, True)
+    ]
+
+
+def test_shared_out_slow_steps_go_as_far_on_processes() -> None:
+    rows = torch.tensor(run_processes(3, shared_runs), dtype=DOUBLE)
+    assert distance(rows[:, ::2], rows[:, 1::2]) < 1e-12
+    assert torch.equal(rows[:, 1], rows[:1, 1].expand(3, -1)) is False, "mid-round, workers differ"
+
+
+@pytest.mark.parametrize(
+    "strategy", [SlowMo(period=4, shard=True), SlowMo(period=4, shard=True, outer=Outer())], ids=str
+)
+def test_sharing_out_sends_as_much_and_keeps_a_share(strategy: Strategy) -> None:
+    problem = Regression(2, 8, torch.float32)
+    assert sent(2, strategy, problem, 8, sgd())[0][0] == sent(2, LocalSGD(4), problem, 8, sgd())[0][0]
+    uneven = sent(3, strategy, Regression(3, 8, torch.float32), 8, sgd())
+    assert sum(nbytes for nbytes, _ in uneven) == pytest.approx(3 * 2 * 2 * 2 / 3 * 4 * 34)
+
+    def kept(comm: Comm) -> int:
+        (r,) = run(comm, strategy, problem, 8, sgd()).replicas
+        return sum(nbytes_of(x) for x in r.state.values() if x.dim())
+
+    assert (
+        thinwire.run_threads(2, kept)
+        == [17 * 4 * (1 if strategy == SlowMo(period=4, shard=True, outer=Outer()) else 2)] * 2
+    )
+
+
+def test_after_a_slow_step_all_workers_hold_the_same_bits_in_shares_too() -> None:
+    for settings in STRATEGIES:
+        seen = watched(3, SlowMo(period=4, shard=True, **settings), Regression(3, 8, torch.float32), [0.1] * 8)
+        assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])), settings
+        assert torch.equal(seen[7], seen[7, :1].expand_as(seen[7])), settings
+
+
+def test_slow_state_is_kept_in_single_precision_at_least() -> None:
+    r = Replica(torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
+    strategy = SlowMo(period=1, momentum=0.5)
+    strategy.start(r)
+    for _ in range(3):
+        r.x -= torch.tensor([2**-8, 0.0], dtype=torch.bfloat16)
+        r.step += 1
+        strategy.after_step(r)
+    moved = 2**-8 * (1 + 1.5 + 1.75)
+    assert r.state["anchor"].dtype == r.state["slow"].dtype == torch.float32
+    assert r.state["anchor"].tolist() == [pytest.approx(1 - moved), 1.0]
+    assert torch.equal(r.x, r.state["anchor"].bfloat16())
+
+
+@pytest.mark.parametrize("settings", STRATEGIES[:4] + STRATEGIES[-1:], ids=str)
+def test_explain_counts_the_bytes_and_the_memory_of_shared_out_state(settings: dict[str, Any]) -> None:
+    whole, shared = (explain(SlowMo(period=4, shard=s, **settings), parameters=1200, workers=4) for s in (False, True))
+    assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4
+    names = [name for name in whole.memory_bytes_per_parameter if name != "parameters"]
+    assert "anchor" in names and len(names) >= 2
+    for name in names:
+        assert whole.memory_bytes_per_parameter[name] == 4 * shared.memory_bytes_per_parameter[name] == 4
+
+
+def test_the_host_keeps_the_slow_state_where_it_is_told_to() -> None:
+    strategy = SlowMo(period=2, device="cpu", outer=Outer("Adam", lr=0.1))
+    meta = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
+    strategy.start(meta)
+    assert meta.state["anchor"].device.type == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("settings", STRATEGIES[:4], ids=str)
+@pytest.mark.parametrize("shard", [False, True])
+def test_the_host_takes_the_slow_steps_of_a_model_on_a_gpu(settings: dict[str, Any], shard: bool) -> None:
+    def body(device: str | None) -> tuple[Tensor, set[str]]:
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.constant_(model.bias, 0.25)
+        model.cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy = SlowMo(period=2, shard=shard, **{**settings, "device": device})
+        attached = thinwire.attach(model, optimizer, strategy)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), step + 1.0, device="cuda")).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return flat(model).cpu(), {x.device.type for x in attached.replicas[0].state.values() if x.dim()}
+
+    on_gpu, on_host = body(None), body("cpu")
+    assert torch.allclose(on_gpu[0], on_host[0], rtol=0, atol=1e-6)
+    assert (on_gpu[1], on_host[1]) == ({"cuda"}, {"cpu"})
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(rank: int, length: int) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=DOUBLE)
+
+
+def ring_sums(comm: Comm, members: range, length: int) -> tuple[Tensor, float]:
+    x, before = drawn(comm.rank, length), comm.meter.payload_bytes
+    return (ring_sum_(comm, x, members) if comm.rank in members else x), comm.meter.payload_bytes - before
+
+
+@pytest.mark.parametrize(("members", "length"), [(range(4), 12), (range(1, 4), 7), (range(2, 4), 1), (range(3, 4), 5)])
+def test_a_few_ranks_add_up_without_the_others(members: range, length: int) -> None:
+    results = thinwire.run_threads(4, lambda comm: ring_sums(comm, members, length))
+    total = torch.stack([drawn(rank, length) for rank in members]).sum(0)
+    for rank, (x, nbytes) in enumerate(results):
+        if rank in members:
+            assert torch.allclose(x, total, rtol=0, atol=1e-14)
+            assert torch.equal(x, results[members[0]][0]), "all members hold the same bits"
+            assert nbytes == 2 * (len(members) - 1) * 8 * -(-length // len(members))
+        else:
+            assert (nbytes, x.tolist()) == (0, drawn(rank, length).tolist())
+
+
+def means_on_processes() -> list[list[float]]:
+    comm = thinwire.GroupComm()
+    ring = ring_sum_(comm, drawn(comm.rank, 7), range(3))
+    x = drawn(comm.rank, 7)
+    spread_(comm, mean_part(comm, x), x)
+    y = drawn(comm.rank, 7)
+    weighted_mean_(y, torch.tensor(float(comm.rank)), lambda v: comm.sum_(v).wait())
+    return [ring.tolist(), x.tolist(), y.tolist()]
+
+
+def test_means_on_processes_are_those_of_arithmetic() -> None:
+    rows = torch.tensor(run_processes(3, means_on_processes), dtype=DOUBLE)
+    drawn_by_rank = torch.stack([drawn(rank, 7) for rank in range(3)])
+    weights = torch.tensor([0.0, 1.0, 2.0], dtype=DOUBLE) / 3
+    for i, wanted in enumerate((drawn_by_rank.sum(0), drawn_by_rank.mean(0), weights @ drawn_by_rank)):
+        assert torch.allclose(rows[:, i], wanted, rtol=0, atol=1e-6 if i == 2 else 1e-14)
+        assert torch.equal(rows[:, i], rows[:1, i].expand(3, -1))
+
+
+def test_parts_of_a_vector_are_all_of_it() -> None:
+    x = torch.arange(7)
+    parts = thinwire.run_threads(9, lambda comm: part_of(comm, x))
+    assert torch.equal(torch.cat(parts), x)
+    assert {part.numel() for part in parts} == {0, 1}
+
+
+def test_where_nobody_has_any_weight_the_mean_is_the_plain_one() -> None:
+    def body(comm: Comm) -> Tensor:
+        return weighted_mean_(drawn(comm.rank, 5), torch.zeros(()), lambda v: comm.sum_(v).wait())
+
+    plain = torch.stack([drawn(rank, 5) for rank in range(3)]).mean(0)
+    assert torch.allclose(thinwire.run_threads(3, body)[0], plain, rtol=0, atol=1e-12)
+
+
+def test_shared_out_slow_state_goes_on_within_a_round() -> None:
+    problem = Regression(3, STEPS, torch.float32)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        strategy = SlowMo(period=4, shard=True)
+        one = go_on(begin(comm, strategy, problem, sgd()), problem, range(6))
+        saved = one.state_dict()
+        go_on(one, problem, range(6, STEPS))
+        two = begin(comm, strategy, problem, sgd())
+        two.load_state_dict(saved)
+        return flat(one.model), flat(go_on(two, problem, range(6, STEPS)).model)
+
+    assert all(torch.equal(one, two) for one, two in thinwire.run_threads(3, body))

@@ -1,0 +1,355 @@
+"""In a population the worst go on from the best, and one that was killed goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire import ConfigError
+from thinwire.cli import main
+from thinwire.fusion import autotune as choice
+from thinwire.storage import rank_file as part
+from thinwire.sweep.journal import Journal
+from thinwire.sweep.plan import Plan
+from thinwire.sweep.population import Population, draws_of
+from thinwire.sweep.sampling import RandomSampler
+from thinwire.sweep.space import Range, Space, parse_domain
+from thinwire.sweep.sweeping import News, sweep
+from thinwire.sweep.training import Together, plain_optimizer_of, train_together
+from thinwire.sweep.trials import Copy, Halving, Outcome, Trial, ranked
+from thinwire.tasks.base import evaluating
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+# The server that `tests.pool` has torch loaded in, where it was started first.
+context = multiprocessing.get_context("forkserver")
+SPACE = Space({"lr": Range(1e-3, 1e-1, "log"), "momentum": Range(0, 0.9)})
+POPULATION = Population(every=3, share=0.4, perturbed=("lr", "momentum"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.PIN, "1")
+
+
+def planned(population: Population | None = POPULATION, **settings: Any) -> Plan:
+    from thinwire.tasks import load
+
+    return Plan(
+        load("digits"), **{"steps": 10, "eval_limit": 64, "schedule": "cosine", **settings}, population=population
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
+
+
+def drawn(count: int, **knobs: str | float) -> list[Trial]:
+    return [Trial(each.number, {**each.knobs, **knobs}) for each in RandomSampler(SPACE, seed=2).ask(count)]
+
+
+def outcomes(*losses: float) -> list[Outcome]:
+    return [Outcome(Trial(number, {}), loss, 0, 3) for number, loss in enumerate(losses)]
+
+
+def test_the_worst_of_a_population_go_on_from_the_best() -> None:
+    judged = outcomes(0.4, 0.1, math.nan, 0.3)
+    assert Population(every=3).sources(judged, draws_of(0, 0, 3)) == [0, 1, 1, 3]
+    found = Population(every=3, share=0.5).sources(judged, draws_of(0, 0, 3))
+    assert found[1] == 1 and found[3] == 3 and {found[0], found[2]} <= {1, 3}
+
+
+@pytest.mark.parametrize(("members", "replaced"), [(1, 0), (2, 1), (3, 1), (5, 1), (8, 2), (9, 2)])
+def test_at_least_one_member_is_replaced_where_there_are_two(members: int, replaced: int) -> None:
+    found = Population(every=1).sources(outcomes(*range(members)), draws_of(0, 0, 1))
+    assert [place for place, source in enumerate(found) if source != place] == list(range(members))[
+        members - replaced :
+    ]
+    assert all(source < max(1, replaced) for source in found[members - replaced :])
+
+
+def test_hyperparameters_move_up_and_down_and_stay_where_an_optimizer_bears_them() -> None:
+    population, draws = Population(every=1, change=0.2), np.random.default_rng(0)
+    assert {round(population.moved("lr", 0.1, draws), 9) for _ in range(40)} == {0.08, 0.12}
+    assert {round(population.moved("momentum", 0.9, draws), 9) for _ in range(40)} == {0.88, 0.92}
+    assert {round(population.moved("beta1", 0.0, draws), 9) for _ in range(40)} == {0.0, 0.2}
+    beta = 0.999
+    for _ in range(200):
+        beta = population.moved("beta2", beta, draws)
+        assert 0 <= beta < 1
+
+
+def test_a_copy_has_parameters_state_and_knobs_of_its_source_and_the_others_are_untouched() -> None:
+    run = Together(planned(None, schedule="constant"), drawn(4))
+    for _ in range(3):
+        run.advance()
+    before = {name: tensor.detach().clone() for name, tensor in run.array.named_parameters()}
+    rates, momenta, live = run.rates.clone(), run.optimizer.param_groups[0]["momentum"].clone(), list(run.live)
+    sources = run.exchange(Population(every=3, share=0.25, change=0.5))
+    (copy,) = (place for place, source in enumerate(sources) if source != place)
+    for name, tensor in run.array.named_parameters():
+        assert torch.equal(tensor, before[name][sources])
+    for place, source in enumerate(sources):
+        assert run.optimizer.param_groups[0]["momentum"][place] == momenta[source]
+        assert run.live[place].number == live[place].number
+        if place != copy:
+            assert run.rates[place] == rates[place] and run.live[place] == live[place] and not run.copies[place]
+    assert float(run.rates[copy] / rates[sources[copy]]) in (pytest.approx(0.5), pytest.approx(1.5))
+    knobs = {**live[sources[copy]].knobs, "lr": float(run.rates[copy])}
+    assert run.live[copy].knobs == knobs
+    assert run.copies[copy] == (Copy(3, live[sources[copy]].number, knobs),)
+    assert run.optimizer.extract(copy)["state"][0]["momentum_buffer"].equal(
+        run.optimizer.extract(sources[copy])["state"][0]["momentum_buffer"]
+    )
+
+
+def one_by_one(
+    plan: Plan, trials: list[Trial], population: Population
+) -> list[tuple[float, dict[str, Any], list[Any]]]:
+    """The same population as plain models with torch's own optimizers, copied by their state dicts."""
+    task, batch_size = plan.task, plan.setting(trials[0].knobs).batch_size
+    (shard,) = task.shards(1, seed=plan.seed)
+    models = [task.model(seed=plan.seed) for _ in trials]
+    movers = [plain_optimizer_of(m, plan.setting(t.knobs)) for m, t in zip(models, trials, strict=True)]
+    knobs, history = [dict(each.knobs) for each in trials], [list[Any]() for _ in trials]
+
+    def judged() -> list[float]:
+        found = list[float]()
+        for model in models:
+            with evaluating(model):
+                found.append(task.evaluate(model, limit=plan.eval_limit).loss)
+        return found
+
+    for step in range(1, plan.steps + 1):
+        for model, mover, own in zip(models, movers, knobs, strict=True):
+            mover.zero_grad()
+            task.loss(model, task.batch(shard, step - 1, batch_size=batch_size, seed=plan.seed, rank=0)).backward()
+            mover.param_groups[0].update(lr=own["lr"] * plan.factor(step - 1), momentum=own["momentum"])
+            mover.step()
+        if step % population.every or step == plan.steps:
+            continue
+        losses, draws = judged(), draws_of(plan.seed, trials[0].number, step)
+        order = sorted(range(len(trials)), key=losses.__getitem__)
+        count = max(1, int(population.share * len(trials)))
+        copied = {worst: order[int(draws.integers(count))] for worst in order[-count:]}
+        for place, source in sorted(copied.items()):
+            models[place].load_state_dict(models[source].state_dict())
+            movers[place].load_state_dict(deepcopy(movers[source].state_dict()))
+            knobs[place] = dict(knobs[source])
+            for name in population.perturbed:
+                up = draws.random() < 0.5
+                value = knobs[place][name] if name == "lr" else 1 - knobs[place][name]
+                value *= 1 + population.change if up else 1 - population.change
+                knobs[place][name] = value if name == "lr" else max(0.0, 1 - value)
+            history[place].append((step, trials[source].number))
+    return list(zip(judged(), knobs, history, strict=True))
+
+
+def test_a_population_is_one_of_plain_models_that_are_copied_by_their_state_dicts(plan: Plan) -> None:
+    trials = [Trial(each.number + 5, each.knobs) for each in drawn(5)]
+    found = train_together(plan, trials)
+    assert sum(len(each.copies) for each in found) == 2 * 3
+    for outcome, (loss, knobs, history) in zip(found, one_by_one(plan, trials, POPULATION), strict=True):
+        assert outcome.loss == pytest.approx(loss, abs=1e-5) and outcome.steps == plan.steps
+        assert [(each.step, each.source) for each in outcome.copies] == history
+        assert {name: outcome.trial.knobs[name] for name in knobs} == pytest.approx(knobs, rel=1e-12)
+        if outcome.copies:
+            assert outcome.copies[-1].knobs == outcome.trial.knobs
+
+
+def test_a_population_without_exchanges_is_the_same_trials_by_themselves(plan: Plan) -> None:
+    never = planned(Population(every=plan.steps))
+    assert train_together(never, drawn(3)) == train_together(planned(None), drawn(3))
+
+
+def test_chance_is_another_for_every_array_and_step() -> None:
+    first = [draws_of(*key).random() for key in ((0, 0, 3), (1, 0, 3), (0, 4, 3), (0, 0, 6), (0, 0, 3))]
+    assert len(set(first)) == 4 and first[0] == first[-1]
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """As by a person."""
+
+
+def interrupt_at(steps: int) -> Callable[[News], None]:
+    seen: list[News] = []
+
+    def told(news: News) -> None:
+        seen.append(news)
+        if len(seen) == steps:
+            raise Interrupted
+
+    return told
+
+
+def swept(plan: Plan, folder: Path | None, resume: bool = False, told: Callable[[News], None] | None = None) -> Any:
+    journal = None if folder is None else Journal(folder, {"seed": 2}, resume=resume, every_seconds=0)
+    return sweep(plan, RandomSampler(SPACE, seed=2), 7, together=4, told=told, journal=journal)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 10, 13, 18])
+def test_a_population_that_was_interrupted_has_the_same_trials_losses_and_lineage(
+    steps: int, plan: Plan, tmp_path: Path
+) -> None:
+    whole = swept(plan, None)
+    for resume, stop in ((False, interrupt_at(steps)), (True, interrupt_at(2))):
+        with pytest.raises(Interrupted):
+            swept(plan, tmp_path, resume, stop)
+    assert swept(plan, tmp_path, True) == whole
+    assert {len(each.copies) for each in whole} > {0}
+    assert swept(plan, tmp_path, True) == whole  # from an ended one, too
+
+
+def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
+    """A sweep that ends by SIGKILL at the n-th of such moments: no `finally` runs, and nothing is flushed."""
+    os.environ[choice.PIN] = "1"
+    left = [times]
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return call
+
+    owner, name = {
+        "copied, not yet perturbed": (Together, "_move"),
+        "tensors written, their names not": (part, "write_aside"),
+        "written aside, not in place": (part.Part, "commit"),
+        "in place, the old not removed": (part.Part, "tidy"),
+    }[moment]
+    setattr(owner, name, dying(getattr(owner, name)))
+    swept(planned(), folder, resume)
+
+
+KILLS = [
+    ("copied, not yet perturbed", 2),
+    ("tensors written, their names not", 4),
+    ("written aside, not in place", 3),
+    ("in place, the old not removed", 5),
+]
+
+
+def killed_again_and_again(folder: Path) -> None:
+    """Each time in a process of its own, a fork of this one: all is loaded once, and nothing has computed yet."""
+    torch.set_num_threads(1)
+    planned()
+    for place, (moment, times) in enumerate(KILLS):
+        process = os.fork()
+        if not process:
+            killed(folder, moment, times, place > 0)
+            os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert status == -signal.SIGKILL, (moment, status)
+
+
+def test_a_population_that_is_killed_again_and_again_ends_as_one_that_ran_through(plan: Plan, tmp_path: Path) -> None:
+    process = context.Process(target=killed_again_and_again, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    process.close()
+    assert len(list(tmp_path.iterdir())) >= 2
+    assert swept(plan, tmp_path, True) == swept(plan, None)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+COMMAND = "sweep --task digits --trials 5 --steps 8 --momentum 0:0.9 --eval-limit 64 --together 5 --population 3 --json"
+
+
+def test_the_command_goes_on_with_a_population(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*COMMAND.split(), "--out", str(tmp_path / "whole")]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    with monkeypatch.context() as patched:
+        exchange: Any = Together.exchange
+        usual: Any = Journal.__init__.__kwdefaults__
+        patched.setattr(Journal.__init__, "__kwdefaults__", {**usual, "every_seconds": 0.0})
+
+        def stop(run: Together, population: Population) -> Any:
+            if run.step == 6:
+                raise Interrupted
+            return exchange(run, population)
+
+        patched.setattr(Together, "exchange", stop)
+        with pytest.raises(Interrupted):
+            main([*COMMAND.split(), "--out", str(tmp_path / "part")])
+    assert main(["sweep", "--resume", str(tmp_path / "part"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == whole["trials"]
+    copies = [copy for trial in whole["trials"] for copy in trial["copies"]]
+    assert [copy["step"] for copy in sorted(copies, key=lambda copy: copy["step"])] == [3, 6]
+    assert all(set(copy["knobs"]) == {"lr", "momentum"} for copy in copies)
+    best = ranked([Outcome(Trial(t["trial"], t["knobs"]), t["loss"], 0, t["steps"]) for t in whole["trials"]])
+    assert [each.trial.number for each in best] == [trial["trial"] for trial in whole["trials"]]
+    page = (tmp_path / "part" / "report.html").read_text()
+    assert "copy of" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--population 0", "every=0: must be at least 1 step"),
+        ("--population 3 --share 0.6", "share=0.6: must lie in (0, 0.5]"),
+        ("--population 3 --change 1", "change=1.0: must lie between 0 and 1"),
+        ("--population 3 --halving 2", "keep one of the two"),
+        ("--population 3 --sampler optuna", "use --sampler random"),
+        ("--population 3 --check", "leave out --check"),
+        ("--share 0.3", "--share 0.3: belongs to --population"),
+        ("--population 300 --steps 300", "no exchange"),
+        ("--population 3 --together 1", "nobody to go on from"),
+    ],
+)
+def test_what_does_not_go_with_a_population_is_refused(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--trials", "4", "--out", str(tmp_path / "sweep"), *words.split()]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Population(every=0), "at least 1 step"),
+        (lambda: Population(every=1, share=0.6), r"\(0, 0.5\]"),
+        (lambda: Population(every=1, change=1.0), "between 0 and 1"),
+        (lambda: Population(every=1, perturbed=("batch_size",)), "members of an array differ in lr, momentum"),
+        (lambda: planned(halving=Halving(2)), "keep one of the two"),
+        (lambda: Together(planned(Population(1, perturbed=("beta1",))), drawn(2)), "SGD has none of them"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_only_what_an_optimizer_has_is_perturbed() -> None:
+    space = Space({"lr": parse_domain("log:1e-3:1e-1"), "optimizer": parse_domain("sgd,adamw")})
+    both = planned(Population(every=4, perturbed=("lr", "momentum", "beta1")), schedule="constant")
+    found = sweep(both, RandomSampler(space, seed=0), 6, together=6)
+    moved = {name for each in found for copy in each.copies for name in copy.knobs}
+    assert moved == {"lr", "momentum", "beta1", "optimizer"}
+    for each in found:
+        for copy in each.copies:
+            assert ("momentum" in copy.knobs) == (copy.knobs["optimizer"] == "sgd")

@@ -1,0 +1,359 @@
+"""An array on several workers goes on from disk as if it had never stopped."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils import _pytree as pytree
+
+import thinwire
+from tests.fusion.test_life import same, whole, wide
+from tests.fusion.test_parallel import FRESH, data, trained
+from tests.fusion.test_training import Net
+from tests.oracles.fusion import copies, make
+from tests.pool import run_processes
+from thinwire import AllReduce, Bf16, Comm, Gossip, LocalSGD, PushSum, SlowMo, Strategy, fusion
+from thinwire.errors import CheckpointError
+from thinwire.fusion import autotune as choice
+from thinwire.storage.rank_file import Part
+from thinwire.sweep.parallel import ParallelArray, attach_array
+
+SAVED, STEPS = 4, 9
+RATES = [0.05, 0.01, 0.1, 0.02]
+STRATEGIES: list[Strategy] = [
+    AllReduce(),
+    AllReduce(Bf16()),
+    LocalSGD(3),
+    SlowMo(period=3, momentum=0.6, lr=0.8),
+    SlowMo(AllReduce(), period=2, momentum=0.5),
+    Gossip(),
+    PushSum(),
+]
+# Threads share torch's own generator, so all models are made before there are any.
+DROPPING = make(partial(Net, 0.3), 6, torch.float64)
+FACTORIES: list[Any] = [
+    partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    partial(lr_scheduler.MultiStepLR, milestones=[3, 6], gamma=0.7),
+    partial(lr_scheduler.StepLR, step_size=3, gamma=0.9),
+]
+WIDE = wide()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.PIN, "1")
+
+
+class Run:
+    """One rank's array under a strategy, with everything else that trains it."""
+
+    def __init__(self, comm: Comm | None, strategy: Strategy, factories: list[Any] | None = None, **more: Any) -> None:
+        factories = factories or FACTORIES
+        count = len(factories)
+        rank = 0 if comm is None else comm.rank
+        array = fusion.fuse(copies(DROPPING[:count]), seeds=[100 * rank + index for index in range(count)])
+        optimizer = fusion.SGD(array.parameters(), lr=RATES[:count], momentum=[0.9, 0.0, 0.5, 0.3][:count])
+        self.schedules = fusion.Schedules(optimizer, factories)
+        self.scaler = fusion.GradScaler(count, 8.0, growth_interval=3)
+        self.parallel = attach_array(array, optimizer, strategy, comm=comm, scaler=self.scaler, **more)
+        self.rank = self.parallel.attached.comm.rank
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"schedules": self.schedules, "scaler": self.scaler}
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            trained(self.parallel, self.rank, range(step, step + 1), self.scaler)
+            self.schedules.step()
+
+    def life(self) -> None:
+        """Fewer models than at first, and one of them new."""
+        kept = self.parallel.select([2, 0])
+        for follower in (self.schedules, self.scaler):
+            follower.select(kept)
+        self.parallel.insert(1, FRESH[0].train(), seed=7, lr=0.02)
+        self.schedules.insert(1, FACTORIES[0])
+        self.scaler.insert(1)
+
+    def everything(self) -> list[Any]:
+        array, optimizer, attached = self.parallel.array, self.parallel.optimizer, self.parallel.attached
+        slots = [whole(array, optimizer, index) for index in range(array.size)]
+        kept = [{"x": r.x, **r.state} for r in attached.replicas]
+        told = repr([self.schedules.state_dict(), self.scaler.state_dict(), attached.step, attached.comm.step])
+        return [*slots, *kept, told]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(same(clean(a), clean(b)) if isinstance(a, dict) else a == b for a, b in pairs)
+
+
+def clean(found: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value).detach().clone() for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("size", [1, 3])
+def test_training_goes_on_bit_for_bit_from_the_middle_of_a_period(
+    strategy: Strategy, size: int, tmp_path: Path
+) -> None:
+    def work(comm: Comm) -> tuple[list[Any], list[Any]]:
+        run = Run(comm, strategy)
+        run.train(range(SAVED))
+        home = run.parallel.save(tmp_path, **run.parts, extra={"rank": comm.rank})
+        assert home == tmp_path / "step-00000004"
+        run.train(range(SAVED, STEPS))
+        again = Run(comm, strategy, seed=0)
+        assert again.parallel.load(tmp_path, **again.parts) == {"rank": comm.rank}
+        assert again.parallel.attached.step == SAVED
+        again.train(range(SAVED, STEPS))
+        return run.everything(), again.everything()
+
+    for ours, theirs in thinwire.run_threads(size, work):
+        assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3, momentum=0.6), PushSum()], ids=repr)
+def test_an_array_of_another_size_is_made_like_the_one_that_was_saved(strategy: Strategy, tmp_path: Path) -> None:
+    now = [FACTORIES[2], FACTORIES[0]]
+
+    def work(comm: Comm) -> None:
+        run = Run(comm, strategy)
+        run.train(range(2))
+        run.life()
+        run.train(range(2, SAVED))
+        run.parallel.save(tmp_path, **run.parts)
+        run.train(range(SAVED, STEPS))
+        for factories in ([*now, FACTORIES[0], FACTORIES[0]], now, now[:1]):
+            again = Run(comm, strategy, factories if len(factories) > 1 else [FACTORIES[0]])
+            if len(factories) == 1:
+                again.schedules.insert(0, FACTORIES[2])
+            again.parallel.load(tmp_path, **again.parts)
+            assert again.parallel.array.size == 2
+            again.train(range(SAVED, STEPS))
+            assert equal(run.everything(), again.everything())
+
+    thinwire.run_threads(2, work)
+
+
+def on_a_rank(strategy: Strategy, folder: str, resume: bool) -> Any:
+    """For processes: nothing is measured there either, and tensors come back as arrays of numpy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(choice.PIN, "1")
+        torch.manual_seed(3)
+        run = Run(None, strategy)
+        torch.manual_seed(4 + resume)
+        if resume:
+            run.parallel.load(folder, **run.parts)
+        else:
+            run.train(range(SAVED))
+            run.parallel.save(folder, **run.parts)
+        noise = torch.rand(3)
+        run.train(range(SAVED, STEPS))
+        found = [*(clean(each) if isinstance(each, dict) else each for each in run.everything()), {"noise": noise}]
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.numpy(), found)
+
+
+def test_processes_go_on_bit_for_bit_and_with_their_own_chance() -> None:
+    strategy = SlowMo(period=3, momentum=0.6)
+    with tempfile.TemporaryDirectory() as folder:
+        through = run_processes(2, on_a_rank, strategy, folder, False)
+        resumed = run_processes(2, on_a_rank, strategy, folder, True)
+    for ours, theirs in zip(through, resumed, strict=True):
+        assert equal(ours, theirs)
+    assert not same(clean(through[0][0]), clean(through[1][0]))
+
+
+# -- another number of workers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(AllReduce(), period=3, momentum=0.6)], ids=repr)
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (1, 2), (2, 1)])
+def test_another_number_of_workers_goes_on_where_all_agreed(
+    strategy: Strategy, before: int, now: int, tmp_path: Path
+) -> None:
+    def held(run: Run) -> tuple[Tensor, dict[str, Tensor]]:
+        buffers = {name: buffer.clone() for name, buffer in run.parallel.array.named_buffers()}
+        return run.parallel.attached.replicas[0].x.clone(), buffers
+
+    def saved(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
+        run = Run(comm, strategy)
+        run.train(range(SAVED))
+        run.parallel.save(tmp_path, **run.parts, extra={"rank": comm.rank})
+        return held(run)
+
+    def loaded(comm: Comm) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        run = Run(comm, strategy)
+        generators = run.parallel.array.generators or ()
+        states = [each.get_state() for each in generators]
+        assert run.parallel.load(tmp_path, **run.parts) == {"rank": 0}
+        assert run.parallel.attached.step == SAVED and run.parallel.attached.comm.size == now
+        assert all(torch.equal(state, each.get_state()) for state, each in zip(states, generators, strict=True))
+        found = held(run)
+        run.train(range(SAVED, SAVED + 4))
+        return *found, run.parallel.attached.replicas[0].x.clone()
+
+    wrote = thinwire.run_threads(before, saved)
+    went_on = thinwire.run_threads(now, loaded)
+    for x, buffers, after in went_on:
+        assert torch.equal(x, wrote[0][0]) and torch.equal(after, went_on[0][2])
+        for name, buffer in buffers.items():
+            mean = torch.stack([each[1][name].double() for each in wrote]).mean(0)
+            torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (LocalSGD(3), "parameters differ between workers at step 4"),
+        (Gossip(), "parameters differ between workers"),
+        (LocalSGD(2), "what optimizers remember differs between workers"),
+    ],
+    ids=repr,
+)
+def test_another_number_of_workers_is_refused_where_something_would_be_lost(
+    strategy: Strategy, words: str, tmp_path: Path
+) -> None:
+    def saved(comm: Comm) -> None:
+        run = Run(comm, strategy)
+        run.train(range(SAVED))
+        run.parallel.save(tmp_path, **run.parts)
+
+    def loaded(comm: Comm) -> None:
+        run = Run(comm, strategy)
+        before = run.everything()
+        with pytest.raises(CheckpointError, match=words):
+            run.parallel.load(tmp_path, **run.parts)
+        assert equal(before, run.everything())
+
+    thinwire.run_threads(2, saved)
+    thinwire.run_threads(3, loaded)
+
+
+# -- what may go wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_diverged_is_saved_and_the_others_go_on(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        run = Run(comm, AllReduce())
+        with torch.no_grad():
+            next(iter(run.parallel.array.parameters()))[1] = torch.nan
+        run.train(range(SAVED))
+        run.parallel.save(tmp_path, **run.parts)
+        again = Run(comm, AllReduce())
+        again.parallel.load(tmp_path, **again.parts)
+        for each in (run, again):
+            each.train(range(SAVED, STEPS))
+        ours, theirs = run.everything(), again.everything()
+        assert ours[1]["first.weight"].isnan().all() and theirs[1]["first.weight"].isnan().all()
+        assert equal([ours[0], ours[2], ours[-1]], [theirs[0], theirs[2], theirs[-1]])
+
+    thinwire.run_threads(2, work)
+
+
+def test_a_step_counts_where_every_rank_has_its_part_and_old_ones_go(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        run = Run(comm, AllReduce())
+        for step in range(5):
+            run.train(range(step, step + 1))
+            run.parallel.save(tmp_path, **run.parts, extra={"step": step + 1}, keep=2)
+        comm.broadcast_(torch.zeros(1), 0).wait()
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+        comm.broadcast_(torch.zeros(1), 0).wait()
+        if comm.rank == 1:
+            Part(tmp_path / "step-00000005", 1).path.unlink()
+        comm.broadcast_(torch.zeros(1), 1).wait()
+        assert Run(comm, AllReduce()).parallel.load(tmp_path, **run.parts) == {"step": 4}
+
+    thinwire.run_threads(2, work)
+
+
+def test_a_part_that_is_damaged_or_cannot_be_written_is_told_to_all_ranks_and_nothing_is_touched(
+    tmp_path: Path,
+) -> None:
+    def work(comm: Comm) -> None:
+        run = Run(comm, AllReduce())
+        run.train(range(2))
+        run.parallel.save(tmp_path, **run.parts)
+        with pytest.raises(CheckpointError, match=r"rank 1.*only tensors and JSON"):
+            run.parallel.save(tmp_path, **run.parts, extra={"what": object() if comm.rank else 0})
+        (tensors,) = (tmp_path / "step-00000002").glob("rank-0001-*.safetensors")
+        comm.broadcast_(torch.zeros(1), 0).wait()
+        if comm.rank == 0:
+            content = bytearray(tensors.read_bytes())
+            content[len(content) // 2] ^= 1
+            tensors.write_bytes(content)
+        comm.broadcast_(torch.zeros(1), 0).wait()
+        before = run.everything()
+        with pytest.raises(CheckpointError, match=r"rank 1: .*rank-0001-.*is damaged"):
+            run.parallel.load(tmp_path, **run.parts)
+        assert equal(before, run.everything())
+
+    thinwire.run_threads(2, work)
+
+
+def test_what_belongs_elsewhere_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        run = Run(comm, AllReduce())
+        run.train(range(2))
+        run.parallel.save(tmp_path / "one", **run.parts)
+        run.parallel.attached.save(tmp_path / "plain")
+        for words, other, parts in (
+            (r"the strategy is AllReduce\(\) in the checkpoint and LocalSGD", Run(comm, LocalSGD(2)), None),
+            ("the strategy is .* make it alike", Run(comm, LocalSGD(2), FACTORIES[:2]), None),
+            ("the seed is 0 in the checkpoint and 5 in this run", Run(comm, AllReduce(), seed=5), None),
+            ("the schedules: one for each model in the checkpoint and none", run, {}),
+            ("slot 1 has a MultiStepLR .* and a StepLR", Run(comm, AllReduce(), [FACTORIES[0]] * 3), None),
+        ):
+            before = other.everything()
+            with pytest.raises(CheckpointError, match=words):
+                other.parallel.load(tmp_path / "one", **(other.parts if parts is None else parts))
+            assert equal(before, other.everything())
+        for folder, words in (("plain", "holds one model and no array"), ("nothing", "look for step-")):
+            with pytest.raises(CheckpointError, match=words):
+                run.parallel.load(tmp_path / folder, **run.parts)
+
+    thinwire.run_threads(2, work)
+
+
+def test_layers_that_differ_between_models_go_on_too_and_their_number_cannot_change(tmp_path: Path) -> None:
+    def begun(comm: Comm) -> ParallelArray:
+        array = fusion.fuse(WIDE, loop=["body"])
+        return attach_array(array, fusion.Adam(array.parameters(), lr=RATES[:3]), SlowMo(period=2), comm=comm)
+
+    def work(comm: Comm) -> None:
+        run, other = begun(comm), begun(comm)
+        trained(run, comm.rank, range(3))
+        run.save(tmp_path)
+        other.load(tmp_path)
+        for each in (run, other):
+            trained(each, comm.rank, range(3, 6))
+        pairs = [[whole(each.array, each.optimizer, index) for index in range(3)] for each in (run, other)]
+        assert all(same(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+        run.select([2, 0])
+        with pytest.raises(CheckpointError, match="fuse the models that are left"):
+            run.load(tmp_path)
+
+    thinwire.run_threads(2, work)
+
+
+def test_the_loop_of_the_page_saves_and_goes_on(tmp_path: Path) -> None:
+    array = fusion.fuse([nn.Linear(6, 3) for _ in range(2)])
+    optimizer = fusion.SGD(array.parameters(), lr=0.1)
+    parallel = attach_array(array, optimizer, AllReduce(), comm=thinwire.run_threads(1, lambda comm: comm)[0])
+    x, y = data(0, 0, torch.float32)
+    array.losses(F.cross_entropy, array(x), y).sum().backward()
+    optimizer.step()
+    parallel.save(tmp_path, extra={"step": 1})
+    kept = array.state_dict()["weight"].clone()
+    optimizer.step()
+    assert parallel.load(tmp_path) == {"step": 1} and torch.equal(array.state_dict()["weight"], kept)

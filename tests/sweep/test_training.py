@@ -1,0 +1,144 @@
+"""Trials trained as one array are the trials trained one after another."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire import ConfigError
+from thinwire.cli import main
+from thinwire.sweep.plan import Plan
+from thinwire.sweep.sampling import OptunaSampler, RandomSampler, sampler_of
+from thinwire.sweep.space import Range, Space, parse_domain
+from thinwire.sweep.sweeping import News, room_for, sweep
+from thinwire.sweep.training import Together, train_alone, train_together
+from thinwire.sweep.trials import Halving, Outcome, Trial
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+
+pytestmark = pytest.mark.usefixtures("no_way_is_kept")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    from thinwire.tasks import load
+
+    return Plan(load("digits"), steps=12, eval_limit=128)
+
+
+def trials(count: int, **more: str) -> list[Trial]:
+    space = Space({"lr": Range(1e-3, 1e-1, "log")} | {name: parse_domain(text) for name, text in more.items()})
+    return [Trial(number, space.draw(0, number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_an_array_of_trials_ends_as_they_do_one_by_one(plan: Plan, optimizer: str, schedule: str) -> None:
+    knob = {"momentum": "0:0.9"} if optimizer == "sgd" else {"beta1": "0.5:0.95", "eps": "log:1e-8:1e-3"}
+    drawn = trials(3, optimizer=optimizer, weight_decay="0:0.1", **knob)
+    own = Plan(plan.task, plan.steps, schedule=schedule, eval_limit=plan.eval_limit)  # type: ignore[arg-type]
+    for together, trial in zip(train_together(own, drawn), drawn, strict=True):
+        alone = train_alone(own, trial)
+        assert together.trial == trial
+        assert together.loss == pytest.approx(alone.loss, abs=1e-5)
+        assert together.metric == pytest.approx(alone.metric, abs=0.01)
+        assert together.steps == alone.steps == 12
+
+
+def test_halving_gives_up_the_worst_and_leaves_the_rest_as_they_were(plan: Plan) -> None:
+    drawn = trials(6)
+    halved = Plan(plan.task, plan.steps, halving=Halving(first=3, keep=2), eval_limit=plan.eval_limit)
+    found = train_together(halved, drawn)
+    assert [each.steps for each in sorted(found, key=lambda each: each.steps)] == [3, 3, 3, 6, 12, 12]
+    assert [each.stopped for each in found] == [each.steps < 12 for each in found]
+    for survivor in (each for each in found if not each.stopped):
+        assert survivor.loss == pytest.approx(train_alone(plan, survivor.trial).loss, abs=1e-5)
+
+
+def test_a_trial_that_diverges_leaves_the_others_alone(plan: Plan) -> None:
+    sound = trials(2)
+    wild = Trial(2, {"lr": 1e30})
+    found = train_together(plan, [*sound, wild])
+    assert not math.isfinite(found[2].loss)
+    assert [each.loss for each in found[:2]] == pytest.approx(
+        [each.loss for each in train_together(plan, sound)], abs=1e-6
+    )
+
+
+def test_a_sweep_trains_what_cannot_be_fused_apart(plan: Plan) -> None:
+    news: list[News] = []
+    space = Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")})
+    found = sweep(plan, RandomSampler(space, seed=1), 6, together=2, told=news.append)
+    assert [each.trial.number for each in found] == list(range(6))
+    assert max(each.members for each in news) <= 2
+    sizes = [each.trial.knobs["batch_size"] for each in found]
+    assert set(sizes) == {8, 16}
+    assert found[0].loss == pytest.approx(train_alone(plan, found[0].trial).loss, abs=1e-5)
+
+
+def test_all_small_trials_fit_and_a_sweep_asks_for_room_by_itself(plan: Plan) -> None:
+    assert room_for(plan, trials(3)) == 3
+    assert len(sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 3)) == 3
+
+
+def test_a_study_is_asked_for_arrays_and_told_what_came_of_them(plan: Plan) -> None:
+    pytest.importorskip("optuna")
+    sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")}), seed=0)
+    found = sweep(plan, sampler, 4, together=2)
+    told = {each.number: each.value for each in sampler.study.trials}
+    assert told == {each.trial.number: each.loss for each in found}
+    assert sampler.study.best_trial.number == min(found, key=lambda each: each.loss).trial.number
+
+
+def test_a_study_learns_of_trials_that_diverged_or_were_given_up() -> None:
+    pytest.importorskip("optuna")
+    sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log")}), seed=0)
+    first, second, third = sampler.ask(3)
+    sampler.tell([Outcome(first, math.nan, 0, 5), Outcome(second, 0.5, 0, 5, stopped=True), Outcome(third, 0.4, 0, 9)])
+    assert [each.state.name for each in sampler.study.trials] == ["FAIL", "PRUNED", "COMPLETE"]
+
+
+def test_a_sampler_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are random, optuna"):
+        sampler_of("grid", Space({}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [({"dropout": 0.1}, "there are batch_size"), ({"lr": "fast"}, "must be a number"), ({"optimizer": "lion"}, "lion")],
+)
+def test_knobs_that_do_not_exist_are_refused_by_name(plan: Plan, knobs: dict[str, float | str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan.setting(knobs)
+
+
+def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match="partition them"):
+        Together(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
+
+
+def test_the_command_sweeps_and_writes_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sweep"
+    command = "sweep --task digits --trials 4 --steps 8 --lr log:1e-3:1e-1 --momentum 0:0.9 --eval-limit 64 --threads 1"
+    threads = torch.get_num_threads()
+    try:
+        assert main([*command.split(), "--halving", "3", "--keep", "2", "--check", "--json", "--out", str(folder)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    told = json.loads(capsys.readouterr().out)
+    assert told["trials"] == json.loads((folder / "trials.json").read_text())
+    assert told["largest_difference"] < 1e-4
+    assert told["given_up"] == 3
+    assert (folder / "plots" / "sweep.png").stat().st_size > 5_000
+    assert "What each knob did" in (folder / "report.html").read_text()
+
+
+def test_a_knob_that_is_no_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--lr", "log:0:1"]) != 0
+    assert "begins above 0" in capsys.readouterr().err

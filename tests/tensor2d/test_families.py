@@ -1,0 +1,139 @@
+"""Models of `transformers` on a mesh: GPT-2 and Llama, made small, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.oracles.tensor2d import drawn, gradients, run, serial_gradients
+from thinwire import ConfigError
+from thinwire.tensor2d import Mesh2D, parallelize_2d, read_safetensors_, whole_activation, whole_state
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def seeded(model: Any) -> Any:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = 0.2 * drawn(*parameter.shape, seed=number)
+    return model.double()
+
+
+def gpt2(vocabulary: int = 31, **settings: Any) -> Any:
+    usual = {"vocab_size": vocabulary, "n_positions": 8, "n_embd": 24, "n_layer": 2, "n_head": 6}
+    usual |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    with torch.random.fork_rng():
+        return seeded(transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**usual, **settings})))
+
+
+def llama(key_heads: int = 6, tied: bool = False, **settings: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=36,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=8,
+        tie_word_embeddings=tied,
+        **settings,
+    )
+    with torch.random.fork_rng():
+        return seeded(transformers.LlamaForCausalLM(config))
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.randint(31, (6, 8), generator=torch.Generator().manual_seed(1))
+    attention, labels = torch.ones_like(ids), ids.clone()
+    attention[4:, 5:] = 0
+    labels[4:, 5:] = -100
+    return ids, attention, labels
+
+
+@pytest.mark.parametrize(
+    ("make", "meshes", "tolerance"),  # Llama forms its norms and angles in single precision, whatever its dtype
+    [
+        (gpt2, [(1, 1), (2, 2), (2, 3), (3, 2)], 1e-10),
+        (lambda: llama(6), [(2, 2), (2, 3), (3, 2)], 1e-6),
+        (lambda: llama(2, tied=True), [(1, 4), (2, 2)], 1e-6),
+        (lambda: llama(1), [(2, 2)], 1e-6),
+    ],
+    ids=["gpt2", "llama", "llama with shared heads and a tied head", "llama with one key head"],
+)
+def test_a_model_of_transformers_is_laid_out(
+    make: Callable[[], Any], meshes: list[tuple[int, int]], tolerance: float
+) -> None:
+    ids, attention, labels = batch()
+    serial = make()
+    logits = serial(ids, attention_mask=attention).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    grads = serial_gradients(serial)
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        model = parallelize_2d(make(), mesh)
+        own_ids, own_attention, own_labels = (mesh.rows_of(x) for x in (ids, attention, labels))
+        ours = model(own_ids, attention_mask=own_attention, labels=own_labels)
+        ours.loss.backward()
+        whole = whole_activation(ours.logits, mesh, size=logits.shape[-1])
+        return ours.loss.detach(), whole, gradients(model, mesh)
+
+    for rows, columns in meshes:
+        for our_loss, our_logits, found in run(rows, columns, work):
+            torch.testing.assert_close(our_loss, loss.detach(), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(our_logits, logits.detach(), rtol=tolerance, atol=tolerance)
+            assert found.keys() >= grads.keys()
+            for name in grads:
+                torch.testing.assert_close(found[name], grads[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("make", [gpt2, lambda: llama(2)], ids=["gpt2", "llama"])
+def test_published_files_are_read_block_by_block(make: Callable[[], Any], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: p.detach().contiguous() for name, p in make().named_parameters()}, path)
+    state = make().state_dict()
+
+    def work(mesh: Mesh2D) -> tuple[int, dict[str, Tensor]]:
+        model = make()
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        parallelize_2d(model, mesh)
+        read = read_safetensors_(model, path, mesh)
+        return read, whole_state(model, mesh)
+
+    size = path.stat().st_size
+    for read, found in run(2, 2, work):
+        assert read < 0.45 * size
+        for name in state:
+            assert torch.equal(found[name], state[name])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt2(attn_pdrop=0.1), "attn_pdrop=0 in its config"),
+        (lambda: llama(attention_dropout=0.1), "attention_dropout=0 in its config"),
+        (lambda: gpt2(n_head=8), r"transformer.h.0.attn with num_heads=8: 8 % 3 must be 0"),
+        (lambda: gpt2(add_cross_attention=True), "cross attention"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(2, 3, lambda mesh: parallelize_2d(make(), mesh))
+
+
+def test_hidden_dropout_of_a_published_model_is_the_same_on_every_mesh() -> None:
+    ids, _, labels = batch()
+
+    def work(mesh: Mesh2D) -> Tensor:
+        model = parallelize_2d(gpt2(resid_pdrop=0.2, embd_pdrop=0.2), mesh, seed=3).train()
+        return model(mesh.rows_of(ids), labels=mesh.rows_of(labels)).loss.detach()
+
+    losses = [run(rows, columns, work)[0] for rows, columns in ((1, 1), (2, 2), (2, 3))]
+    torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-6, atol=1e-6)

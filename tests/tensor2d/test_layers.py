@@ -1,0 +1,325 @@
+"""Layers on a mesh are the serial layers: values, gradients, precision, bytes and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import lcm
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.oracles.tensor2d import MESHES, Rotary, block_of, drawn, gradients, joined, run, serial_gradients
+from thinwire import ConfigError
+from thinwire.tensor2d import (
+    Attention2D,
+    Dropout2D,
+    Embedding2D,
+    FeedForward2D,
+    LayerNorm2D,
+    Linear2D,
+    Mesh2D,
+    PositionTable2D,
+    RMSNorm2D,
+    cross_entropy_2d,
+    linear_2d,
+    whole_state,
+)
+
+H, T = 24, 12
+X = drawn(T, 5, H, seed=9)
+SHAPES = [(1, 1), (2, 2), (2, 3), (3, 2), (1, 4), (4, 1)]
+
+
+def both(
+    serial: nn.Module, make: Callable[[Mesh2D], nn.Module], rows: int, columns: int, x: Tensor = X
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Output, the input's gradient and the parameters', of the serial layer and of the joined blocks."""
+    whole = x.clone().requires_grad_()
+    y = serial(whole)
+    weight = drawn(*y.shape, seed=77)
+    serial.zero_grad()
+    (y * weight).sum().backward()
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        own, layer = block_of(x, mesh).requires_grad_(), make(mesh)
+        found = layer(own)
+        (found * block_of(weight, mesh)).sum().backward()
+        assert own.grad is not None
+        return found.detach(), own.grad, gradients(layer, mesh)
+
+    blocks = run(rows, columns, work)
+    assert whole.grad is not None
+    ours = {"y": joined([b[0] for b in blocks], rows, columns), "x": joined([b[1] for b in blocks], rows, columns)}
+    return {"y": y.detach(), "x": whole.grad, **serial_gradients(serial)}, ours | blocks[-1][2]
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias, dtype=torch.float64)
+    layer.weight.data = drawn(outputs, inputs, seed=5)
+    if bias:
+        layer.bias.data = drawn(outputs, seed=6)
+    return layer
+
+
+@pytest.mark.parametrize("layout", ["AB", "ABT"])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_a_linear_layer_is_the_serial_one_in_either_storage(rows: int, columns: int, layout: Any) -> None:
+    for outputs in (12, 36):
+        serial = linear(H, outputs)
+        wanted, found = both(serial, lambda mesh, s=serial: linear_2d(s, mesh, layout=layout), rows, columns)
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_linear_layer_takes_the_storage_that_moves_less() -> None:
+    def work(mesh: Mesh2D) -> list[str]:
+        return [linear_2d(linear(a, b), mesh).layout for a, b in ((12, 24), (24, 24), (24, 12))]
+
+    assert run(2, 2, work)[0] == ["AB", "AB", "ABT"]
+
+
+@pytest.mark.parametrize("layout", ["AB", "ABT"])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_sections_give_each_column_its_share_of_every_part(rows: int, columns: int, layout: Any) -> None:
+    serial = linear(H, 3 * H)
+    parts = serial(X).chunk(3, -1)
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
+        layer = Linear2D(serial.weight, serial.bias, mesh, sections=(H,) * 3, layout=layout)
+        ours = layer(block_of(X, mesh)).chunk(3, -1)
+        errors = [(part - block_of(whole, mesh)).abs().max() for part, whole in zip(ours, parts, strict=True)]
+        return torch.stack(errors).max(), whole_state(layer, mesh)["weight"]
+
+    for error, weight in run(rows, columns, work):
+        assert error < 1e-12
+        assert torch.equal(weight, serial.weight)
+
+
+@pytest.mark.parametrize("kind", ["layer", "layer without bias", "bare layer", "rms"])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_norms_are_the_serial_ones(rows: int, columns: int, kind: str) -> None:
+    if kind == "rms":
+        serial: Any = nn.RMSNorm(H, eps=1e-6, dtype=torch.float64)
+    else:
+        serial = nn.LayerNorm(H, 1e-5, kind != "bare layer", bias=kind == "layer", dtype=torch.float64)
+    for number, parameter in enumerate(serial.parameters()):
+        parameter.data = drawn(H, seed=number)
+
+    def make(mesh: Mesh2D) -> nn.Module:
+        if kind == "rms":
+            return RMSNorm2D(serial.weight, mesh, size=H)
+        return LayerNorm2D(serial.weight, serial.bias, mesh, size=H)
+
+    wanted, found = both(serial, make, rows, columns)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-11, atol=1e-11)
+
+
+def test_a_variance_far_from_zero_does_not_cancel() -> None:
+    far = (drawn(4, H) + 4096).float()
+    wanted = F.layer_norm(far.double(), (H,))
+    found = joined(run(2, 3, lambda mesh: LayerNorm2D(None, None, mesh, size=H)(block_of(far, mesh))), 2, 3)
+    assert (found - wanted).abs().max() < 2e-3
+    naive = far.square().mean(-1) - far.mean(-1).square()
+    assert (naive - far.double().var(-1, correction=0)).abs().max() > 0.05  # what subtracting squares would give
+
+
+def test_norms_of_bf16_err_at_most_twice_as_much_as_serial_ones() -> None:
+    x = X.flatten(0, 1).to(torch.bfloat16)
+    exact = F.layer_norm(x.double(), (H,))
+    serial = (F.layer_norm(x, (H,)).double() - exact).norm()
+    found = joined(run(2, 2, lambda mesh: LayerNorm2D(None, None, mesh, size=H)(block_of(x, mesh))), 2, 2)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() <= 2 * serial
+
+
+def test_positions_are_added_alike_in_all_rows() -> None:
+    table = drawn(9, H).requires_grad_()
+    y = X + table[:5]
+    (y * X).sum().backward()
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
+        layer = PositionTable2D(table, mesh, parameter="table", added=True)
+        own = block_of(X, mesh)
+        found = layer(own)
+        (found * own).sum().backward()
+        return found.detach(), gradients(layer, mesh)["table"]
+
+    found = run(3, 2, work)
+    assert torch.equal(joined([each[0] for each in found], 3, 2), y.detach())
+    torch.testing.assert_close(found[0][1], table.grad)
+
+
+# -- attention and feed-forward ---------------------------------------------------------------------------------------
+
+
+def can_share(heads: int, key_heads: int, size: int, rows: int, columns: int) -> bool:
+    slices = lcm(rows, columns)
+    if key_heads % columns == 0:
+        return (heads + 2 * key_heads) * size % slices == 0
+    own, group = heads // columns, heads // key_heads
+    return key_heads * size % slices == 0 and (own % group == 0 or group % own == 0)
+
+
+@pytest.mark.parametrize("key_heads", [12, 4, 2, 1])
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_attention_with_shared_heads_and_rotary_positions_is_the_serial_one(
+    rows: int, columns: int, key_heads: int
+) -> None:
+    width = 48
+    serial = Rotary(width, 12, key_heads).double()
+    for number, parameter in enumerate(serial.parameters()):
+        parameter.data = 0.3 * drawn(*parameter.shape, seed=number)
+    x = drawn(T, 5, width, seed=9)
+
+    def make(mesh: Mesh2D) -> nn.Module:
+        weights = [(layer.weight, layer.bias) for layer in (serial.query, serial.key, serial.value, serial.out)]
+        return Attention2D(*weights, mesh, heads=12, causal=True, rotary_base=10000.0)
+
+    if not can_share(12, key_heads, 4, rows, columns):
+        with pytest.raises(ConfigError, match=r"must be 0|must divide the other"):
+            both(serial, make, rows, columns, x)
+        return
+    wanted, found = both(serial, make, rows, columns, x)
+    if "projection.weight" in found:
+        for kind in ("weight", "bias"):
+            parts = found[f"projection.{kind}"].split([width, key_heads * 4, key_heads * 4])
+            found |= {f"{name}.{kind}": part for name, part in zip(("query", "key", "value"), parts, strict=True)}
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-10)
+
+
+def test_attention_takes_masks() -> None:
+    serial = Rotary(H, 6, 6).double()
+    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask |= torch.eye(5, dtype=torch.bool)
+    wanted = serial(X, mask)
+    layers = (serial.query, serial.key, serial.value, serial.out)
+
+    def work(mesh: Mesh2D) -> Tensor:
+        layer = Attention2D(*((s.weight, s.bias) for s in layers), mesh, heads=6, rotary_base=1e4)
+        return layer(block_of(X, mesh), mask)
+
+    torch.testing.assert_close(joined(run(2, 3, work), 2, 3), wanted)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_feed_forward_parts_are_the_serial_ones(rows: int, columns: int, gated: bool) -> None:
+    class Serial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.gate, self.out = linear(H, 48, False), linear(H, 48, False), linear(48, H)
+            self.gate.weight.data.mul_(-0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.wide(x)
+            return self.out(F.silu(self.gate(x)) * wide if gated else F.gelu(wide))
+
+    serial = Serial()
+    weights = [(layer.weight, layer.bias) for layer in (serial.wide, serial.out, serial.gate)]
+
+    def make(mesh: Mesh2D) -> nn.Module:
+        if not gated:
+            return FeedForward2D(*weights[:2], mesh)
+        return FeedForward2D(*weights[:2], mesh, activation="swiglu", gate=weights[2])
+
+    wanted, found = both(serial, make, rows, columns)
+    if gated:
+        found["gate.weight"], found["wide.weight"] = found["wide.weight"].chunk(2)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-11, atol=1e-10)
+
+
+def test_a_gate_without_its_weights_is_refused() -> None:
+    pair = linear(H, 48).weight, None
+    for settings in ({"activation": "swiglu"}, {"gate": pair}):
+        with pytest.raises(ConfigError, match="gate"):
+            run(1, 1, lambda mesh, s=settings: FeedForward2D(pair, (linear(48, H).weight, None), mesh, **s))
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_dropout_is_the_same_on_every_mesh(rows: int, columns: int) -> None:
+    serial = Dropout2D(0.4, None, seed=3, layer=2)
+    wanted = [serial(X), serial(X)]
+
+    def work(mesh: Mesh2D) -> list[Tensor]:
+        layer = Dropout2D(0.4, mesh, seed=3, layer=2)
+        return [layer(block_of(X, mesh)) for _ in wanted]
+
+    found = run(rows, columns, work)
+    for step, whole in enumerate(wanted):
+        assert torch.equal(joined([each[step] for each in found], rows, columns), whole)
+    assert not torch.equal(*wanted)
+
+
+def test_dropout_drops_its_share_everywhere_and_blocks_have_unrelated_masks() -> None:
+    ones = torch.ones(200, 100, 4)
+    blocks = run(2, 2, lambda mesh: Dropout2D(0.3, mesh)(block_of(ones, mesh)))
+    kept = [(block > 0).double() for block in blocks]
+    for share in kept:
+        assert abs(share.mean() - 0.7) < 0.01
+        assert abs((share[1:] * share[:-1]).mean() - 0.49) < 0.015  # neighbours are independent
+    for first in range(4):
+        for second in range(first):
+            assert abs((kept[first] * kept[second]).mean() - 0.49) < 0.015
+    assert torch.equal(blocks[0][blocks[0] > 0], torch.full_like(blocks[0][blocks[0] > 0], 1 / 0.7))
+    masks = [Dropout2D(0.3, None, seed=s, layer=n)(ones) > 0 for s, n in ((0, 0), (1, 0), (0, 1))]
+    assert abs((masks[0] & masks[1]).double().mean() - 0.49) < 0.015
+    assert abs((masks[0] & masks[2]).double().mean() - 0.49) < 0.015
+
+
+def test_dropout_leaves_evaluation_alone() -> None:
+    layer = Dropout2D(0.5, None)
+    assert layer.eval()(X) is X
+    assert int(layer.draws) == 0
+    for wrong in (1.0, -0.1):
+        with pytest.raises(ConfigError, match="probability"):
+            Dropout2D(wrong, None)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda mesh: linear_2d(linear(20, 12), mesh), r"20 inputs: 20 % 6 must be 0.*pad to 24"),
+        (lambda mesh: linear_2d(linear(12, 20), mesh), r"20 outputs: 20 % 6"),
+        (lambda mesh: Linear2D(drawn(24, 12), None, mesh, sections=(20, 4)), r"sections.*20 % 3"),
+        (lambda mesh: Linear2D(drawn(24, 12), None, mesh, sections=(12, 6)), "add up to its 24"),
+        (lambda mesh: LayerNorm2D(None, None, mesh, size=20), r"20 % 3"),
+        (lambda mesh: Embedding2D(drawn(36, 20), mesh), r"20 % 6"),
+        (lambda mesh: mesh.rows_of(torch.zeros(3)), "batch of 3.*use 4"),
+        (lambda mesh: mesh.columns_of(torch.zeros(2, 4)), r"4 % 3"),
+        (lambda mesh: cross_entropy_2d(torch.zeros(2, 6), torch.zeros(3), mesh), "one target a token"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_its_size(make: Callable[[Mesh2D], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(2, 3, make)
+
+
+def test_a_mesh_must_be_numbered_row_by_row() -> None:
+    def work(mesh: Mesh2D) -> Mesh2D:
+        return Mesh2D(mesh.along_column, mesh.along_row, mesh.whole)
+
+    with pytest.raises(ConfigError, match="row by row"):
+        run(2, 3, work)
+
+
+def test_the_first_failure_of_any_rank_is_the_one_that_is_raised() -> None:
+    def work(mesh: Mesh2D) -> Tensor:
+        if mesh.whole.rank == 4:
+            raise KeyError("only here")
+        return mesh.along_row.sum_(mesh.along_column.sum_(torch.ones(3)).wait()).wait()
+
+    for _ in range(20):
+        with pytest.raises(KeyError, match="only here"):
+            run(2, 3, work)

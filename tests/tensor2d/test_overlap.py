@@ -1,0 +1,154 @@
+"""What is under way while something is multiplied, and what one message serves twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles.tensor2d import MESHES, block_of, drawn, joined, run
+from thinwire.comm.work import Work
+from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
+from thinwire.tensor2d.costs import backward_elements, product_elements
+
+M, K, N = 24, 36, 48
+HOW = [Panels(), Panels(2), Panels(3, overlap=False)]
+
+
+class Watched:
+    """A comm that notes what is sent and what is waited for."""
+
+    def __init__(self, inner: Any, name: str, notes: list[str]) -> None:
+        self._inner, self._name, self._notes = inner, name, notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def gather(self, x: Tensor) -> Work[list[Tensor]]:
+        return self._noted("gather", self._inner.gather(x))
+
+    def scatter(self, xs: Any, sizes: Any) -> Work[list[Tensor]]:
+        return self._noted("scatter", self._inner.scatter(xs, sizes))
+
+    def _noted(self, what: str, work: Work[list[Tensor]]) -> Work[list[Tensor]]:
+        self._notes.append(f"{what} {self._name}")
+
+        def finish() -> list[Tensor]:
+            self._notes.append(f"wait {what} {self._name}")
+            return work.wait()
+
+        return Work(finish)
+
+
+def notes_of_backward(multiply: Any, panels: Panels) -> list[str]:
+    second = (K, N) if multiply is multiply_ab else (N, K)
+
+    def work(mesh: Mesh2D) -> list[str]:
+        notes: list[str] = []
+        a, b = block_of(drawn(M, K), mesh).requires_grad_(), block_of(drawn(*second), mesh).requires_grad_()
+        row: Any = Watched(mesh.along_row, "row", notes)
+        column: Any = Watched(mesh.along_column, "column", notes)
+        c = multiply(a, b, Mesh2D(row, column, mesh.whole, panels=panels))
+        notes.clear()
+        c.sum().backward()
+        return notes
+
+    found = run(2, 2, work)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def test_the_weight_s_operand_travels_while_the_input_s_gradient_is_multiplied() -> None:
+    assert notes_of_backward(multiply_ab, Panels()) == [
+        *("gather column", "gather row"),  # of B for the input, of A for the weight
+        *("wait gather column", "scatter row"),  # the input's terms are on their way
+        *("wait gather row", "scatter column", "wait scatter row", "wait scatter column"),
+    ]
+
+
+def test_without_overlap_one_message_is_under_way_at_a_time() -> None:
+    assert notes_of_backward(multiply_ab, Panels(overlap=False)) == [
+        *("gather column", "wait gather column", "scatter row", "wait scatter row"),
+        *("gather row", "wait gather row", "scatter column", "wait scatter column"),
+    ]
+
+
+def test_one_gather_of_the_output_s_gradient_serves_both_of_its_products() -> None:
+    assert notes_of_backward(multiply_abt, Panels()) == [
+        *("gather row", "gather column", "wait gather row", "wait gather column"),
+        *("scatter column", "wait scatter column"),
+    ]
+
+
+@pytest.mark.parametrize("panels", HOW, ids=repr)
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+@pytest.mark.parametrize("layout", ["AB", "ABT"])
+def test_the_backward_pass_of_a_product_sends_the_bytes_of_its_formula(
+    rows: int, columns: int, layout: str, panels: Panels
+) -> None:
+    multiply, second = (multiply_ab, (K, N)) if layout == "AB" else (multiply_abt, (N, K))
+
+    def work(mesh: Mesh2D) -> float:
+        a, b = block_of(drawn(M, K), mesh).requires_grad_(), block_of(drawn(*second), mesh).requires_grad_()
+        c = multiply(a, b, mesh, panels)
+        before = mesh.payload_bytes
+        c.sum().backward()
+        return mesh.payload_bytes - before
+
+    wanted = 8 * backward_elements(M, K, N, rows, columns, layout=layout)
+    assert run(rows, columns, work) == pytest.approx([wanted] * (rows * columns), rel=1e-12)
+
+
+def test_a_shared_gather_saves_the_output_s_activations() -> None:
+    twice = 2 * product_elements(M, K, N, 2, 3, layout="ABT")
+    assert twice - backward_elements(M, K, N, 2, 3, layout="ABT") == pytest.approx(M * N * 2 / 6)
+    assert backward_elements(M, K, N, 2, 3, layout="AB") == 2 * product_elements(M, K, N, 2, 3, layout="AB")
+
+
+@pytest.mark.parametrize("multiply", [multiply_ab, multiply_abt])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_an_operand_without_a_gradient_costs_nothing_and_changes_nothing(
+    multiply: Any, wanted: tuple[bool, bool]
+) -> None:
+    second = (K, N) if multiply is multiply_ab else (N, K)
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, float, float]:
+        blocks = [block_of(drawn(M, K, seed=1), mesh), block_of(drawn(*second, seed=2), mesh)]
+        grads, sent = [], []
+        for needs in ((True, True), wanted):
+            a, b = (x.clone().requires_grad_(need) for x, need in zip(blocks, needs, strict=True))
+            c = multiply(a, b, mesh, Panels(2))
+            before = mesh.payload_bytes
+            c.square().sum().backward()
+            sent.append(mesh.payload_bytes - before)
+            grads.append((a.grad, b.grad)[0 if wanted[0] else 1])
+        assert torch.equal(grads[0], grads[1])
+        return grads[0], sent[0], sent[1]
+
+    for _, both, one in run(2, 2, work):
+        assert one < both
+
+
+@pytest.mark.parametrize("multiply", [multiply_ab, multiply_abt])
+def test_gradients_with_a_graph_are_those_without(multiply: Any) -> None:
+    second = (K, N) if multiply is multiply_ab else (N, K)
+
+    def work(mesh: Mesh2D) -> list[Tensor]:
+        a, b = block_of(drawn(M, K, seed=1), mesh), block_of(drawn(*second, seed=2), mesh)
+        a.requires_grad_()
+        b.requires_grad_()
+        plain, graphed = (
+            torch.autograd.grad(multiply(a, b, mesh, Panels(2)).square().sum(), (a, b), create_graph=graph)
+            for graph in (False, True)
+        )
+        for ours, theirs in zip(plain, graphed, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-13, atol=1e-13)
+        return list(plain)
+
+    found = run(2, 2, work)
+    a, b = drawn(M, K, seed=1).requires_grad_(), drawn(*second, seed=2).requires_grad_()
+    whole = a @ (b if multiply is multiply_ab else b.T)
+    for k, grad in enumerate(torch.autograd.grad(whole.square().sum(), (a, b))):
+        torch.testing.assert_close(joined([each[k] for each in found], 2, 2), grad, rtol=1e-12, atol=1e-9)

@@ -1,0 +1,165 @@
+"""Models go to a mesh, from it, and between meshes; files hold what they should and errors say what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.oracles.tensor2d import MESHES, Encoder, drawn, gpt, laid_out, mesh_loss, run, tokens
+from thinwire import CheckpointError
+from thinwire.tensor2d import (
+    Axis,
+    Mesh2D,
+    Place,
+    Placement,
+    load_whole_,
+    read_blocks_,
+    read_safetensors_,
+    whole_activation,
+    whole_state,
+    write_blocks,
+    write_whole,
+)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("padded", [0, 36])
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_blocks_add_up_to_the_whole_they_were_cut_from(rows: int, columns: int, padded: int, transposed: bool) -> None:
+    first = Axis(29, "rows", padded=36) if padded else Axis(36, "rows", (12, 12, 12))
+    placement = Placement((first, Axis(24, "columns")), transposed)
+    whole = drawn(*placement.shape)
+    places = [Place(i, j, rows, columns) for i in range(rows) for j in range(columns)]
+    blocks = {place: placement.cut(whole, place) for place in places}
+    assert all(tuple(block.shape) == placement.block_shape(place) for place, block in blocks.items())
+    assert all(block.is_contiguous() for block in blocks.values())
+    assert torch.equal(placement.join(blocks), whole)
+    assert sum(int(block.count_nonzero()) for block in blocks.values()) == whole.numel()
+
+
+def test_a_column_holds_its_share_of_each_section() -> None:
+    whole = torch.arange(12.0)
+    place = Place(0, 1, 1, 2)
+    assert Placement((Axis(12, "columns", (4, 8)),)).cut(whole, place).tolist() == [2, 3, 8, 9, 10, 11]
+    rows = Placement((Axis(12, "rows", (4, 8)),))
+    assert rows.cut(whole, Place(1, 0, 2, 2)).tolist() == [2, 3, 8, 9, 10, 11]
+    assert rows.replicated is False
+    assert Placement((Axis(12, "columns"),)).replicated
+
+
+def trained(mesh: Mesh2D, model: nn.Module) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        mesh_loss(model, mesh, step).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("make", [gpt, lambda: Encoder(vocabulary=37).double()], ids=["gpt", "padded and tied"])
+def test_a_model_trained_on_one_mesh_goes_on_anywhere(make: type[nn.Module], tmp_path: Path) -> None:
+    ids, _ = tokens()
+    path = tmp_path / "whole.safetensors"
+
+    def work(mesh: Mesh2D) -> tuple[dict[str, Tensor], Tensor]:
+        model = trained(mesh, laid_out(mesh, make()))
+        write_whole(model, path, mesh)
+        return whole_state(model, mesh), whole_activation(model(mesh.rows_of(ids)), mesh)
+
+    state, logits = run(2, 2, work)[3]
+    serial = make()
+    serial.load_state_dict(state)
+    logits = logits[..., : serial(ids).shape[-1]]
+    torch.testing.assert_close(serial(ids), logits, rtol=1e-12, atol=1e-12)
+    file = load_file(path)
+    assert all(torch.equal(file[name], state[name]) for name in file)
+    assert {id(p) for p in serial.parameters()} == {id(dict(serial.named_parameters())[name]) for name in file}
+
+    def other(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
+        blank = laid_out(mesh, make())
+        load_whole_(blank, state, mesh)
+        again = laid_out(mesh, make())
+        read_safetensors_(again, path, mesh)
+        found = (whole_activation(model(mesh.rows_of(ids)), mesh) for model in (blank, again))
+        first, second = (each[..., : logits.shape[-1]] for each in found)
+        return first, second
+
+    for rows, columns in ((1, 4), (3, 2), (1, 1)):
+        for first, second in run(rows, columns, other):
+            torch.testing.assert_close(first, logits, rtol=1e-12, atol=1e-12)
+            assert torch.equal(first, second)
+
+
+def test_reading_takes_only_the_own_block_from_files(tmp_path: Path) -> None:
+    state = {name: value.contiguous() for name, value in gpt(seed=3).state_dict().items()}
+    names = list(state)
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    save_file({name: state[name] for name in names[::2]}, paths[0])
+    save_file({f"model.{name}": state[name] for name in names[1::2]}, paths[1])
+    other = {name: name if k % 2 == 0 else f"model.{name}" for k, name in enumerate(names)}
+
+    def work(mesh: Mesh2D) -> tuple[int, int, dict[str, Tensor]]:
+        with torch.device("meta"):
+            blank = gpt()
+        assert next(blank.parameters()).is_meta
+        model = laid_out(mesh, blank)
+        read = read_safetensors_(model, paths, mesh, rename=other.__getitem__)
+        return read, 8 * sum(p.numel() for p in model.parameters()), whole_state(model, mesh)
+
+    for read, held, found in run(2, 3, work):
+        assert read == held < 8 * sum(x.numel() for x in state.values()) / 4
+        assert all(torch.equal(found[name], state[name]) for name in names)
+
+
+def test_blocks_are_saved_and_found_again_with_dropout_s_counters(tmp_path: Path) -> None:
+    def work(mesh: Mesh2D) -> bool:
+        model = trained(mesh, laid_out(mesh, Encoder(dropout=0.2).double()))
+        write_blocks(model, tmp_path, mesh)
+        mesh.whole.sum_(torch.zeros(1)).wait()
+        again = laid_out(mesh, Encoder(dropout=0.2).double())
+        read_blocks_(again, tmp_path, mesh)
+        return torch.equal(mesh_loss(model, mesh), mesh_loss(again, mesh))
+
+    assert all(run(2, 2, work))
+    assert len(list(tmp_path.iterdir())) == 4
+
+    def wrong_mesh(mesh: Mesh2D) -> None:
+        read_blocks_(laid_out(mesh, Encoder().double()), tmp_path, mesh)
+
+    with pytest.raises(CheckpointError, match="2x2 mesh and this one is 1x2"):
+        run(1, 2, wrong_mesh)
+    with pytest.raises(CheckpointError, match="not there"):
+        run(2, 2, lambda mesh: read_blocks_(laid_out(mesh), tmp_path / "elsewhere", mesh))
+    with pytest.raises(CheckpointError, match="another model"):
+        run(2, 2, lambda mesh: read_blocks_(laid_out(mesh), tmp_path, mesh))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    state = dict(gpt(seed=3).state_dict())
+    missing = {name: x for name, x in state.items() if name != "head.bias"}
+    wrong = state | {"head.bias": torch.zeros(5)}
+    for bad, message in ((missing, "head.bias is in the model only"), (wrong, r"head.bias has shape \(5,\).*\(36,\)")):
+        path = tmp_path / "bad.safetensors"
+        save_file(bad, path)
+
+        def work(mesh: Mesh2D, bad: dict[str, Tensor] = bad) -> None:
+            model = laid_out(mesh)
+            before = [p.detach().clone() for p in model.parameters()]
+            try:
+                load_whole_(model, bad, mesh)
+            finally:
+                assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+        with pytest.raises(CheckpointError, match=message):
+            run(2, 2, work)
+        with pytest.raises(CheckpointError, match=message):
+            run(2, 2, lambda mesh, path=path: read_safetensors_(laid_out(mesh), path, mesh))
+
+
+def test_rank_0_alone_keeps_the_whole_where_asked() -> None:
+    found = run(2, 2, lambda mesh: len(whole_state(laid_out(mesh), mesh, everywhere=False)))
+    assert found == [len(gpt().state_dict()), 0, 0, 0]

@@ -1,0 +1,446 @@
+"""Saving and going on: as if one had never stopped, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.engine import Mixed, attach, batches, drawn, flat, momentum, net, steps
+from tests.pool import run_processes
+from tests.problems import Irregular
+from thinwire import (
+    AllReduce,
+    Attached,
+    Bf16,
+    CheckpointError,
+    Comm,
+    Complete,
+    Gossip,
+    Hypercube,
+    Local,
+    LocalSGD,
+    NonFiniteError,
+    OnePeerExponential,
+    PushSum,
+    SlowMo,
+    Strategy,
+    run_threads,
+)
+
+STRATEGIES = [
+    AllReduce(),
+    AllReduce(Bf16()),
+    Local(),
+    LocalSGD(3),
+    Gossip(),
+    Gossip(OnePeerExponential()),
+    Gossip(OnePeerExponential(), order="after"),
+    PushSum(),
+    PushSum(Irregular()),
+    SlowMo(period=3),
+    SlowMo(LocalSGD(2), period=4, momentum=0.4, lr=0.9),
+    SlowMo(PushSum(), period=3),
+    SlowMo(PushSum(Irregular()), period=3),
+    SlowMo(Gossip(), period=3),
+    SlowMo(Gossip(Complete(), order="after"), period=3, momentum=0.0),
+]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def two_rates(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.05, momentum=0.9)
+
+
+def normed(seed: int = 0) -> nn.Sequential:
+    """With a frozen layer and statistics of its own."""
+    model = drawn(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)), seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def everything(attached: Attached) -> list[Tensor]:
+    """All that a run consists of, as tensors."""
+    momenta = [
+        x.float() for state in attached.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
+    ]
+    states = [x for replica in attached.replicas for x in replica.state.values()]
+    return [*(x.clone() for x in attached.model.state_dict().values()), *momenta, *states]
+
+
+def equal(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+# -- in memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw], ids=["momentum", "adamw"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_going_on_from_a_state_is_bitwise_never_having_stopped(
+    strategy: Strategy, optimizer: Callable[..., Any]
+) -> None:
+    def work(comm: Comm) -> bool:
+        first = steps(attach(comm, strategy, model=normed(), optimizer=optimizer), batches(comm.rank, 5))
+        state = first.state_dict()
+        steps(first, batches(comm.rank, 6, first=5))
+        expected = everything(first)
+        first.detach()
+        second = steps(attach(comm, strategy, model=normed(7), optimizer=optimizer), batches(comm.rank, 2))
+        second.load_state_dict(state)
+        assert second.step == 5
+        once = everything(steps(second, batches(comm.rank, 6, first=5)))
+        second.load_state_dict(state)
+        again = everything(steps(second, batches(comm.rank, 6, first=5)))
+        return equal(once, expected) and equal(again, expected)
+
+    assert run_threads(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(3), SlowMo(PushSum(Irregular()), period=3)], ids=repr)
+def test_models_of_several_dtypes_and_rates_go_on_bitwise(strategy: Strategy) -> None:
+    def work(comm: Comm) -> bool:
+        first = steps(attach(comm, strategy, model=drawn(Mixed()), optimizer=two_rates), batches(comm.rank, 4))
+        state = first.state_dict()
+        steps(first, batches(comm.rank, 4, first=4))
+        second = attach(comm, strategy, model=drawn(Mixed(), 3), optimizer=two_rates)
+        second.load_state_dict(state)
+        return equal(everything(steps(second, batches(comm.rank, 4, first=4))), everything(first))
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_a_state_stays_as_it_was_taken() -> None:
+    attached = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
+    state = attached.state_dict()
+    taken = plain(state)
+    steps(attached, batches(0, 3))
+    assert plain(state) == taken
+    attached.load_state_dict(state)
+    steps(attached, batches(0, 3))
+    assert plain(state) == taken
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return [[str(k), plain(v)] for k, v in value.items()]
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+# -- in files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_going_on_from_files_is_bitwise_never_having_stopped(strategy: Strategy, tmp_path: Path) -> None:
+    def work(comm: Comm) -> bool:
+        first = steps(attach(comm, strategy, model=normed(), optimizer=adamw), batches(comm.rank, 5))
+        home = first.save(tmp_path / "run")
+        assert home == tmp_path / "run" / "step-00000005"
+        expected = everything(steps(first, batches(comm.rank, 4, first=5)))
+        first.detach()
+        second = attach(comm, strategy, model=normed(7), optimizer=adamw)
+        assert second.load(tmp_path / "run") == {}
+        return equal(everything(steps(second, batches(comm.rank, 4, first=5))), expected)
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def interrupted(folder: str, strategies: list[Strategy]) -> list[bool]:
+    """One rank: train, save, go on; then the same from the files, with dropout and a schedule."""
+    folders = [Path(folder) / str(i) for i in range(len(strategies))]
+    return [resumes(home, strategy) for home, strategy in zip(folders, strategies, strict=True)]
+
+
+def resumes(folder: Path, strategy: Strategy) -> bool:
+    def begin(seed: int) -> tuple[Attached, Any]:
+        model = drawn(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)), seed)
+        attached = attach(None, strategy, model=model, optimizer=adamw)
+        return attached, torch.optim.lr_scheduler.CosineAnnealingLR(attached.optimizer, 12)
+
+    def go_on(attached: Attached, schedule: Any, first: int, count: int) -> list[Tensor]:
+        for data in batches(attached.comm.rank, count, first=first):
+            steps(attached, [data])
+            schedule.step()
+        return everything(attached)
+
+    attached, schedule = begin(0)
+    go_on(attached, schedule, 0, 5)
+    attached.save(folder, extra={"schedule": schedule.state_dict()})
+    expected = go_on(attached, schedule, 5, 5)
+    torch.rand(17)
+    attached, schedule = begin(1)
+    schedule.load_state_dict(attached.load(folder)["schedule"])
+    return equal(go_on(attached, schedule, 5, 5), expected)
+
+
+def test_processes_with_dropout_and_a_schedule_go_on_bitwise(tmp_path: Path) -> None:
+    strategies = [AllReduce(), LocalSGD(3), SlowMo(PushSum(), period=3), Gossip(), PushSum(Irregular())]
+    assert run_processes(3, interrupted, str(tmp_path), strategies) == [[True] * len(strategies)] * 3
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3)], ids=repr)
+def test_one_worker_with_dropout_goes_on_bitwise(strategy: Strategy, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    try:
+        assert resumes(tmp_path, strategy)
+    finally:
+        torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=repr)
+def test_what_the_caller_adds_comes_back(strategy: Strategy, tmp_path: Path) -> None:
+    def work(comm: Comm) -> bool:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        attached = attach(comm, strategy, scaler=scaler)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(attached.optimizer, 0.1, total_steps=20)
+        for x, y in batches(comm.rank, 4):
+            attached.optimizer.zero_grad()
+            scaler.scale((attached.model(x) - y).square().mean()).backward()
+            scaler.step(attached.optimizer)
+            scaler.update()
+            schedule.step()
+        extra = {
+            "schedule": schedule.state_dict(),
+            "scaler": scaler.state_dict(),
+            "position": (comm.rank, [1, 2.5, None, True, "end"]),
+            "order": torch.arange(4 + comm.rank),
+            "by step": {0: 0.5, 1: 0.25},
+        }
+        attached.save(tmp_path, extra=extra)
+        back = attached.load(tmp_path)
+        torch.testing.assert_close(back.pop("order"), extra.pop("order"), rtol=0, atol=0)
+        return back == extra
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        attached = steps(attach(comm, SlowMo(Gossip(), period=3), optimizer=adamw), batches(comm.rank, 4))
+        attached.save(tmp_path, extra={"tensor": torch.ones(2)})
+
+    run_threads(2, work)
+    files = sorted((tmp_path / "step-00000004").iterdir())
+    assert [file.suffix for file in files] == [".safetensors", ".json"] * 2
+    assert sorted({file.stem[:9] for file in files}) == ["rank-0000", "rank-0001"]
+    for file in files:
+        content = file.read_bytes()
+        assert not content.startswith((b"\x80", b"PK")) and b"ctorch" not in content
+        if file.suffix == ".json":
+            json.loads(content)
+
+
+# -- which checkpoint --------------------------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_three_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
+    def work(comm: Comm) -> int:
+        attached = attach(comm, LocalSGD(2))
+        for data in batches(comm.rank, 6):
+            steps(attached, [data])
+            attached.save(tmp_path, extra={"step": attached.step})
+        again = attach(comm, LocalSGD(2))
+        assert again.load(tmp_path) == {"step": 6}
+        return again.step
+
+    assert run_threads(2, work) == [6, 6]
+    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_saving_a_step_twice_keeps_the_second(tmp_path: Path) -> None:
+    attached = steps(attach(None, LocalSGD(2)), batches(0, 3))
+    attached.save(tmp_path, extra={"try": torch.tensor(1)})
+    attached.save(tmp_path, extra={"try": torch.tensor(2)})
+    assert int(attached.load(tmp_path)["try"]) == 2
+    assert len(names(tmp_path / "step-00000003")) == 2
+
+
+def test_a_checkpoint_that_one_rank_has_not_finished_is_ignored(tmp_path: Path) -> None:
+    def work(comm: Comm) -> int:
+        attached = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 3))
+        attached.save(tmp_path)
+        steps(attached, batches(comm.rank, 2, first=3)).save(tmp_path)
+        if comm.rank == 1:
+            (tmp_path / "step-00000005" / "rank-0001.json").unlink()
+        comm.gather(torch.zeros(1)).wait()
+        again = attach(comm, LocalSGD(2))
+        again.load(tmp_path)
+        return again.step
+
+    assert run_threads(2, work) == [3, 3]
+
+
+def test_what_a_killed_writer_left_is_ignored_and_cleared_away(tmp_path: Path) -> None:
+    attached = steps(attach(None, LocalSGD(2)), batches(0, 2))
+    attached.save(tmp_path)
+    killed = tmp_path / "step-00000003"
+    killed.mkdir()
+    for name in ["rank-0000-0123456789abcdef.safetensors", ".rank-0000.json.x1y2z3"]:
+        (killed / name).write_bytes(b"half")
+    (tmp_path / "step-00000002" / ".rank-0000.json.a1b2c3").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("not ours")
+    assert attached.load(tmp_path) == {}
+    assert attached.step == 2
+    for data in batches(0, 4, first=2):
+        steps(attached, [data]).save(tmp_path)
+    assert names(tmp_path) == ["notes.txt", "step-00000004", "step-00000005", "step-00000006"]
+    for step in (4, 5, 6):
+        assert len(names(tmp_path / f"step-{step:08d}")) == 2
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file", "empty"])
+def test_a_folder_without_a_checkpoint_is_refused(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(CheckpointError, match=rf"{where} holds no whole checkpoint for ranks \[0, 1\]"):
+            attach(comm, LocalSGD(2)).load(tmp_path / where)
+
+    run_threads(2, work)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def other(comm: Comm | None, **settings: Any) -> Attached:
+    strategy = settings.pop("strategy", LocalSGD(2))
+    return attach(comm, strategy, **{"model": normed(), "optimizer": adamw, **settings})
+
+
+def wider() -> nn.Module:
+    model = drawn(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)))
+    model[0].requires_grad_(False)
+    return model
+
+
+def thawed() -> nn.Module:
+    return normed().requires_grad_(True)
+
+
+def deeper() -> nn.Module:
+    model = normed()
+    model.append(nn.Linear(2, 2))
+    return model
+
+
+STRANGERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "recipe": (
+        lambda: {"strategy": LocalSGD(4)},
+        r"the strategy is LocalSGD\(period=2\) in the checkpoint and .*=4\) in",
+    ),
+    "seed": (lambda: {"seed": 3}, r"the seed is 0 in the checkpoint and 3 in this run"),
+    "optimizer": (lambda: {"optimizer": momentum}, r"the optimizer is AdamW over groups of \[6\] .* and SGD over"),
+    "groups": (
+        lambda: {"optimizer": lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()])},
+        r"groups of \[6\] parameters in the checkpoint and AdamW over groups of \[1, 1, 1, 1, 1, 1\]",
+    ),
+    "shape": (
+        lambda: {"model": wider()},
+        r"parameter 3\.weight is 2x4 float32 in the checkpoint and 3x4 float32 in this",
+    ),
+    "dtype": (
+        lambda: {"model": normed().double()},
+        r"1\.weight is 4 float32 in the checkpoint and 4 float64 in this run",
+    ),
+    "frozen": (
+        lambda: {
+            "model": thawed(),
+            "optimizer": lambda m: torch.optim.AdamW([*m[1:].parameters(), *m[0].parameters()]),
+        },
+        r"parameter 0\.weight is in the run only",
+    ),
+    "layer": (lambda: {"model": deeper()}, r"groups of \[6\] .* groups of \[8\]"),
+}
+
+
+@pytest.mark.parametrize("kind", list(STRANGERS))
+def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        steps(other(comm), batches(comm.rank, 3)).save(tmp_path)
+        make, difference = STRANGERS[kind]
+        attached = other(comm, **make())
+        before = everything(attached)
+        with pytest.raises(CheckpointError, match=difference) as refused:
+            attached.load(tmp_path)
+        assert "step-00000003" in str(refused.value)
+        assert equal(everything(attached), before)
+
+    run_threads(2, work)
+
+
+def test_a_checkpoint_of_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    run_threads(3, lambda comm: steps(other(comm), batches(comm.rank, 3)).save(tmp_path))
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(CheckpointError, match="the number of workers is 3 in the checkpoint and 2 in this run"):
+            other(comm).load(tmp_path)
+
+    run_threads(2, work)
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    states = run_threads(2, lambda comm: steps(other(comm), batches(comm.rank, 3)).state_dict())
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(CheckpointError, match="the rank is"):
+            other(comm).load_state_dict(states[1 - comm.rank])
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite_are_refused_and_the_last_good_checkpoint_stays(
+    value: float, tmp_path: Path
+) -> None:
+    def work(comm: Comm) -> int:
+        attached = steps(attach(comm, LocalSGD(8)), batches(comm.rank, 2))
+        attached.save(tmp_path)
+        steps(attached, batches(comm.rank, 1))
+        if comm.rank == 1:
+            attached.replicas[0].x[22] = value
+        with pytest.raises(NonFiniteError, match=r"rank 1: parameter 2\.weight is not finite"):
+            attached.save(tmp_path)
+        attached.load(tmp_path)
+        return attached.step
+
+    assert run_threads(2, work) == [2, 2]
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_strategy_s_vector_of_rates_goes_on(tmp_path: Path) -> None:
+    def work(comm: Comm) -> bool:
+        first = steps(attach(comm, SlowMo(Gossip(Hypercube()), period=3), optimizer=two_rates), batches(comm.rank, 4))
+        first.save(tmp_path)
+        steps(first, batches(comm.rank, 3, first=4)).detach()
+        second = attach(comm, SlowMo(Gossip(Hypercube()), period=3), model=net(5), optimizer=two_rates)
+        second.load(tmp_path)
+        steps(second, batches(comm.rank, 3, first=4))
+        return torch.equal(flat(first.model), flat(second.model))
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_a_checkpoint_is_read_without_the_library_that_wrote_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    attached = steps(thinwire.attach(model := net(), momentum(model), LocalSGD(2)), batches(0, 3))
+    home = attached.save(tmp_path)
+    tensors = load_file(next(home.glob("*.safetensors")))
+    assert torch.equal(tensors["/state/replicas/0/x"], attached.replicas[0].x)

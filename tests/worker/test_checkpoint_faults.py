@@ -1,0 +1,315 @@
+"""Disks that fill up, files that rot, writers that are killed: the last good checkpoint is never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine import attach, batches, flat, net, steps
+from tests.pool import start_processes
+from thinwire import Attached, CheckpointError, Comm, LocalSGD, SlowMo, run_threads
+from thinwire.storage.files import write_atomically
+
+RECIPE = SlowMo(LocalSGD(2), period=3)
+
+
+def saved(folder: Path, size: int = 2, count: int = 3) -> None:
+    run_threads(size, lambda comm: steps(attach(comm, RECIPE), batches(comm.rank, count)).save(folder))
+
+
+def load(comm: Comm, folder: Path) -> str | int:
+    """What loading says on this rank, and that a refusal changes nothing."""
+    attached = attach(comm, RECIPE, model=net(9))
+    before = flat(attached.model)
+    try:
+        attached.load(folder)
+    except CheckpointError as error:
+        assert torch.equal(flat(attached.model), before)
+        assert attached.step == 0
+        return str(error)
+    return attached.step
+
+
+def tensors_of(folder: Path, rank: int) -> Path:
+    return next((folder / "step-00000003").glob(f"rank-{rank:04d}-*.safetensors"))
+
+
+def json_of(folder: Path, rank: int) -> Path:
+    return folder / "step-00000003" / f"rank-{rank:04d}.json"
+
+
+# -- files that rot ----------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path, position: int | None = None, bit: int = 3) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated tensors": (lambda f: truncate(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
+    "flipped tensors": (lambda f: flip(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
+    "empty tensors": (lambda f: empty(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
+    "missing tensors": (lambda f: tensors_of(f, 1).unlink(), r"rank-0001\.json: cannot be read"),
+    "swapped tensors": (lambda f: swap(tensors_of(f, 0), tensors_of(f, 1)), r"rank-0000-\w+\.safetensors: is damaged"),
+    "truncated json": (lambda f: truncate(json_of(f, 1)), r"rank-0001\.json: cannot be read"),
+    "flipped json": (lambda f: flip(json_of(f, 1)), r"rank-0001\.json: "),
+    "empty json": (lambda f: empty(json_of(f, 1)), r"rank-0001\.json: cannot be read"),
+    "foreign json": (lambda f: json_of(f, 1).write_text("[1, 2]") and None, r"rank-0001\.json: cannot be read"),
+    "swapped json": (lambda f: swap(json_of(f, 0), json_of(f, 1)), r"rank-0000\.json: is the part of rank 1"),
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGES))
+def test_damage_is_named_on_every_rank_and_nothing_is_loaded(kind: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    damage, words = DAMAGES[kind]
+    damage(tmp_path)
+    told = run_threads(2, lambda comm: load(comm, tmp_path))
+    assert told[0] == told[1]
+    with pytest.raises(CheckpointError, match=words):
+        raise CheckpointError(told[0])
+    assert f"remove {tmp_path / 'step-00000003'}" in str(told[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_flipped_bit_goes_unnoticed(seed: int, tmp_path: Path) -> None:
+    saved(tmp_path, size=1)
+    draw = random.Random(seed)
+    path = draw.choice([json_of(tmp_path, 0), tensors_of(tmp_path, 0)])
+    flip(path, draw.randrange(len(path.read_bytes())), draw.randrange(8))
+    (told,) = run_threads(1, lambda comm: load(comm, tmp_path))
+    assert path.name in str(told)
+
+
+def test_going_on_from_the_checkpoint_before_is_a_matter_of_removing_the_damaged_one(tmp_path: Path) -> None:
+    saved(tmp_path, count=2)
+    saved(tmp_path, count=3)
+    flip(tensors_of(tmp_path, 0))
+    assert all("rank-0000" in str(told) for told in run_threads(2, lambda comm: load(comm, tmp_path)))
+    for file in (tmp_path / "step-00000003").iterdir():
+        file.unlink()
+    assert run_threads(2, lambda comm: load(comm, tmp_path)) == [2, 2]
+
+
+# -- disks that fill up ------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Lets a call through until its turn comes, in the threads that were chosen."""
+
+    def __init__(self, call: Callable[..., Any], turn: int, error: int) -> None:
+        self.call, self.turn, self.error = call, turn, error
+        self.threads: set[int] = set()
+        self.struck = False
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        if threading.get_ident() in self.threads:
+            self.turn -= 1
+            if self.turn == 0:
+                self.struck = True
+                raise OSError(self.error, os.strerror(self.error))
+        return self.call(*arguments, **settings)
+
+
+class Full:
+    """A file on a full disk: half of what is written arrives."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> Full:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, content: bytes) -> None:
+        self.file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "flush": (os, "fsync"),
+    "open": (os, "fdopen"),
+    "rename": (Path, "replace"),
+    "name": (os, "open"),
+    "folder": (Path, "mkdir"),
+}
+
+
+def save_with_fault(comm: Comm, folder: Path, fault: Faulty) -> tuple[str, int, list[str]]:
+    """Save, break on rank 1, save again, and load what is there."""
+    attached = steps(attach(comm, RECIPE), batches(comm.rank, 3))
+    attached.save(folder)
+    steps(attached, batches(comm.rank, 1, first=3))
+    if comm.rank == 1:
+        fault.threads.add(threading.get_ident())
+    try:
+        attached.save(folder)
+        told = ""
+    except CheckpointError as error:
+        told = str(error)
+    fault.threads.clear()
+    loaded = load(comm, folder)
+    assert isinstance(loaded, int)
+    own = sorted(path.name for path in folder.glob(f"*/*rank-{comm.rank:04d}*"))
+    return told, loaded, own
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_is_named_on_every_rank(
+    call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = CALLS[call]
+    original = getattr(owner, name)
+    turn, halves = 0, list[bool]()
+    while True:
+        turn += 1
+        fault = Faulty(original, turn, error)
+        monkeypatch.setattr(owner, name, fault if owner is not Path else lambda *a, f=fault, **k: f(*a, **k))
+        folder = tmp_path / str(turn)
+        found = run_threads(2, lambda comm, f=folder, w=fault: save_with_fault(comm, f, w))
+        if not fault.struck:
+            break
+        assert len({told for told, *_ in found}) == 1
+        told = found[0][0]
+        assert "rank 1" in told and os.strerror(error) in told and "step-00000004" in told
+        assert len({loaded for _, loaded, _ in found}) == 1
+        assert all(not name.startswith(".") for *_, own in found for name in own)
+        halves.append((folder / "step-00000004" / "rank-0000.json").exists())
+    assert found[0] == ("", 4, found[0][2])
+    assert turn > 1
+    # Only when the very last call fails has the other rank finished already.
+    assert not any(halves[:-1])
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    whole = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *arguments: Full(whole(*arguments)))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_atomically(path, b"new and longer")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_half_written_file_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = steps(attach(None, RECIPE), batches(0, 3))
+    attached.save(tmp_path)
+    steps(attached, batches(0, 1))
+    whole = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *arguments: Full(whole(*arguments)))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        attached.save(tmp_path)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob("step-00000004/*")] == []
+    attached.load(tmp_path)
+    assert attached.step == 3
+    steps(attached, batches(0, 1)).save(tmp_path)
+    attached.load(tmp_path)
+    assert attached.step == 4
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def work(comm: Comm) -> str:
+        attached = steps(attach(comm, RECIPE), batches(comm.rank, 3))
+        with pytest.raises(CheckpointError) as refused:
+            attached.save(tmp_path, extra={"odd": object() if comm.rank == 1 else 0})
+        return str(refused.value)
+
+    told = run_threads(2, work)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0] and "/extra/odd is a object" in told[0]
+    assert not list(tmp_path.glob("*/rank-*"))
+
+
+def test_a_failed_second_saving_of_a_step_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = steps(attach(None, RECIPE), batches(0, 3))
+    attached.save(tmp_path, extra={"try": torch.tensor(1)})
+    fault = Faulty(os.fsync, 3, errno.ENOSPC)
+    fault.threads.add(threading.get_ident())
+    monkeypatch.setattr(os, "fsync", fault)
+    with pytest.raises(CheckpointError, match="No space left"):
+        attached.save(tmp_path, extra={"try": torch.tensor(2)})
+    monkeypatch.undo()
+    assert fault.struck
+    assert int(attached.load(tmp_path)["try"]) == 1
+    assert len(list((tmp_path / "step-00000003").iterdir())) == 2
+
+
+# -- writers that are killed -------------------------------------------------------------------------------------------
+
+
+def suicidal(folder: str, turn: int) -> None:
+    """Save one checkpoint; be killed at the given call to the disk while saving the next."""
+    attached = steps(attach(None, RECIPE), batches(0, 3))
+    attached.save(Path(folder))
+    steps(attached, batches(0, 1, first=3))
+    turns = [turn]
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **settings: Any) -> Any:
+            turns[0] -= 1
+            if turns[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **settings)
+
+        return counted
+
+    os.fsync, os.fdopen, os.open = dying(os.fsync), dying(os.fdopen), dying(os.open)
+    Path.replace, Path.mkdir = dying(Path.replace), dying(Path.mkdir)  # type: ignore[method-assign]
+    attached.save(Path(folder))
+
+
+def expected(count: int) -> Tensor:
+    return flat(steps(attach(None, RECIPE), batches(0, count)).model)
+
+
+def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    import time
+
+    turns = range(1, 13)
+    workers = [(turn, start_processes(1, suicidal, str(tmp_path / str(turn)), turn)[0]) for turn in turns]
+    deadline = time.monotonic() + 60
+    outcomes: list[int] = []
+    for turn, worker in workers:
+        worker.finish(deadline)
+        attached: Attached = attach(None, RECIPE, model=net(9))
+        attached.load(tmp_path / str(turn))
+        outcomes.append(attached.step)
+        assert torch.equal(flat(attached.model), expected(attached.step))
+        killed = worker.error is not None
+        assert killed or attached.step == 4
+    assert outcomes[0] == 3 and outcomes[-1] == 4
+    assert outcomes == sorted(outcomes)

@@ -1,0 +1,245 @@
+"""Workers that are killed, stopped or lost: nobody waits for ever, and the error says for whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import attach, batches, steps
+from tests.pool import start_processes
+from thinwire import AllReduce, CommError, Gossip, GroupComm, LocalSGD, SlowMo, Strategy
+
+SICK_STEP = 5
+Report = tuple[str, str, float, str]
+
+
+def train(
+    strategy: Strategy, victims: Sequence[int], sign: int, deadline_seconds: float, groups: Sequence[Sequence[int]] = ()
+) -> Report:
+    """Train until something happens to the victims, in the midst of a backward pass; what is told to this rank."""
+    rank = dist.get_rank()
+    made = {tuple(members): dist.new_group(members) for members in groups}
+    group = next((made[members] for members in made if rank in members), None)
+    attached = attach(None, strategy, group=group, deadline_seconds=deadline_seconds)
+    steps(attached, batches(rank, SICK_STEP))
+    dist.barrier()
+    last = time.monotonic()
+    if rank in victims:
+        weight = attached.model[2].weight
+        weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), sign))
+    report = "nothing", f"step {SICK_STEP + 30}", 0.0, ""
+    try:
+        steps(attached, batches(rank, 30, first=SICK_STEP))
+        assert attached.step == SICK_STEP + 30
+    except CommError as error:
+        waited = time.monotonic() - last
+        report = type(error).__name__, str(error), waited, afterwards(attached.comm)
+    if groups:
+        stay_for_others(victims)
+    return report
+
+
+def stay_for_others(victims: Sequence[int]) -> None:
+    """Rank 0 hosts the store on which those who failed ask for each other, after its own group may have ended."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store.set(f"told/{rank}", "1")
+    if rank == 0:
+        others = [f"told/{other}" for other in range(dist.get_world_size()) if other not in victims]
+        store.wait(others, timedelta(seconds=30))
+
+
+def afterwards(comm: Any) -> str:
+    """A second call on the same comm."""
+    start = time.monotonic()
+    try:
+        comm.sum_(torch.ones(1)).wait()
+    except CommError as error:
+        assert time.monotonic() - start < 1
+        return str(error)
+    return "went through"
+
+
+def careless() -> Report:
+    """Rank 1 has an error of its own."""
+    attached = attach(None, AllReduce(), deadline_seconds=30.0)
+    start = time.monotonic()
+    try:
+        for step, data in enumerate(batches(dist.get_rank(), 10)):
+            if step == 2 and dist.get_rank() == 1:
+                raise ZeroDivisionError
+            steps(attached, [data])
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
+def absent() -> Report:
+    """Rank 1 never attaches."""
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    try:
+        GroupComm(deadline_seconds=1.5)
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
+def late() -> Report:
+    """Rank 1 comes to the second call after the others have given up."""
+    comm = GroupComm(deadline_seconds=1.0)
+    comm.sum_(torch.ones(1)).wait()
+    comm.step = 9
+    if comm.rank == 1:
+        time.sleep(1.8)
+    start = time.monotonic()
+    try:
+        comm.sum_(torch.ones(1)).wait()
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
+def around() -> Report:
+    """Several messages fly around a ring when rank 2 is killed; rank 0 is not its neighbour."""
+    comm = GroupComm(deadline_seconds=30.0)
+    ends = [(comm.rank - 1) % 4, (comm.rank + 1) % 4]
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        for comm.step in range(30):
+            flying = [comm.exchange(torch.ones(1000), ends, ends) for _ in range(3)]
+            if comm.rank == 2 and comm.step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for work in flying:
+                work.wait()
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to whom."""
+
+    size: int
+    victims: Sequence[int]
+    work: Callable[..., Report]
+    arguments: tuple[Any, ...] = ()
+
+
+def fault(strategy: Strategy, victims: Sequence[int], sign: int, deadline_seconds: float, *groups: Any) -> Scenario:
+    return Scenario(4, victims, train, (strategy, victims, sign, deadline_seconds, *groups))
+
+
+KILLED = {
+    "any rank": (fault(AllReduce(), [1], signal.SIGKILL, 30.0), "rank 1 is lost"),
+    "the first rank": (fault(AllReduce(), [0], signal.SIGKILL, 30.0), "rank 0 is lost"),
+    "a neighbour": (fault(SlowMo(Gossip(), period=4), [2], signal.SIGKILL, 30.0), "rank 2 is lost"),
+    "two ranks": (fault(LocalSGD(4), [1, 2], signal.SIGKILL, 30.0), "rank 1, rank 2 are lost"),
+}
+STOPPED = {
+    f"{name} {victim}": (fault(strategy, [victim], signal.SIGSTOP, 1.5), victim)
+    for name, strategy in {"sum": AllReduce(), "exchange": Gossip(order="after")}.items()
+    for victim in (1, 0)
+}
+SCENARIOS = {
+    **{name: scenario for name, (scenario, _) in KILLED.items()},
+    "one group of two": fault(AllReduce(), [3], signal.SIGKILL, 30.0, [[0, 2], [1, 3]]),
+    "careless": Scenario(3, [1], careless),
+    "around": Scenario(4, [2], around),
+    **{name: scenario for name, (scenario, _) in STOPPED.items()},
+    "absent": Scenario(3, [1], absent),
+    "late": Scenario(3, [], late),
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, dict[int, Report]]:
+    """What the survivors of every scenario were told. Most of it is waiting, so several run at a time."""
+    names = list(SCENARIOS)
+    return {**survivors(names[:7]), **survivors(names[7:])}
+
+
+def survivors(names: Sequence[str]) -> dict[str, dict[int, Report]]:
+    running = {name: start_processes(s.size, s.work, *s.arguments) for name, s in ((n, SCENARIOS[n]) for n in names)}
+    others = {name: [w for w in workers if w.rank not in SCENARIOS[name].victims] for name, workers in running.items()}
+    deadline = time.monotonic() + 60
+    try:
+        for worker in (worker for workers in others.values() for worker in workers):
+            worker.finish(deadline)
+    finally:
+        for worker in (worker for workers in running.values() for worker in workers):
+            worker.process.kill()
+            worker.process.join()
+    return {name: {w.rank: w.result or ("failed", str(w.error), 0.0, "") for w in ws} for name, ws in others.items()}
+
+
+@pytest.mark.parametrize("name", list(KILLED))
+def test_a_killed_rank_ends_all_others_within_five_seconds_by_its_name(
+    name: str, told: dict[str, dict[int, Report]]
+) -> None:
+    for rank, (kind, text, seconds, again) in told[name].items():
+        assert kind == "PeerLostError"
+        assert text.startswith(f"rank {rank}, step ")
+        assert KILLED[name][1] in text
+        assert SICK_STEP <= int(text.split("step ")[1].split(",")[0]) <= SICK_STEP + 3
+        assert seconds < 5
+        assert again.startswith("these ranks' connections are closed since an earlier failure: ")
+
+
+@pytest.mark.parametrize("name", list(STOPPED))
+def test_a_stopped_rank_ends_all_others_at_the_deadline_by_its_name(
+    name: str, told: dict[str, dict[int, Report]]
+) -> None:
+    for rank, (kind, text, seconds, _) in told[name].items():
+        assert kind == "DeadlineError"
+        assert text.startswith(f"rank {rank}, step ")
+        assert f"no answer within 1.5 s; rank {STOPPED[name][1]} is not answering" in text
+        assert 1.2 < seconds < 10
+
+
+def test_a_lost_rank_ends_its_own_group_only_and_goes_by_both_its_ranks(told: dict[str, dict[int, Report]]) -> None:
+    reports = told["one group of two"]
+    assert reports[1][0] == "PeerLostError"
+    assert "rank 0, step 5, sum: rank 1 (rank 3 of the whole job) is lost" in reports[1][1]
+    assert reports[0][:2] == reports[2][:2] == ("nothing", "step 35")
+
+
+def test_a_rank_that_ends_with_an_error_of_its_own_ends_the_others(told: dict[str, dict[int, Report]]) -> None:
+    for kind, text, *_ in told["careless"].values():
+        assert kind == "PeerLostError"
+        assert "step 2, sum: rank 1 is lost" in text
+
+
+def test_a_failure_reaches_ranks_that_are_no_neighbours_past_messages_in_flight(
+    told: dict[str, dict[int, Report]],
+) -> None:
+    for kind, text, seconds, _ in told["around"].values():
+        assert kind == "PeerLostError"
+        assert "rank 2 is lost" in text
+        assert seconds < 5
+
+
+def test_a_rank_that_never_attaches_is_named(told: dict[str, dict[int, Report]]) -> None:
+    for kind, text, *_ in told["absent"].values():
+        assert kind == "DeadlineError"
+        assert "connecting: no answer within 1.5 s; rank 1 is not answering" in text
+
+
+def test_a_rank_that_comes_too_late_learns_that_the_others_gave_up(told: dict[str, dict[int, Report]]) -> None:
+    reports = told["late"]
+    for kind, text, *_ in reports.values():
+        assert kind == "DeadlineError"
+        assert "step 9, sum: no answer within 1 s" in text
+    assert reports[1][2] < 1

@@ -1,0 +1,191 @@
+"""A checkpoint goes on with another number of workers, and nothing that is owed is lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.optimizers.one_bit_runs import begun, parameters_of, taken
+from tests.pool import run_processes
+from tests.problems import Regression
+from thinwire import AllReduce, Attached, Comm, LocalSGD, Strategy
+from thinwire.codecs.one_bit import OneBit
+from thinwire.errors import CheckpointError
+from thinwire.optimizers.one_bit_adam import OneBitAdam
+from thinwire.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.runs import Settings, resolve, work
+from thinwire.strategies.gradients.fetch import FetchSGD
+from thinwire.strategies.gradients.one_bit import CompressedMomentum
+from thinwire.strategies.gradients.sketched import SketchedSGD
+from thinwire.strategies.gradients.zero_one import ZeroOne
+from thinwire.worker.resizing import load, same, saved_size
+
+Owed = Callable[[list[dict[str, Tensor]]], Tensor]
+SGD = torch.optim.SGD
+
+
+def owed_by_codes(states: list[dict[str, Tensor]]) -> Tensor:
+    """The mean of what workers owe, and what servers owe."""
+    total = torch.stack([state["error"] for state in states]).mean(0).double()
+    for state in states:
+        for name, x in state.items():
+            if name.startswith("server_error/"):
+                start, stop = map(int, name.removeprefix("server_error/").split("-"))
+                total[start:stop] += x
+    return total
+
+
+def unsaid(states: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([torch.cat([state["unsent"], state["momentum"]]) for state in states]).double().sum(0)
+
+
+def nothing(states: list[dict[str, Tensor]]) -> Tensor:
+    return torch.zeros(1)
+
+
+CASES: dict[str, tuple[Strategy, Any, Owed]] = {
+    "1-bit LAMB": (CompressedMomentum(OneBit(block=8), warmup_steps=3), OneBitLamb, owed_by_codes),
+    "1-bit Adam, overlapped": (
+        CompressedMomentum(OneBit(block=8), warmup_steps=3, overlap=True),
+        OneBitAdam,
+        owed_by_codes,
+    ),
+    "0/1 Adam": (
+        ZeroOne(OneBit(block=8), variance_steps=3, local_doubling=100),
+        ZeroOneAdam,
+        owed_by_codes,
+    ),
+    "Sketched SGD": (SketchedSGD(0.1, columns=4, rows=1, dense_below=0, recovery="sketch"), SGD, unsaid),
+    "FetchSGD": (FetchSGD(0.1, columns=4, conserving=True), SGD, unsaid),
+    "SGD": (AllReduce(), SGD, nothing),
+}
+
+
+def stage(
+    size: int, case: tuple[Strategy, Any, Owed], folder: Path, first: int, last: int, resume: bool
+) -> dict[str, Any]:
+    """Train from a step to another, in a world of that size; what was there at the beginning and at the end."""
+    strategy, kind, _ = case
+    problem = Regression(4, 40, torch.float32)
+
+    def body(comm: Comm) -> dict[str, Any]:
+        attached = begun(comm, strategy, problem.model(), kind, lr=0.02)
+        extra = load(attached, folder) if resume else {}
+        assert attached.step == first
+        found = {"extra": extra, "before": memory(attached)}
+        taken(attached, problem, first, last)
+        found["after"] = memory(attached)
+        attached.save(folder, extra={"told": size})
+        attached.detach()
+        return found
+
+    found = thinwire.run_threads(size, body, deadline_seconds=20)
+    joined: dict[str, Any] = {"extra": [each["extra"] for each in found]}
+    for when in ("before", "after"):
+        joined[when] = [each[when][0] for each in found]
+        joined[f"x {when}"] = torch.stack([each[when][1] for each in found])
+        joined[f"memory {when}"] = torch.stack([each[when][2] for each in found])
+    return joined
+
+
+def memory(attached: Attached) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A rank's strategy state, parameters and what its optimizer remembers."""
+    moments = [x.reshape(-1).float() for s in attached.optimizer.state.values() for x in s.values() if x is not None]
+    state = {name: x.clone() for name, x in attached.replicas[0].state.items()}
+    return state, parameters_of(attached).clone(), torch.cat([torch.zeros(1), *moments])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_workers_become_two_and_four_again_and_owe_what_they_owed(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    owed = case[2]
+    four = stage(4, case, tmp_path, 0, 8, resume=False)
+    assert saved_size(tmp_path) == 4
+    two = stage(2, case, tmp_path, 8, 16, resume=True)
+    assert saved_size(tmp_path) == 2
+    last = stage(4, case, tmp_path, 16, 24, resume=True)
+    for before, after in ((four, two), (two, last)):
+        assert (owed(before["after"]) - owed(after["before"])).abs().max() < 1e-6
+        for kind in ("x", "memory"):
+            assert torch.equal(before[f"{kind} after"][0], after[f"{kind} before"][0])
+            assert (after[f"{kind} before"] == after[f"{kind} before"][0]).all()
+        assert (after["x after"] == after["x after"][0]).all()
+        assert not torch.equal(after["x after"], after["x before"])
+    assert [each["told"] for each in last["extra"]] == [2] * 4
+    if owed is not nothing:
+        assert owed(four["after"]).abs().max() > 1e-4, "there must be something to lose"
+
+
+def test_with_the_same_number_it_is_bitwise_the_uninterrupted_run(tmp_path: Path) -> None:
+    case = CASES["1-bit LAMB"]
+    whole = stage(2, case, tmp_path / "whole", 0, 16, resume=False)
+    stage(2, case, tmp_path / "parts", 0, 8, resume=False)
+    parts = stage(2, case, tmp_path / "parts", 8, 16, resume=True)
+    assert torch.equal(whole["x after"], parts["x after"])
+
+
+def test_workers_that_differ_refuse_to_become_more_or_fewer(tmp_path: Path) -> None:
+    case = (LocalSGD(period=5), SGD, nothing)
+    stage(2, case, tmp_path, 0, 8, resume=False)
+    with pytest.raises(CheckpointError, match="parameters differ between workers at step 8"):
+        stage(4, case, tmp_path, 8, 9, resume=True)
+
+
+def test_a_missing_part_is_one_message(tmp_path: Path) -> None:
+    case = CASES["SGD"]
+    stage(4, case, tmp_path, 0, 2, resume=False)
+    (tmp_path / "step-00000002" / "rank-0003.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint whose parts every rank can see"):
+        stage(2, case, tmp_path, 2, 3, resume=True)
+
+
+def trained(folder: Path, fields: dict[str, Any], resume: bool) -> Any:
+    return work(Settings.from_json(fields), folder, resume=resume)
+
+
+def test_whole_runs_go_on_with_fewer_workers_and_with_more(tmp_path: Path) -> None:
+    asked = {"task": "digits", "model": "mlp", "strategy": "CompressedMomentum(warmup_steps=4)", "batch_size": 4}
+    more = {"optimizer": "onebit-lamb", "lr": 0.02, "save_every": 6, "eval_every": 6}
+    for i, workers in enumerate((4, 2, 4)):
+        settings = resolve({**asked, **more, "steps": 6 * (i + 1), "workers": workers})
+        summary = run_processes(workers, trained, tmp_path, settings.to_json(), i > 0)[0]
+        assert summary["steps"] == 6 * (i + 1)
+        assert saved_size(tmp_path / "checkpoints") == workers
+
+
+def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
+    """Workers of whom every one has a momentum that is no number."""
+
+    def body(comm: Comm) -> Tensor:
+        attached = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
+        if load_it:
+            load(attached, folder)
+            return memory(attached)[2]
+        taken(attached, Regression(4, 40, torch.float32), 0, 2)
+        next(iter(attached.optimizer.state.values()))["momentum_buffer"].view(-1)[0] = torch.nan
+        attached.save(folder)
+        return memory(attached)[2]
+
+    return thinwire.run_threads(size, body, deadline_seconds=20)
+
+
+def test_what_is_no_number_on_every_worker_is_the_same_on_all(tmp_path: Path) -> None:
+    before, after = diverged(2, tmp_path, False)[0], diverged(3, tmp_path, True)
+    assert before.isnan().sum() == 1
+    assert all(torch.equal(each.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0)) for each in after)
+
+
+def test_trees_are_the_same_where_numbers_are_and_where_both_have_none() -> None:
+    nan = float("nan")
+    tree = {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)}
+    assert same(tree, {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)})
+    for name, other in (("a", torch.tensor([nan, 1.0])), ("a", torch.tensor([1.0, 1.0])), ("b", [1.0, (2, "c")])):
+        assert not same(tree, {**tree, name: other})
+    assert not same(tree, {**tree, "d": torch.tensor(4)}) and not same(tree, {**tree, "d": torch.tensor(3.0)})
