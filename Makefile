@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # One thread per process: four workers share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
+# Code that is checked and formatted.
+CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
@@ -28,14 +30,15 @@ coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; tak
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 check: $(VENV)/ok ## format, lint, types, architecture
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_architecture.py -p no:randomly --no-cov
 
 format: $(VENV)/ok  ## let ruff write
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/python tools/write_stub.py
 
 bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
 	$(BIN)/python -m benchmarks

@@ -32,10 +32,10 @@ def against_ddp(link: str | None, workers: int, rounds: int) -> dict[str, Any]:
             lines.append(line)
 
     if link is None:
-        run_workers(command, workers, on_line=keep, deadline_seconds=900)
+        run_workers(command, workers, on_line=keep, timeout=900)
     else:
         with Network(parse_links(link, workers)) as network:
-            run_workers(command, workers, network=network, on_line=keep, deadline_seconds=900)
+            run_workers(command, workers, network=network, on_line=keep, timeout=900)
     found: dict[str, Any] = json.loads("".join(lines))
     return found
 

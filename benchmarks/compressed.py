@@ -88,10 +88,10 @@ def measured(link: str | None, rounds: int) -> dict[str, Turns]:
             lines.append(line)
 
     if link is None:
-        run_workers(command, WORKERS, on_line=keep, deadline_seconds=900)
+        run_workers(command, WORKERS, on_line=keep, timeout=900)
     else:
         with Network(parse_links(link, WORKERS)) as network:
-            run_workers(command, WORKERS, network=network, on_line=keep, deadline_seconds=900)
+            run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
     found: dict[str, list[float]] = json.loads("".join(lines))
     return {name: Turns(wall=each) for name, each in found.items()}
 

@@ -3,9 +3,9 @@
 python -m benchmarks.leaders [--only WORD ...] [--rates RATE ...] [--rounds N] [--seconds N]
 
 Four workers, each behind a link of 20 Mbit/s where links can be emulated, train a small CNN (on MNIST where
-THINWIRE_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on two
-cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the learning
-rate that was best of some for a seed apart. The mean of the workers is evaluated.
+THINWIRE_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on
+two cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the
+learning rate that was best of some for a seed apart. The mean of the workers is evaluated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.paired import start
 from thinwire.emulate import Network, Straggler, available, parse_links, run_workers
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Task, load
-from thinwire.worker.worker import Attached
+from thinwire.worker.worker import Worker
 
 WORKERS = 4
 PERIOD = 8
@@ -58,10 +58,10 @@ class Contender:
 
 CONTENDERS = {
     "AllReduce": Contender(thinwire.AllReduce(), 1),
-    "LSGD": Contender(thinwire.LSGD(PERIOD, result="mean"), PERIOD),
-    "AsyncLSGD": Contender(thinwire.AsyncLSGD(PERIOD, result="mean"), 0),
-    "even LSGD": Contender(thinwire.LSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
-    "even AsyncLSGD": Contender(thinwire.AsyncLSGD(PERIOD, result="mean"), 0, factor=1.0),
+    "LSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD),
+    "AsyncLeaderSGD": Contender(thinwire.AsyncLeaderSGD(PERIOD, result="mean"), 0),
+    "even LSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
+    "even AsyncLeaderSGD": Contender(thinwire.AsyncLeaderSGD(PERIOD, result="mean"), 0, factor=1.0),
 }
 
 
@@ -144,35 +144,35 @@ def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: fl
     rank = dist.get_rank()
     model = task.model("cnn", seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    attached = thinwire.attach(model, optimizer, contender.strategy, seed=seed)
+    worker = thinwire.attach(model, optimizer, contender.strategy, seed=seed)
     straggler = Straggler(factor=contender.factor if rank == WORKERS - 1 else 1.0, rank=rank)
     shard = task.shards(WORKERS, split="iid", seed=seed)[rank]
     dist.barrier()
     clock = Clock(seconds, contender.every)
-    while clock.goes_on(attached.step):
+    while clock.goes_on(worker.step):
         begin = time.perf_counter()
-        batch = task.batch(shard, attached.step, batch_size=BATCH_SIZE, seed=seed, rank=rank)
+        batch = task.batch(shard, worker.step, batch_size=BATCH_SIZE, seed=seed, rank=rank)
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         time.sleep(STEP_SECONDS)
-        straggler.pause(attached.step, time.perf_counter() - begin)
+        straggler.pause(worker.step, time.perf_counter() - begin)
         loss.backward()
-        attached.saw(loss=loss)
+        worker.record_batch(loss=loss)
         optimizer.step()
-    attached.settle()
+    worker.wait_pending()
     dist.barrier()
     taken = clock.elapsed
-    return Ran(held_out(task, attached), attached.step, taken)
+    return Ran(held_out(task, worker), worker.step, taken)
 
 
-def held_out(task: Task, attached: Attached) -> float:
+def held_out(task: Task, worker: Worker) -> float:
     """The loss of what the workers agree on, the same on all ranks."""
     found = torch.zeros(1, dtype=torch.float64)
-    with attached.consensus() as model:
+    with worker.consensus() as model:
         if dist.get_rank() == 0:
             found += task.evaluate(model, limit=1024).loss
         dist.broadcast(found, 0)
-    attached.detach()
+    worker.detach()
     return found.nan_to_num(nan=float("inf")).item()
 
 
@@ -205,7 +205,7 @@ def measured(asked: Asked) -> list[dict[str, Tuned]]:
 
     command = [sys.executable, "-m", "benchmarks.leaders", "work", json.dumps(asdict(asked))]
     with nullcontext() if available() else Network(parse_links(LINK, WORKERS)) as network:
-        run_workers(command, WORKERS, network=network, on_line=keep, deadline_seconds=1800)
+        run_workers(command, WORKERS, network=network, on_line=keep, timeout=1800)
     return [{name: tuned_of(each) for name, each in json.loads(lines[rank]).items()} for rank in range(WORKERS)]
 
 

@@ -125,14 +125,14 @@ def take(turn: Turn, number: int) -> Taken:
     width = round(turn.numel**0.5)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    attached = thinwire.attach(model, optimizer, thinwire.BackupWorkers(turn.backups, plane=turn.plane))
+    worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(turn.backups, plane=turn.plane))
     straggler, batch, turns = straggler_of(turn, rank, number), torch.randn(8, width) + rank, 0
     pids = gathered(torch.tensor([os.getpid()]))
     dist.barrier()
     begin = begins[0] = time.perf_counter()
     if turn.stops and rank == 1:
         stop_for_a_while(int(pids[-1]), stops=turn.stops == "computing")
-    while attached.step < turn.steps:
+    while worker.step < turn.steps:
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         time.sleep(AHEAD * turn.step_seconds if ahead else turn.step_seconds)
@@ -142,7 +142,7 @@ def take(turn: Turn, number: int) -> Taken:
         turns += 1
         taken.ends.append(time.perf_counter() - begin)
     Party._work, Party._bring = usual
-    attached.detach()
+    worker.detach()
     x = gathered(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     taken.alike = all(torch.equal(x[0], each) for each in x)
     return taken
@@ -279,7 +279,7 @@ def measured(rounds: int, only: Sequence[str]) -> Measured:
         if stream == "stdout":
             lines[rank] = line
 
-    run_workers(command, WORKERS, on_line=keep, deadline_seconds=1800)
+    run_workers(command, WORKERS, on_line=keep, timeout=1800)
     return Measured([json.loads(lines[rank]) for rank in range(WORKERS)])
 
 

@@ -21,7 +21,7 @@ def work(comm: thinwire.Comm) -> None:
     task = tasks.load("digits")
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    attached = thinwire.attach(model, optimizer, thinwire.Gossip(thinwire.Ring()), comm=comm)
+    worker = thinwire.attach(model, optimizer, thinwire.Gossip(thinwire.Ring()), comm=comm)
     shard = task.shards(comm.size, split="label")[comm.rank]
     for step in range(100):
         task.loss(model, task.batch(shard, step, batch_size=16, seed=0, rank=comm.rank)).backward()
@@ -29,9 +29,9 @@ def work(comm: thinwire.Comm) -> None:
         optimizer.zero_grad()
 
     own = torch.tensor(task.evaluate(model).metric)
-    with attached.consensus():
+    with worker.consensus():
         together = task.evaluate(model).metric
-    everyone = comm.gather(own).wait()
+    everyone = comm.all_gather(own).wait()
     if comm.rank == 0:
         alone = ", ".join(f"{accuracy:.1%}" for accuracy in everyone)
         print(f"each worker's own model: {alone}; the model at consensus: {together:.1%}")

@@ -33,9 +33,7 @@ class InTurn(thinwire.Strategy):
 
     def __post_init__(self) -> None:
         if self.parts < 1:
-            raise thinwire.ConfigError(
-                f"parts={self.parts}: must be at least 1, which averages everything at each step"
-            )
+            raise thinwire.ConfigError(f"parts={self.parts}: must be at least 1, to average all at each step")
 
     def after_step(self, r: thinwire.Replica) -> None:
         """Average this step's part."""
@@ -61,7 +59,7 @@ def train(strategy: thinwire.Strategy, comm: thinwire.Comm, *, steps: int) -> Ou
     task = tasks.load("digits")
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    attached = thinwire.attach(model, optimizer, strategy, comm=comm)
+    worker = thinwire.attach(model, optimizer, strategy, comm=comm)
     shard = task.shards(comm.size)[comm.rank]
     before = comm.meter.payload_bytes, comm.meter.messages
     for step in range(steps):
@@ -69,7 +67,7 @@ def train(strategy: thinwire.Strategy, comm: thinwire.Comm, *, steps: int) -> Ou
         optimizer.step()
         optimizer.zero_grad()
     payload_bytes, messages = comm.meter.payload_bytes - before[0], comm.meter.messages - before[1]
-    with attached.consensus():
+    with worker.consensus():
         accuracy = task.evaluate(model).metric
     return Outcome(comm.rank, accuracy, payload_bytes, messages)
 

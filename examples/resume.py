@@ -34,25 +34,25 @@ def main() -> None:
     model = task.model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5)
-    replica = thinwire.attach(model, optimizer, thinwire.SlowMo(base=thinwire.PushSum(), period=12))
-    rank, size = replica.comm.rank, replica.comm.size
+    worker = thinwire.attach(model, optimizer, thinwire.SlowMo(base=thinwire.PushSum(), period=12))
+    rank, size = worker.comm.rank, worker.comm.size
     shard = task.shards(size)[rank]
 
     if asked.resume:
-        scheduler.load_state_dict(replica.load(asked.folder)["scheduler"])
-    first = replica.step
-    while replica.step < asked.steps:
-        task.loss(model, task.batch(shard, replica.step, batch_size=32, seed=0, rank=rank)).backward()
+        scheduler.load_state_dict(worker.load(asked.folder)["scheduler"])
+    first = worker.step
+    while worker.step < asked.steps:
+        task.loss(model, task.batch(shard, worker.step, batch_size=32, seed=0, rank=rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if replica.step % 10 == 0:
-            replica.save(asked.folder, extra={"scheduler": scheduler.state_dict()})
+        if worker.step % 10 == 0:
+            worker.save(asked.folder, extra={"scheduler": scheduler.state_dict()})
 
-    with replica.consensus():
+    with worker.consensus():
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     if rank == 0:
-        print(f"steps {first} to {replica.step}, parameters {digest[:16]}")
+        print(f"steps {first} to {worker.step}, parameters {digest[:16]}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

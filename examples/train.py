@@ -31,19 +31,19 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     strategy = thinwire.SlowMo(period=8, momentum=0.2)  # thinwire
-    replica = thinwire.attach(model, optimizer, strategy)  # thinwire
+    worker = thinwire.attach(model, optimizer, strategy)  # thinwire
 
     for _ in range(10):
-        for x, y in replica.join(loader):  # thinwire
+        for x, y in worker.join(loader):  # thinwire
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    with replica.consensus(), torch.no_grad():  # thinwire
+    with worker.consensus(), torch.no_grad():  # thinwire
         accuracy = (model(pixels[:360]).argmax(1) == labels[:360]).float().mean().item()
     if RANK == 0:
-        sent = f"{replica.comm.meter.payload_bytes / 1e6:.2f} MB"
-        print(f"workers {SIZE}, steps {replica.step}, {sent} sent by each, accuracy {accuracy:.1%}")
+        sent = f"{worker.comm.meter.payload_bytes / 1e6:.2f} MB"
+        print(f"workers {SIZE}, steps {worker.step}, {sent} sent by each, accuracy {accuracy:.1%}")
     if SIZE > 1:
         dist.destroy_process_group()
 

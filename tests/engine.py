@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.problems import flat
-from thinwire import Attached, Comm, Strategy
+from thinwire import Comm, Strategy, Worker
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]
@@ -67,27 +67,27 @@ def attach(
     model: nn.Module | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
     **settings: Any,
-) -> Attached:
+) -> Worker:
     """A small model under a strategy, in buckets of a few parameters."""
     model = net() if model is None else model
     return thinwire.attach(model, optimizer(model), strategy, comm=comm, **{"bucket_bytes": 48, **settings})
 
 
-def steps(attached: Attached, data: Iterable[Batch]) -> Attached:
+def steps(worker: Worker, data: Iterable[Batch]) -> Worker:
     """The loop of any user."""
     for x, y in data:
-        attached.optimizer.zero_grad()
-        (attached.model(x) - y).square().mean().backward()
-        attached.optimizer.step()
-    return attached
+        worker.optimizer.zero_grad()
+        (worker.model(x) - y).square().mean().backward()
+        worker.optimizer.step()
+    return worker
 
 
 def threads(size: int, strategy: Strategy, count: int = 6, **settings: Any) -> list[Tensor]:
     """The parameters of `size` threads after some steps."""
 
     def work(comm: Comm) -> Tensor:
-        attached = steps(attach(comm, strategy, **settings), batches(comm.rank, count))
-        attached.detach()
-        return flat(attached.model)
+        worker = steps(attach(comm, strategy, **settings), batches(comm.rank, count))
+        worker.detach()
+        return flat(worker.model)
 
-    return thinwire.run_threads(size, work, deadline_seconds=20)
+    return thinwire.run_threads(size, work, timeout=20)

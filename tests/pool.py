@@ -29,7 +29,7 @@ _context.set_forkserver_preload(
 )
 
 
-class Worker:
+class RankProcess:
     """One rank: its process and the pipe its result comes back on."""
 
     def __init__(
@@ -59,10 +59,12 @@ class Worker:
         self.inbox.close()
 
 
-def start_processes(size: int, work: Callable[..., Any], *arguments: Any, group_seconds: float = 20.0) -> list[Worker]:
+def start_processes(
+    size: int, work: Callable[..., Any], *arguments: Any, group_seconds: float = 20.0
+) -> list[RankProcess]:
     """Start `work(*arguments)` on `size` ranks of a Gloo group over loopback; `work` is a module-level function."""
     port = free_port()
-    return [Worker(work, rank, size, port, group_seconds, arguments) for rank in range(size)]
+    return [RankProcess(work, rank, size, port, group_seconds, arguments) for rank in range(size)]
 
 
 def run_processes(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> list[Any]:

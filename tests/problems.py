@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.oracles.common import irregular_targets
-from thinwire import Attached, Comm, Peers, Replica, Strategy, Topology
+from thinwire import Comm, Replica, Strategy, Topology, Worker
+from thinwire.topology import Peers
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Irregular(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         targets = [irregular_targets(i, size, step) for i in range(size)]
-        frm = tuple(i for i in range(size) if rank in targets[i])
-        weights = tuple(1 / (len(targets[i]) + 1) for i in frm)
-        return Peers(tuple(sorted(targets[rank])), frm, 1 / (len(targets[rank]) + 1), weights)
+        src = tuple(i for i in range(size) if rank in targets[i])
+        weights = tuple(1 / (len(targets[i]) + 1) for i in src)
+        return Peers(tuple(sorted(targets[rank])), src, 1 / (len(targets[rank]) + 1), weights)
 
     def period(self, size: int) -> int:
         return 2
@@ -157,9 +158,9 @@ def train(
     *,
     starts: Tensor | None = None,
     factors: Sequence[float] = (1.0,),
-    after_step: Callable[[Attached], None] | None = None,
+    after_step: Callable[[Worker], None] | None = None,
     **settings: Any,
-) -> Attached:
+) -> Worker:
     """One rank's real run: the loop of any user, with SGD of the given settings and a rate for each step.
 
     Args:
@@ -179,17 +180,17 @@ def train(
         nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
     dealt = [{"params": list(model.parameters())[i :: len(factors)]} for i in range(len(factors))]
     optimizer = torch.optim.SGD(dealt, lr=1.0, **settings)
-    attached = thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
+    worker = thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
     for step, rate in enumerate(rates):
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             group["lr"] = rate * factor
         optimizer.zero_grad()
-        problem.loss(model, attached.comm.rank, step).backward()
+        problem.loss(model, worker.comm.rank, step).backward()
         optimizer.step()
         if after_step is not None:
-            after_step(attached)
-    attached.detach()
-    return attached
+            after_step(worker)
+    worker.detach()
+    return worker
 
 
 def together(n: int, strategy: Strategy, problem: Problem, rates: Sequence[float], **settings: Any) -> Tensor:

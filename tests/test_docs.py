@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 import torch
-from examples.own_strategy import InTurn
-from examples.own_strategy import run as run_own
 
 import thinwire
+from examples.own_strategy import InTurn
+from examples.own_strategy import run as run_own
 from thinwire import strategies
 from thinwire.emulate.rendezvous import free_port
-from thinwire.runs.recipes import PEERS, parse_recipe
+from thinwire.runs.recipes import BASELINES, parse_recipe
 from thinwire.strategies.recipe import WORDS
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,10 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_test_that_is_named_exists(page: Path) -> None:
     named = {name for name in inline(page) if re.fullmatch(r"test_\w+", name)}
-    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    written = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "reproductions").rglob("test_*.py")]
+    )
     assert named <= set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
 
 
@@ -159,7 +162,7 @@ def test_the_reference_lists_exactly_the_words_of_recipes() -> None:
 def test_the_reference_lists_exactly_the_yardsticks() -> None:
     yardsticks = prose(Path("docs/reference/recipes.md")).partition("and yardsticks")[2]
     listed = {parse_recipe(name) for row in re.findall(r"^\| (`.*?) \|", yardsticks, re.M) for name in names_in(row)}
-    assert {type(peer) for peer in listed} == set(PEERS.values())
+    assert {type(peer) for peer in listed} == set(BASELINES.values())
 
 
 def names_in(row: str) -> list[str]:
@@ -219,7 +222,7 @@ def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
     assert summary is not None
     assert set(summary) <= named("summary.json")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {key for line in lines for key in line} == named("metrics.jsonl") - {"observed", "consensus_distance"}
+    assert {key for line in lines for key in line} == named("metrics.jsonl") - {"metrics", "consensus_distance"}
     links = json.loads((tmp_path / "links.json").read_text())
     assert set(links[0]) == named("links.json") - {"null"}
     files = {name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)`", page, re.MULTILINE)}

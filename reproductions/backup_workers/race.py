@@ -20,7 +20,7 @@ from thinwire.quorum.rules import best_number
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.stragglers.parameter_server import ParameterServer
 from thinwire.tasks import Task
-from thinwire.worker.worker import Attached, attach
+from thinwire.worker.worker import Worker, attach
 
 Delays = Callable[[int, int], Straggler]
 """Of (rank, seed): what makes a worker late."""
@@ -97,13 +97,13 @@ class Clock:
             self.farthest = max(self.farthest, step)
             return True
 
-    def keep(self, rank: int, attached: Attached, taken: float) -> None:
+    def keep(self, rank: int, worker: Worker, taken: float) -> None:
         """Note how long a step took, and the parameters if it is time."""
         with self.lock:
             now = time.perf_counter() - self.began
             self.taken.setdefault(rank, []).append(taken)
             if now >= len(self.kept) * self.race.seconds / self.race.looks:
-                self.kept.append((now, attached.replicas[0].x.clone()))
+                self.kept.append((now, worker.replicas[0].x.clone()))
 
 
 def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed: int) -> Ran:
@@ -121,10 +121,10 @@ def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed
     def body(comm: Comm) -> tuple[int, list[tuple[int, ...]]]:
         model = task.model(seed=seed)
         optimizer = torch.optim.SGD(model.parameters(), race.lr, race.momentum)
-        attached = attach(model, optimizer, strategy, comm=comm, seed=seed)
+        worker = attach(model, optimizer, strategy, comm=comm, seed=seed)
         shard = task.shards(race.workers, split="iid", seed=seed)[comm.rank]
         delay, turn = delays(comm.rank, seed), 0
-        while clock.goes_on(attached.step, alone=alone):
+        while clock.goes_on(worker.step, alone=alone):
             start = time.perf_counter()
             batch = task.batch(shard, turn, batch_size=race.batch_size, seed=seed, rank=comm.rank)
             optimizer.zero_grad()
@@ -135,9 +135,9 @@ def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed
             loss.backward()
             optimizer.step()
             turn += 1
-            clock.keep(comm.rank, attached, taken)
-        attached.detach()
-        return (turn if alone else attached.step), list(memberships(attached.replicas[0]))
+            clock.keep(comm.rank, worker, taken)
+        worker.detach()
+        return (turn if alone else worker.step), list(memberships(worker.replicas[0]))
 
     ended = run_threads(race.workers, body)
     log = ended[0][1]

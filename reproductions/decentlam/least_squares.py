@@ -102,7 +102,7 @@ def trained(
     def body(comm: Comm) -> tuple[Tensor, int]:
         copies = nn.ParameterList([nn.Parameter(torch.zeros(problem.width, dtype=torch.float64)) for _ in rates])
         groups = [{"params": [copy], "lr": rate} for copy, rate in zip(copies, rates, strict=True)]
-        attached = attach(copies, optimizer := torch.optim.SGD(groups, momentum=momentum), strategy, comm=comm)
+        worker = attach(copies, optimizer := torch.optim.SGD(groups, momentum=momentum), strategy, comm=comm)
         features, targets = (torch.from_numpy(each[comm.rank]) for each in (problem.features, problem.targets))
 
         def step() -> None:
@@ -110,8 +110,8 @@ def trained(
             ((torch.stack(list(copies)) @ features.T - targets).square().sum() / 2).backward()
             optimizer.step()
 
-        steps = _until_still(step, lambda: attached.replicas[0].x, comm, most)
-        attached.detach()
+        steps = _until_still(step, lambda: worker.replicas[0].x, comm, most)
+        worker.detach()
         return torch.stack([copy.detach() for copy in copies]), steps
 
     done = run_threads(problem.workers, body)
@@ -125,6 +125,6 @@ def _until_still(step: Callable[[], None], place: Callable[[], Tensor], comm: Co
         for _ in range(_LOOK_EVERY):
             step()
         moved = (place() - before).abs().max().reshape(1)
-        if float(comm.sum_(moved).wait()) < _STILL * comm.size:
+        if float(comm.all_reduce_(moved).wait()) < _STILL * comm.size:
             return done + _LOOK_EVERY
     return most

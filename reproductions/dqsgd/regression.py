@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from reproductions.dqsgd.thread_runs import PATIENCE_SECONDS
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
-from thinwire.strategies.gradients.bit_rules import ErrorBound, Ledger
+from thinwire.strategies.gradients.bit_rules import BitLedger, ErrorBound
 from thinwire.strategies.gradients.bits import contraction, error_weights, fewest_bits, square_of
 from thinwire.strategies.gradients.dynamic_quantization import DQSGD
 from thinwire.tasks import Task
@@ -116,12 +116,12 @@ def kept(problem: Convex, *, error: float, steps: int, lr: float, seed: int, blo
     rule = ErrorBound(error, steps, smoothness=problem.smoothness, strong_convexity=problem.decay)
     strategy = DQSGD(rule, block)
 
-    def body(comm: Comm) -> tuple[float, Ledger, list[int], list[float]]:
+    def body(comm: Comm) -> tuple[float, BitLedger, list[int], list[float]]:
         model = nn.ParameterList([torch.zeros(problem.x.shape[1], dtype=torch.float64)])
         (w,) = model
         optimizer = torch.optim.SGD(model.parameters(), lr)
-        attached = attach(model, optimizer, strategy, comm=comm, seed=seed)
-        (r,) = attached.replicas
+        worker = attach(model, optimizer, strategy, comm=comm, seed=seed)
+        (r,) = worker.replicas
         bits, squares, gap = list[int](), list[float](), 0.0
         for step in range(steps + 1):  # the last one settles the ledger of the one before
             if step == steps:
@@ -132,10 +132,10 @@ def kept(problem: Convex, *, error: float, steps: int, lr: float, seed: int, blo
             own.backward()
             bits += r.state["now"][:, 2].tolist()
             optimizer.step()
-        attached.detach()
-        return gap, Ledger.read(r.state["ledger"]), bits[:-1], squares[:-1]
+        worker.detach()
+        return gap, BitLedger.read(r.state["ledger"]), bits[:-1], squares[:-1]
 
-    ended = run_threads(problem.workers, body, deadline_seconds=PATIENCE_SECONDS)
+    ended = run_threads(problem.workers, body, timeout=PATIENCE_SECONDS)
     gap, ledger, bits, _ = ended[0]
     means = [fmean(each) for each in zip(*(squares for *_, squares in ended), strict=True)]
     share = (1 / problem.workers + 1) / 3

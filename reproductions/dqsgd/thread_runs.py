@@ -62,7 +62,7 @@ def learned(
         optimizer = torch.optim.SGD(
             network.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay
         )
-        attached = attach(network, optimizer, strategy, comm=comm, seed=seed)
+        worker = attach(network, optimizer, strategy, comm=comm, seed=seed)
         before = comm.meter.payload_bytes
         for step in range(schedule.steps):
             optimizer.param_groups[0]["lr"] = schedule.rate(step)
@@ -71,11 +71,11 @@ def learned(
             task.loss(network, batch).backward()
             optimizer.step()
         sent = comm.meter.payload_bytes - before
-        attached.detach()
+        worker.detach()
         # Parameters are equal on all ranks, and models of these tasks have no buffers that differ in what they say.
         found = task.evaluate(network) if comm.rank == 0 else None
         size = sum(p.numel() for p in network.parameters())
         metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)
         return Learned(metric, loss, sent, schedule.steps, size)
 
-    return run_threads(workers, body, deadline_seconds=PATIENCE_SECONDS)[0]
+    return run_threads(workers, body, timeout=PATIENCE_SECONDS)[0]

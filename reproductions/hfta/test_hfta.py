@@ -137,7 +137,7 @@ def test_a_process_that_fails_is_told_of_and_one_that_takes_too_long_is_ended(mo
         forked(lambda: Pace(1.0))  # type: ignore[call-arg]
     with pytest.raises(ThinwireError, match=r"no-such-network 1 0\.01 1 1: the process ended without a result"):
         in_turns("no-such-network", 1, 0.01, 1, rounds=1)
-    monkeypatch.setattr("reproductions.hfta.training._DEADLINE_SECONDS", 0.05)
+    monkeypatch.setattr("reproductions.hfta.training._TIMEOUT_SECONDS", 0.05)
     start = time.monotonic()
     with pytest.raises(ThinwireError, match=r"no result within 0\.05 s"):
         forked(lambda: time.sleep(600) or Pace(1.0, 1))

@@ -38,7 +38,7 @@ WAYS = {
 }
 _WARM_UP = 3
 _BATCHES = 8
-_DEADLINE_SECONDS = 240.0
+_TIMEOUT_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) 
             found[way].append(Pace(**pace))
 
     given = [name, str(models), str(seconds), str(threads), str(rounds)]
-    deadline = rounds * len(WAYS) * _DEADLINE_SECONDS
-    exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, deadline_seconds=deadline)
+    deadline = rounds * len(WAYS) * _TIMEOUT_SECONDS
+    exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, timeout=deadline)
     if any(each.code for each in exits) or any(len(paces) < rounds for paces in found.values()):
         raise ThinwireError(f"{' '.join(given)}: the process ended without a result")
     return found
@@ -203,10 +203,10 @@ def forked(work: Callable[[], Pace]) -> Pace:
     other.start()
     sender.close()
     try:
-        if not receiver.poll(_DEADLINE_SECONDS):
-            raise ThinwireError(f"no result within {_DEADLINE_SECONDS:g} s")
+        if not receiver.poll(_TIMEOUT_SECONDS):
+            raise ThinwireError(f"no result within {_TIMEOUT_SECONDS:g} s")
         pace = Pace(**json.loads(receiver.recv_bytes()))
-        other.join(_DEADLINE_SECONDS)
+        other.join(_TIMEOUT_SECONDS)
         return pace
     except EOFError:
         raise ThinwireError("the process ended without a result") from None
@@ -256,7 +256,7 @@ def _at_once(workload: Workload, models: int, seconds: float) -> float:
     others = [context.Process(target=work) for _ in range(models)]
     for other in others:
         other.start()
-    found = [counts.get(timeout=_DEADLINE_SECONDS) for _ in others]
+    found = [counts.get(timeout=_TIMEOUT_SECONDS) for _ in others]
     for other in others:
         other.join()
     return sum(found)
@@ -266,7 +266,7 @@ def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any) -> No
     step, done = loop_step(workload, 1), 0
     for number in range(_WARM_UP):
         step(number)
-    barrier.wait(_DEADLINE_SECONDS)
+    barrier.wait(_TIMEOUT_SECONDS)
     start = time.perf_counter()
     while time.perf_counter() < start + seconds or not done:
         step(done)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.oracles import minibatch as oracles
-from tests.problems import distance
 from torch import Tensor
 
 from reproductions.local_vs_minibatch.claim import CLAIM, judge
@@ -27,6 +25,8 @@ from reproductions.local_vs_minibatch.grid import (
 )
 from reproductions.local_vs_minibatch.rounds import accelerated, inner_outer, minibatch, rounds_of
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
+from tests.oracles import minibatch as oracles
+from tests.problems import distance
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from thinwire.optimizers.acsa import AcSA
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import LocalSGD
-from thinwire.strategies.local.minibatch_local_sgd import InnerOuter
-from thinwire.worker.worker import Attached, attach
+from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
+from thinwire.worker.worker import Worker, attach
 
 _PERIOD, _ROUNDS, _RATE, _INNER = 4, 5, 2.0, 0.3
 
@@ -57,7 +57,11 @@ def _in_tensors(problem: EvenOdd, draws: Tensor) -> list[Tensor]:
 
 
 def _on_threads(problem: EvenOdd, draws: Tensor) -> list[Tensor]:
-    stepping: tuple[Strategy, ...] = (InnerOuter(_PERIOD, 0.0), LocalSGD(_PERIOD), InnerOuter(_PERIOD, _INNER))
+    stepping: tuple[Strategy, ...] = (
+        MinibatchLocalSGD(_PERIOD, 0.0),
+        LocalSGD(_PERIOD),
+        MinibatchLocalSGD(_PERIOD, _INNER),
+    )
 
     def body(comm: Comm) -> list[Tensor]:
         mine = draws[:, comm.rank]
@@ -72,21 +76,21 @@ def _ended(
 ) -> Tensor:
     """Where one machine's model ends; gradients are accumulated over a round where the strategy exchanges them."""
     model = _Linear(problem.features.shape[1])
-    attached = attach(model, make(list(model.parameters())), strategy, comm=comm)
+    worker = attach(model, make(list(model.parameters())), strategy, comm=comm)
     passes = _PERIOD if strategy.sends_gradients else 1
     for few in rows.split(passes):
-        attached.optimizer.zero_grad()
-        with attached.no_sync():
+        worker.optimizer.zero_grad()
+        with worker.no_sync():
             for row in few[:-1]:
-                _backward(problem, attached, int(row), passes)
-        _backward(problem, attached, int(few[-1]), passes)
-        attached.optimizer.step()
-    with attached.consensus():
+                _backward(problem, worker, int(row), passes)
+        _backward(problem, worker, int(few[-1]), passes)
+        worker.optimizer.step()
+    with worker.consensus():
         found = model.weight.detach().clone()
-    attached.detach()
+    worker.detach()
     return found
 
 
-def _backward(problem: EvenOdd, attached: Attached, row: int, passes: int) -> None:
-    loss = binary_cross_entropy_with_logits(attached.model(problem.features[row]), problem.even[row])
+def _backward(problem: EvenOdd, worker: Worker, row: int, passes: int) -> None:
+    loss = binary_cross_entropy_with_logits(worker.model(problem.features[row]), problem.even[row])
     (loss / passes).backward()

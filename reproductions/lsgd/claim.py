@@ -19,8 +19,8 @@ from thinwire.emulate import available
 from thinwire.runs.comparison import compare
 from thinwire.runs.defaults import resolve
 from thinwire.runs.folder import RunFolder
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.strategies.local.elastic_averaging import EASGD
 
 PERIOD = 8
@@ -32,17 +32,17 @@ METHODS = {
     "periodic averaging": f"LocalSGD(period={PERIOD})",
     "EASGD": f"EASGD(period={PERIOD})",
     # As in the paper, the mean of all workers is evaluated; and once their leader.
-    "LSGD": f"LSGD(period={PERIOD}, result='mean')",
-    "LSGD, two nodes": f"LSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD}, result='mean')",
-    "LSGD, its leader": f"LSGD(period={PERIOD})",
+    "LSGD": f"LeaderSGD(period={PERIOD}, result='mean')",
+    "LSGD, two nodes": f"LeaderSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD}, result='mean')",
+    "LSGD, its leader": f"LeaderSGD(period={PERIOD})",
 }
 _RIVALS = ("AllReduce", "EASGD")
 # In a double well, the spring over the learning rate and the pull beside what each theory calls its threshold.
 _WELLS = {
     "EASGD, spring 0.6": (EASGD(period=1, pull=0.06, centre_pull=0.12), True),
     "EASGD, spring 0.7": (EASGD(period=1, pull=0.07, centre_pull=0.14), False),
-    "LGD, pull 0.24": (LGD(pull=0.24), True),
-    "LGD, pull 0.26": (LGD(pull=0.26), False),
+    "LGD, pull 0.24": (LeaderGradientDescent(pull=0.24), True),
+    "LGD, pull 0.26": (LeaderGradientDescent(pull=0.26), False),
 }
 _HILL, _WELL_STEPS = 0.25, 600
 # Of springs and leaders at matrix completion: one that holds, and one strong enough to bring all together at once.
@@ -144,7 +144,7 @@ def _led(folder: Path, place: int) -> list[int]:
         names = list(rounds.values())[place]
         for name in names:
             for line in RunFolder(home / name).lines("metrics.jsonl"):
-                leader = line.get("observed", {}).get("leader")
+                leader = line.get("metrics", {}).get("leader")
                 if leader is not None:
                     counts[round(leader)] += 1
     return counts
@@ -163,7 +163,7 @@ def _descended(scale: Scale, begin: Told) -> Landscapes:
         problem = Completion(seed=seed)
         for pull in _PULLS:
             spring = EASGD(period=1, pull=pull, centre_pull=WORKERS * pull)
-            for kind, strategy in (("EASGD", spring), ("LSGD", LSGD(period=1, pull=pull))):
+            for kind, strategy in (("EASGD", spring), ("LSGD", LeaderSGD(period=1, pull=pull))):
                 found = go_down(problem.loss(), strategy, problem.starts(WORKERS), lr=1.0, steps=scale.steps)
                 completions[_named(kind, pull)].append(found)
     return Landscapes(wells, completions)

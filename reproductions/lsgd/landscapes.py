@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.strategies.base import Strategy
-from thinwire.worker.worker import Attached, attach
+from thinwire.worker.worker import Worker, attach
 
 EVERY = 10
 Loss = Callable[[Tensor], Tensor]
@@ -86,18 +86,18 @@ def go_down(loss: Loss, strategy: Strategy, starts: Tensor, *, lr: float, steps:
     def body(comm: Comm) -> tuple[list[Tensor], list[float]]:
         model = Point(starts[comm.rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        attached = attach(model, optimizer, strategy, comm=comm, init="own")
-        places, shipped = [model.at.detach().clone()], [_shipped(attached, model, loss)]
+        worker = attach(model, optimizer, strategy, comm=comm, init="own")
+        places, shipped = [model.at.detach().clone()], [_shipped(worker, model, loss)]
         for step in range(1, steps + 1):
             optimizer.zero_grad()
             here = loss(model.at)
             here.backward()
-            attached.saw(loss=here)
+            worker.record_batch(loss=here)
             optimizer.step()
             places.append(model.at.detach().clone())
             if step % EVERY == 0:
-                shipped.append(_shipped(attached, model, loss))
-        attached.detach()
+                shipped.append(_shipped(worker, model, loss))
+        worker.detach()
         return places, shipped
 
     rows = run_threads(len(starts), body)
@@ -105,6 +105,6 @@ def go_down(loss: Loss, strategy: Strategy, starts: Tensor, *, lr: float, steps:
     return Descent(places, torch.tensor(rows[0][1], dtype=torch.float64))
 
 
-def _shipped(attached: Attached, point: Point, loss: Loss) -> float:
-    with attached.consensus(), torch.no_grad():
+def _shipped(worker: Worker, point: Point, loss: Loss) -> float:
+    with worker.consensus(), torch.no_grad():
         return float(loss(point.at))

@@ -11,8 +11,8 @@ import torch
 from reproductions.lsgd.claim import _WELLS, CLAIM, METHODS, WORKERS, Landscapes, _led, best, judge, trapped
 from reproductions.lsgd.landscapes import EVERY, Completion, Descent, double_well, go_down
 from reproductions.shared.curves import Curve
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.strategies.local.elastic_averaging import EASGD
 
 
@@ -90,7 +90,7 @@ def test_elections_are_counted_from_what_every_run_noticed(tmp_path: Path) -> No
         home = tmp_path / f"rate-{rate}"
         (home / "LSGD").mkdir(parents=True)
         (home / "comparison.json").write_text(json.dumps({"rounds": {"AllReduce": ["AllReduce"], "LSGD": ["LSGD"]}}))
-        rows = [{"step": 1, "loss": 1.0}, *({"step": 2, "observed": {"leader": float(rank)}} for rank in leaders)]
+        rows = [{"step": 1, "loss": 1.0}, *({"step": 2, "metrics": {"leader": float(rank)}} for rank in leaders)]
         (home / "LSGD" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _led(tmp_path, 1) == [1, 0, 2, 1]
 
@@ -102,12 +102,12 @@ def test_descents_end_where_theory_says() -> None:
     assert held.places.shape == (201, 2, 1)
     assert len(held.shipped) == 200 // EVERY + 1
     assert float(held.shipped[-1]) == pytest.approx(0.25, abs=1e-3)
-    assert not trapped(go_down(double_well, LGD(pull=0.5), sides, lr=0.1, steps=200))
+    assert not trapped(go_down(double_well, LeaderGradientDescent(pull=0.5), sides, lr=0.1, steps=200))
 
 
 def test_a_matrix_is_completed_by_a_leader() -> None:
     problem = Completion(side=8)
-    ours = go_down(problem.loss(), LSGD(period=1, pull=0.01), problem.starts(2), lr=1.0, steps=150)
+    ours = go_down(problem.loss(), LeaderSGD(period=1, pull=0.01), problem.starts(2), lr=1.0, steps=150)
     assert float(ours.shipped[-1]) < 0.02 * float(ours.shipped[0])
 
 

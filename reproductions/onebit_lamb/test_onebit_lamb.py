@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine import net
 
 from reproductions.onebit_lamb.claim import ALONE, DDP, OURS, POWER, QUICK, Scale, judge, warm_up
 from reproductions.onebit_lamb.stages import stages_of, step_seconds, volume_by_formula
 from reproductions.shared.claims import Attempt, claim
+from tests.engine import net
 from thinwire.optimizers.lamb import Lamb
 from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb

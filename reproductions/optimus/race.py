@@ -25,7 +25,7 @@ from thinwire.tensor2d.costs import (
 )
 
 ELEMENT_BYTES = 4
-_DEADLINE_SECONDS = 900.0
+_TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run_race(race: Race, link: str | None) -> Finish:
                 network=network,
                 environment={"OMP_NUM_THREADS": "1"},
                 on_line=lambda rank, _, line: said.append(f"{rank}: {line}"),
-                deadline_seconds=_DEADLINE_SECONDS,
+                timeout=_TIMEOUT_SECONDS,
             )
         )
         running.wait()

@@ -56,18 +56,18 @@ def train_on_threads(
         optimizer = torch.optim.SGD(
             model.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay
         )
-        attached = attach(model, optimizer, strategy, comm=comm, seed=seed)
+        worker = attach(model, optimizer, strategy, comm=comm, seed=seed)
         for step in range(schedule.steps):
             optimizer.param_groups[0]["lr"] = schedule.rate(step)
             batch = task.batch(shards[comm.rank], step, batch_size=schedule.batch_size, seed=seed, rank=comm.rank)
             optimizer.zero_grad()
             loss = task.loss(model, batch)
             loss.backward()
-            attached.saw(loss=loss)
+            worker.record_batch(loss=loss)
             optimizer.step()
-        with attached.consensus() as agreed:
+        with worker.consensus() as agreed:
             found = task.evaluate(agreed)
-        attached.detach()
+        worker.detach()
         return found
 
     return run_threads(workers, body)[0]

@@ -17,7 +17,7 @@ from thinwire.storage.files import write_atomically
 from thinwire.strategies.recipe import parse
 from thinwire.tasks import Batch, Task
 from thinwire.tasks.base import evaluating
-from thinwire.worker.worker import Attached, attach
+from thinwire.worker.worker import Worker, attach
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(plan: Plan, trial: Trial, seed: int) -> Figures:
     def body(comm: Comm) -> tuple[float, Figures]:
         model = task.model(seed=seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=plan.momentum)
-        attached = attach(model, optimizer, parse(trial.recipe), comm=comm, seed=seed)
+        worker = attach(model, optimizer, parse(trial.recipe), comm=comm, seed=seed)
 
         def batch(step: int, size: int) -> Batch:
             return task.batch(shards[comm.rank], step, batch_size=size, seed=seed, rank=comm.rank)
@@ -89,9 +89,9 @@ def run(plan: Plan, trial: Trial, seed: int) -> Figures:
             optimizer.zero_grad()
             loss = task.loss(model, batch(step, plan.batch_size))
             loss.backward()
-            attached.saw(loss=loss)
+            worker.record_batch(loss=loss)
             optimizer.step()
-        return _measured(attached, task, batch(plan.steps, 128))
+        return _measured(worker, task, batch(plan.steps, 128))
 
     results = run_threads(plan.workers, body)
     found = results[0][1]
@@ -121,12 +121,12 @@ class Kept:
         return self._known[name]
 
 
-def _measured(attached: Attached, task: Task, seen: Batch) -> tuple[float, Figures]:
+def _measured(worker: Worker, task: Task, seen: Batch) -> tuple[float, Figures]:
     """The consensus model's loss on this worker's own data, and its figures on what is held out."""
-    with attached.consensus() as model:
+    with worker.consensus() as model:
         train_loss = _loss(task, model, seen)
         found = task.evaluate(model)
-    attached.detach()
+    worker.detach()
     return train_loss, Figures(train_loss, found.loss, found.metric)
 
 

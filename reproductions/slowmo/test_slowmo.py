@@ -100,12 +100,12 @@ def test_the_bytes_over_gossip_are_an_all_reduce_a_period() -> None:
         def body(comm: Comm) -> float:
             model = torch.nn.Linear(3, 2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            attached = attach(model, optimizer, strategy, comm=comm)
+            worker = attach(model, optimizer, strategy, comm=comm)
             before = comm.meter.payload_bytes
             for _ in range(GOSSIP_PERIOD):
                 model(torch.ones(1, 3)).sum().backward()
                 optimizer.step()
-            attached.detach()
+            worker.detach()
             return comm.meter.payload_bytes - before
 
         return sum(run_threads(4, body))

@@ -34,7 +34,7 @@ PUBLIC_NAMES = MappingProxyType(
         "comm.group": "GroupComm",
         "comm.threads": "ThreadComm run_threads",
         "errors": (
-            "CheckpointError CommError DeadlineError ConfigError MismatchError NonFiniteError PeerLostError "
+            "CheckpointError CommError CommTimeoutError ConfigError MismatchError NonFiniteError PeerLostError "
             "ThinwireError"
         ),
         "fusion": "FusedArray fuse",
@@ -42,25 +42,25 @@ PUBLIC_NAMES = MappingProxyType(
         "optimizers": "AcSA Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",
         "replica.replica": "Replica",
         "strategies": (
-            "ADPSGD AllReduce AsyncLSGD BackupWorkers Choco CoCoD CompressedMomentum DecentLaM "
-            "DoubleAveraging DQSGD EagerPushSum EASGD ExactDiffusion FetchSGD Gossip LGD "
-            "LSGD Local LocalSGD InnerOuter OverlapLocalSGD ParameterServer Probe PushSum QuasiGlobal "
+            "ADPSGD AllReduce AsyncLeaderSGD BackupWorkers Choco CoCoD CompressedMomentum DecentLaM "
+            "DoubleAveraging DQSGD EagerPushSum EASGD ExactDiffusion FetchSGD Gossip LeaderGradientDescent "
+            "LeaderSGD Local LocalSGD MinibatchLocalSGD OverlapLocalSGD ParameterServer Probe PushSum QuasiGlobal "
             "SketchedSGD SlowMo Strategy Streaming ZeroOne"
         ),
         "strategies.gradients.bit_rules": "BitBudget ErrorBound FixedBits",
-        "strategies.local.outer_optimizer": "Outer",
+        "strategies.local.outer_optimizer": "OuterOptimizer",
         "strategies.recipe": "parse",
         "tensor2d.parallelize": "parallelize_2d",
         "topology": (
             "BaseGraph BipartiteExponential Complete DirectedExponential FromGraph Hierarchical Hypercube "
             "OnePeerExponential PPeerExponential RandomMatching Ring Star SymmetricExponential Topology Torus"
         ),
-        "worker.worker": "Attached attach",
+        "worker.worker": "Worker attach",
     }
 )
 
 _HOME = {name: module for module, names in PUBLIC_NAMES.items() for name in names.split()}
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

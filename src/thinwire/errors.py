@@ -5,7 +5,7 @@
     ├── MismatchError       two ranks were started with different models, recipes, versions or seeds
     ├── CommError           a message did not arrive
     │   ├── PeerLostError       a peer's connection is gone
-    │   └── DeadlineError       nobody answered in time
+    │   └── CommTimeoutError       nobody answered in time
     ├── CheckpointError     a folder that cannot be read back, or does not fit
     └── NonFiniteError      a loss or a gradient is NaN or infinite
 
@@ -33,7 +33,7 @@ class PeerLostError(CommError):
     """The connection to a peer is gone, most often because its process ended."""
 
 
-class DeadlineError(CommError):
+class CommTimeoutError(CommError):
     """A wait reached its deadline."""
 
 

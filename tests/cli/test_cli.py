@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from reproductions.shared.claims import MODULES, Result, claim, last_result, write_result
 from rich.console import Console
 
+from reproductions.shared import claims, command
+from reproductions.shared.claims import MODULES, Result, claim, last_result, write_result
 from thinwire import __version__
 from thinwire.cli import commands, main
 from thinwire.cli.demo import reading
@@ -163,10 +164,16 @@ def result(holds=True):
     return Result(holds, "8 times less", 8.0, 7.9, 8.1, {"link": None})
 
 
-def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
+def test_outside_a_checkout_reproduce_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "reproductions" / "made-up"
-    folder.mkdir(parents=True)
+    monkeypatch.setattr("thinwire.cli.reproduce.__file__", str(tmp_path / "thinwire" / "cli" / "reproduce.py"))
+    assert "not in a checkout of the repository" in refused(capsys, "reproduce", "slowmo")
+
+
+def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "_HOME", tmp_path)
+    folder = tmp_path / "made_up"
+    folder.mkdir()
     write_result(folder, claim("local-sgd-bytes"), result(), quick=True, when="2026-01-01")
     found = last_result("made-up")
     assert found is not None and found["measured"] == "8 times less"
@@ -175,9 +182,7 @@ def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
 def test_a_claim_that_does_not_hold_is_exit_code_1(tmp_path, monkeypatch, capsys, holds, code):
-    from thinwire.cli.reproduce import Reproduce
-
-    monkeypatch.setattr(Reproduce, "_measure", lambda *_: (tmp_path / "out").mkdir() or result(holds))
+    monkeypatch.setattr(command, "_measure", lambda *_, **__: (tmp_path / "out").mkdir() or result(holds))
     assert main(["reproduce", "local-sgd-bytes", "--out", str(tmp_path / "out")]) == code
     out = capsys.readouterr().out
     assert "8 times less" in out and ("does not hold" in out) is not holds

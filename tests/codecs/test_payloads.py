@@ -309,28 +309,28 @@ def test_less_is_left_unsaid_than_there_was_to_say(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [*CODECS], ids=str)
 def test_taking_leaves_exactly_what_was_not_said(codec: Codec) -> None:
-    if codec.late or isinstance(codec, MajorityVote):
+    if codec.residual_after_sum or isinstance(codec, MajorityVote):
         return
     for n in (0, 1, 9, 200):
-        x, owed = drawn(n), drawn(n, 1)
-        kept, rest = owed.clone(), x.clone()
-        payload = codec.take_(rest, owed, 9)
-        assert torch.equal(owed, kept)
-        assert torch.equal(payload, codec.encode(x + owed, {}, 9))
-        assert torch.equal(rest, x + owed - codec.decode(payload, x, 9))
+        x, residual = drawn(n), drawn(n, 1)
+        kept, rest = residual.clone(), x.clone()
+        payload = codec.encode_with_residual_(rest, residual, 9)
+        assert torch.equal(residual, kept)
+        assert torch.equal(payload, codec.encode(x + residual, {}, 9))
+        assert torch.equal(rest, x + residual - codec.decode(payload, x, 9))
 
 
 @pytest.mark.parametrize("codec", [OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)], ids=str)
 def test_pieces_are_coded_as_they_would_be_alone(codec: OneBit) -> None:
-    x, owed, cuts = drawn(300), drawn(300, 1), [slice(0, 128), slice(128, 256), slice(256, 300), slice(300, 300)]
+    x, residual, cuts = drawn(300), drawn(300, 1), [slice(0, 128), slice(128, 256), slice(256, 300), slice(300, 300)]
     rest = x.clone()
-    found = codec.take_pieces_(rest, owed, cuts, [0] * 4)
+    found = codec.encode_pieces_with_residual_(rest, residual, cuts, [0] * 4)
     for cut, payload in zip(cuts, found, strict=True):
         y = codec.decode(payload, x[cut])
         assert payload.numel() == codec.nbytes(cut.stop - cut.start)
-        assert torch.equal(rest[cut], (x + owed)[cut] - y)
+        assert torch.equal(rest[cut], (x + residual)[cut] - y)
         if not codec.whole:
-            assert torch.equal(payload, codec.encode((x + owed)[cut], {}))
+            assert torch.equal(payload, codec.encode((x + residual)[cut], {}))
     total = codec.total([found[0], found[1]], x[:128], [0, 0])
     assert torch.equal(total, codec.decode(found[0], x[:128]) + codec.decode(found[1], x[:128]))
 

@@ -184,39 +184,39 @@ def test_processes_train_as_threads_do() -> None:
 @pytest.mark.parametrize("strategy", SPOKEN, ids=str)
 def test_training_goes_on_bit_by_bit_from_a_checkpoint(strategy: Strategy, tmp_path: Path) -> None:
     def whole(comm: Comm) -> Tensor:
-        attached = steps(attach(comm, strategy), batches(comm.rank, 5))
-        attached.save(tmp_path)
-        steps(attached, batches(comm.rank, 5, first=5))
-        attached.detach()
-        return flat(attached.model)
+        worker = steps(attach(comm, strategy), batches(comm.rank, 5))
+        worker.save(tmp_path)
+        steps(worker, batches(comm.rank, 5, first=5))
+        worker.detach()
+        return flat(worker.model)
 
     def resumed(comm: Comm) -> Tensor:
-        attached = attach(comm, strategy, model=net(seed=9))
-        attached.load(tmp_path)
-        steps(attached, batches(comm.rank, 5, first=5))
-        attached.detach()
-        return flat(attached.model)
+        worker = attach(comm, strategy, model=net(seed=9))
+        worker.load(tmp_path)
+        steps(worker, batches(comm.rank, 5, first=5))
+        worker.detach()
+        return flat(worker.model)
 
-    expected = thinwire.run_threads(2, whole, deadline_seconds=20)
-    for found, wanted in zip(thinwire.run_threads(2, resumed, deadline_seconds=20), expected, strict=True):
+    expected = thinwire.run_threads(2, whole, timeout=20)
+    for found, wanted in zip(thinwire.run_threads(2, resumed, timeout=20), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(SMALL), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))], ids=str)
 def test_a_step_that_a_scaler_skips_leaves_what_is_owed_as_it_is(strategy: Strategy) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        attached = steps(attach(comm, strategy), batches(comm.rank, 2))
-        x, error = flat(attached.model), attached.replicas[0].state["error"].clone()
+        worker = steps(attach(comm, strategy), batches(comm.rank, 2))
+        x, error = flat(worker.model), worker.replicas[0].state["error"].clone()
         (inputs, targets) = batches(comm.rank, 1, first=2)[0]
         if comm.rank == 1:
             inputs[0, 0] = float("inf")
-        attached.optimizer.zero_grad()
-        (attached.model(inputs) - targets).square().mean().backward()
-        gradients = torch.cat([p.grad.reshape(-1) for p in attached.model.parameters() if p.grad is not None])
-        attached.detach()
-        return x, flat(attached.model), gradients, attached.replicas[0].state["error"] - error
+        worker.optimizer.zero_grad()
+        (worker.model(inputs) - targets).square().mean().backward()
+        gradients = torch.cat([p.grad.reshape(-1) for p in worker.model.parameters() if p.grad is not None])
+        worker.detach()
+        return x, flat(worker.model), gradients, worker.replicas[0].state["error"] - error
 
-    for before, after, gradients, change in thinwire.run_threads(2, body, deadline_seconds=20):
+    for before, after, gradients, change in thinwire.run_threads(2, body, timeout=20):
         assert torch.equal(before, after)
         assert gradients.isnan().all(), "buckets without anything wrong are skipped too"
         assert not change.any()
@@ -224,16 +224,16 @@ def test_a_step_that_a_scaler_skips_leaves_what_is_owed_as_it_is(strategy: Strat
 
 def test_choco_names_the_rank_whose_parameters_are_not_finite() -> None:
     def body(comm: Comm) -> str:
-        attached = attach(comm, Choco(codec=OneBit(8)))
+        worker = attach(comm, Choco(codec=OneBit(8)))
         if comm.rank == 1:
             with torch.no_grad():
-                attached.replicas[0].x[3] = float("nan")
+                worker.replicas[0].x[3] = float("nan")
         with pytest.raises(NonFiniteError) as found:
-            attached.strategy.after_step(attached.replicas[0])
-        attached.detach()
+            worker.strategy.after_step(worker.replicas[0])
+        worker.detach()
         return str(found.value)
 
-    for words in thinwire.run_threads(2, body, deadline_seconds=20):
+    for words in thinwire.run_threads(2, body, timeout=20):
         assert "the parameters of rank 1 are NaN or infinite" in words
 
 

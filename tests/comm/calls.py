@@ -20,7 +20,7 @@ def numbers(*tensors: Tensor) -> list[Any]:
 
 def total(comm: Comm) -> list[Any]:
     x = torch.arange(3.0) + comm.rank
-    result = comm.sum_(x).wait()
+    result = comm.all_reduce_(x).wait()
     assert result.data_ptr() == x.data_ptr()
     return numbers(x)
 
@@ -28,13 +28,13 @@ def total(comm: Comm) -> list[Any]:
 def total_in_kinds(comm: Comm) -> list[Any]:
     """Sums in every dtype that gradients, votes and counters come in."""
     kinds = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
-    return numbers(*(comm.sum_(torch.tensor([1, 2]).to(kind)).wait() for kind in kinds))
+    return numbers(*(comm.all_reduce_(torch.tensor([1, 2]).to(kind)).wait() for kind in kinds))
 
 
 def part_of_a_vector(comm: Comm) -> list[Any]:
     whole = torch.zeros(10)
     whole[3:5] = comm.rank + 1
-    comm.sum_(whole[3:5]).wait()
+    comm.all_reduce_(whole[3:5]).wait()
     return numbers(whole)
 
 
@@ -51,48 +51,48 @@ def phases_from_the_first(comm: Comm) -> list[Any]:
 
 
 def rows(comm: Comm) -> list[Any]:
-    return numbers(*comm.gather(torch.tensor([[comm.rank, 7]], dtype=torch.uint8)).wait())
+    return numbers(*comm.all_gather(torch.tensor([[comm.rank, 7]], dtype=torch.uint8)).wait())
 
 
 def columns(comm: Comm) -> list[Any]:
     """A matrix whose memory is not in order."""
-    return numbers(*comm.gather((torch.arange(4.0).view(2, 2) + comm.rank).t()).wait())
+    return numbers(*comm.all_gather((torch.arange(4.0).view(2, 2) + comm.rank).t()).wait())
 
 
 def deal(comm: Comm) -> list[Any]:
     """Rank i sends i + j + 1 elements to rank j."""
     sent = [torch.full((comm.rank + j + 1,), float(10 * comm.rank + j)) for j in range(comm.size)]
-    return numbers(*comm.scatter(sent, [j + comm.rank + 1 for j in range(comm.size)]).wait())
+    return numbers(*comm.all_to_all(sent, [j + comm.rank + 1 for j in range(comm.size)]).wait())
 
 
 def deal_some(comm: Comm) -> list[Any]:
     """Only rank 0 sends, and nothing to itself."""
     counts = [j if comm.rank == 0 else 0 for j in range(comm.size)]
     sent = [torch.full((n,), 5, dtype=torch.uint8) for n in counts]
-    return numbers(*comm.scatter(sent, [comm.rank if j == 0 else 0 for j in range(comm.size)]).wait())
+    return numbers(*comm.all_to_all(sent, [comm.rank if j == 0 else 0 for j in range(comm.size)]).wait())
 
 
 def around(comm: Comm) -> list[Any]:
     x = torch.tensor([float(comm.rank)])
     if comm.size == 1:
-        return numbers(*comm.exchange(x, [], []).wait())
-    return numbers(*comm.exchange(x, [(comm.rank + 1) % comm.size], [(comm.rank - 1) % comm.size]).wait())
+        return numbers(*comm.send_recv(x, [], []).wait())
+    return numbers(*comm.send_recv(x, [(comm.rank + 1) % comm.size], [(comm.rank - 1) % comm.size]).wait())
 
 
 def with_everyone(comm: Comm) -> list[Any]:
     others = [j for j in range(comm.size) if j != comm.rank]
-    return numbers(*comm.exchange(torch.tensor([comm.rank]), others, list(reversed(others))).wait())
+    return numbers(*comm.send_recv(torch.tensor([comm.rank]), others, list(reversed(others))).wait())
 
 
 def to_the_first(comm: Comm) -> list[Any]:
     """Edges that are not symmetric, and a rank that sends nothing."""
-    to = [] if comm.rank == 0 else [0]
-    frm = list(range(1, comm.size)) if comm.rank == 0 else []
-    return numbers(*comm.exchange(torch.tensor([float(comm.rank)]), to, frm).wait())
+    dst = [] if comm.rank == 0 else [0]
+    src = list(range(1, comm.size)) if comm.rank == 0 else []
+    return numbers(*comm.send_recv(torch.tensor([float(comm.rank)]), dst, src).wait())
 
 
 def several_at_once(comm: Comm) -> list[Any]:
-    flying = [comm.sum_(torch.tensor([float(comm.rank), i])) for i in range(5)]
+    flying = [comm.all_reduce_(torch.tensor([float(comm.rank), i])) for i in range(5)]
     return numbers(*(work.wait() for work in reversed(flying)))
 
 
@@ -118,12 +118,12 @@ CALLS: dict[str, tuple[Callable[[Comm], list[Any]], Expected]] = {
 def figures(comm: Comm) -> dict[str, float]:
     """The same calls on any wire; the bytes that its meter counts."""
     n, rank = comm.size, comm.rank
-    comm.sum_(torch.zeros(10)).wait()
-    comm.sum_(torch.zeros(10, dtype=torch.bfloat16)).wait()
+    comm.all_reduce_(torch.zeros(10)).wait()
+    comm.all_reduce_(torch.zeros(10, dtype=torch.bfloat16)).wait()
     comm.broadcast_(torch.zeros(10), 0).wait()
-    comm.gather(torch.zeros(3)).wait()
-    comm.scatter([torch.zeros(j + 1) for j in range(n)], [rank + 1] * n).wait()
-    comm.exchange(torch.zeros(6), [(rank + 1) % n], [(rank - 1) % n]).wait()
+    comm.all_gather(torch.zeros(3)).wait()
+    comm.all_to_all([torch.zeros(j + 1) for j in range(n)], [rank + 1] * n).wait()
+    comm.send_recv(torch.zeros(6), [(rank + 1) % n], [(rank - 1) % n]).wait()
     assert comm.meter.messages == 6
     assert math.isclose(comm.meter.payload_bytes, sum(comm.meter.by_operation.values()), rel_tol=1e-12)
     return comm.meter.by_operation

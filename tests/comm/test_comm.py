@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.comm.calls import CALLS, SIZES, figures
-from thinwire import Comm, ConfigError, CountingComm, DeadlineError, MismatchError, PeerLostError, Work, run_threads
-from thinwire.comm.work import Meter, arrived
+from thinwire import Comm, CommTimeoutError, ConfigError, CountingComm, MismatchError, PeerLostError, run_threads
+from thinwire.comm.work import Meter, Work, completed
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ from thinwire.comm.work import Meter, arrived
 @pytest.mark.parametrize("name", list(CALLS))
 def test_threads_bring_what_the_call_promises(name: str, size: int) -> None:
     call, expected = CALLS[name]
-    found = run_threads(size, lambda comm: call(comm), deadline_seconds=10)
+    found = run_threads(size, lambda comm: call(comm), timeout=10)
     assert found == [expected(rank, size) for rank in range(size)]
 
 
@@ -30,7 +30,7 @@ def test_sums_are_added_in_the_order_of_ranks_whoever_comes_first() -> None:
 
     def work(comm: Comm, delays: list[float]) -> float:
         time.sleep(delays[comm.rank])
-        return float(comm.sum_(parts[comm.rank].clone()).wait())
+        return float(comm.all_reduce_(parts[comm.rank].clone()).wait())
 
     expected = float(parts[0] + parts[1] + parts[2] + parts[3])
     for delays in ([0, 0.01, 0.02, 0.03], [0.03, 0.02, 0.01, 0]):
@@ -39,12 +39,12 @@ def test_sums_are_added_in_the_order_of_ranks_whoever_comes_first() -> None:
 
 def test_what_a_rank_receives_is_its_own_to_change() -> None:
     def work(comm: Comm) -> list[float]:
-        rows = comm.gather(torch.full((2,), float(comm.rank))).wait()
+        rows = comm.all_gather(torch.full((2,), float(comm.rank))).wait()
         for row in rows:
             row.add_(10 * (comm.rank + 1))
-        total = comm.sum_(torch.ones(1)).wait()
+        total = comm.all_reduce_(torch.ones(1)).wait()
         total.add_(comm.rank)
-        comm.gather(torch.zeros(1)).wait()
+        comm.all_gather(torch.zeros(1)).wait()
         return [float(row[0]) for row in rows] + [float(total)]
 
     assert run_threads(3, work) == [[10 * (r + 1) + i for i in range(3)] + [3 + r] for r in range(3)]
@@ -53,8 +53,8 @@ def test_what_a_rank_receives_is_its_own_to_change() -> None:
 def test_messages_wait_for_each_other_and_keep_their_order() -> None:
     def work(comm: Comm) -> list[float]:
         other = 1 - comm.rank
-        flying = [comm.exchange(torch.tensor([float(10 * comm.rank + i)]), [other], [other]) for i in range(4)]
-        total = comm.sum_(torch.ones(1))
+        flying = [comm.send_recv(torch.tensor([float(10 * comm.rank + i)]), [other], [other]) for i in range(4)]
+        total = comm.all_reduce_(torch.ones(1))
         return [float(work.wait()[0]) for work in flying] + [float(total.wait())]
 
     assert run_threads(2, work) == [[10, 11, 12, 13, 2], [0, 1, 2, 3, 2]]
@@ -66,7 +66,7 @@ def test_a_message_can_be_waited_for_twice_and_used_once() -> None:
     assert used == []
     assert work.wait() == work.wait() == 6
     assert used == [1]
-    assert arrived("here").wait() == "here"
+    assert completed("here").wait() == "here"
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -91,22 +91,22 @@ def outcomes(size: int, work: Callable[[Comm], Any], **settings: Any) -> list[Ex
 def test_different_calls_are_named_on_both_sides() -> None:
     def work(comm: Comm) -> None:
         x = torch.zeros(3)
-        (comm.sum_(x) if comm.rank == 0 else comm.broadcast_(x, 0)).wait()
+        (comm.all_reduce_(x) if comm.rank == 0 else comm.broadcast_(x, 0)).wait()
 
-    with pytest.raises(MismatchError, match=r"call 0 is a (sum|broadcast) of 3 x float32.* on rank \d and a"):
+    with pytest.raises(MismatchError, match=r"call 0 is (all_reduce|broadcast) of 3 x float32.* on rank \d and a"):
         run_threads(2, work)
     assert {type(end) for end in outcomes(2, work)} == {MismatchError, PeerLostError}
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["size", "dtype"])
-@pytest.mark.parametrize("name", ["sum", "broadcast", "gather"])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
 def test_different_vectors_are_named(name: str, odd: Tensor) -> None:
     def work(comm: Comm) -> None:
         x = odd.clone() if comm.rank else torch.zeros(3)
         calls = {
-            "sum": lambda: comm.sum_(x),
+            "all_reduce": lambda: comm.all_reduce_(x),
             "broadcast": lambda: comm.broadcast_(x, 0),
-            "gather": lambda: comm.gather(x),
+            "all_gather": lambda: comm.all_gather(x),
         }
         calls[name]().wait()
 
@@ -117,7 +117,7 @@ def test_different_vectors_are_named(name: str, odd: Tensor) -> None:
 def test_letters_that_do_not_fit_are_named() -> None:
     def work(comm: Comm) -> None:
         other = 1 - comm.rank
-        comm.exchange(torch.zeros(3 + comm.rank), [other], [other]).wait()
+        comm.send_recv(torch.zeros(3 + comm.rank), [other], [other]).wait()
 
     with pytest.raises(MismatchError, match=r"rank \d sent \d x float32, rank \d expects \d x float32"):
         run_threads(2, work)
@@ -125,24 +125,24 @@ def test_letters_that_do_not_fit_are_named() -> None:
 
 def test_scattered_sizes_that_do_not_fit_are_named() -> None:
     def work(comm: Comm) -> None:
-        comm.scatter([torch.zeros(2), torch.zeros(2)], [2, 3] if comm.rank else [2, 2]).wait()
+        comm.all_to_all([torch.zeros(2), torch.zeros(2)], [2, 3] if comm.rank else [2, 2]).wait()
 
     with pytest.raises(MismatchError, match=r"rank 1 scatters 2 x float32 to rank 1, which expects 3"):
         run_threads(2, work)
 
 
-@pytest.mark.parametrize("call", ["sum", "exchange"])
+@pytest.mark.parametrize("call", ["all_reduce", "send_recv"])
 def test_a_thread_that_fails_ends_the_others_with_its_name_and_the_step(call: str) -> None:
     def work(comm: Comm) -> None:
         comm.step = 7
         if comm.rank == 1:
             raise ZeroDivisionError("on purpose")
-        if call == "sum":
-            comm.sum_(torch.zeros(1)).wait()
+        if call == "all_reduce":
+            comm.all_reduce_(torch.zeros(1)).wait()
         else:
-            comm.exchange(torch.zeros(1), [1], [1]).wait()
+            comm.send_recv(torch.zeros(1), [1], [1]).wait()
 
-    ends = outcomes(3, work, deadline_seconds=30)
+    ends = outcomes(3, work, timeout=30)
     assert isinstance(ends[1], ZeroDivisionError)
     for rank in (0, 2):
         assert isinstance(ends[rank], PeerLostError)
@@ -153,26 +153,26 @@ def test_the_first_failure_is_the_one_that_is_raised() -> None:
     def work(comm: Comm) -> None:
         if comm.rank == 2:
             raise KeyError("first")
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
 
     with pytest.raises(KeyError, match="first"):
-        run_threads(3, work, deadline_seconds=30)
+        run_threads(3, work, timeout=30)
 
 
-@pytest.mark.parametrize("call", ["sum", "exchange"])
+@pytest.mark.parametrize("call", ["all_reduce", "send_recv"])
 def test_a_wait_ends_at_its_deadline_with_rank_step_and_reason(call: str) -> None:
     def work(comm: Comm) -> None:
         comm.step = 3
         if comm.rank == 1:
             return
-        if call == "sum":
-            comm.sum_(torch.zeros(2)).wait()
+        if call == "all_reduce":
+            comm.all_reduce_(torch.zeros(2)).wait()
         else:
-            comm.exchange(torch.zeros(2), [1], [1]).wait()
+            comm.send_recv(torch.zeros(2), [1], [1]).wait()
 
-    reason = "everyone to join the sum of 2 x float32" if call == "sum" else "a message from rank 1"
-    with pytest.raises(DeadlineError, match=rf"rank 0 waited 0\.2 s for {reason} at step 3"):
-        run_threads(2, work, deadline_seconds=0.2)
+    reason = "everyone to join the all_reduce of 2 x float32" if call == "all_reduce" else "a message from rank 1"
+    with pytest.raises(CommTimeoutError, match=rf"rank 0 waited 0\.2 s for {reason} at step 3"):
+        run_threads(2, work, timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_a_wait_ends_at_its_deadline_with_rank_step_and_reason(call: str) -> Non
     [
         (lambda: CountingComm(4, 4), r"rank=4: must lie in 0\.\.3 for 4 workers"),
         (lambda: CountingComm(-1, 4), r"rank=-1"),
-        (lambda: CountingComm(0, 1, deadline_seconds=0), r"deadline_seconds=0: must be positive"),
-        (lambda: CountingComm(0, 2).scatter([torch.zeros(1)], [1]), r"scatter of 1 vectors and 1 sizes: 2 ranks"),
-        (lambda: CountingComm(0, 2).exchange(torch.zeros(1), [0], [1]), r"exchange of rank 0 with itself"),
-        (lambda: CountingComm(1, 2).exchange(torch.zeros(1), [0], [1]), r"exchange of rank 1 with itself"),
+        (lambda: CountingComm(0, 1, timeout=0), r"timeout=0: must be positive"),
+        (lambda: CountingComm(0, 2).all_to_all([torch.zeros(1)], [1]), r"all_to_all of 1 vectors and 1 sizes: 2 ranks"),
+        (lambda: CountingComm(0, 2).send_recv(torch.zeros(1), [0], [1]), r"send_recv of rank 0 with itself"),
+        (lambda: CountingComm(1, 2).send_recv(torch.zeros(1), [0], [1]), r"send_recv of rank 1 with itself"),
     ],
 )
 def test_calls_that_cannot_work_are_refused(call: Callable[[], Any], words: str) -> None:
@@ -198,11 +198,11 @@ def test_calls_that_cannot_work_are_refused(call: Callable[[], Any], words: str)
 def test_bytes_are_those_of_the_formulas(size: int) -> None:
     n = size
     expected = {
-        "sum": 2 * (n - 1) / n * 40 + 2 * (n - 1) / n * 20,
+        "all_reduce": 2 * (n - 1) / n * 40 + 2 * (n - 1) / n * 20,
         "broadcast": (n - 1) / n * 40,
-        "gather": (n - 1) * 12.0,
-        "scatter": 4.0 * sum(j + 1 for j in range(n) if j != n - 1),
-        "exchange": 24.0,
+        "all_gather": (n - 1) * 12.0,
+        "all_to_all": 4.0 * sum(j + 1 for j in range(n) if j != n - 1),
+        "send_recv": 24.0,
     }
     assert figures(CountingComm(n - 1, n)) == pytest.approx(expected)
     assert run_threads(n, figures)[n - 1] == pytest.approx(expected)
@@ -216,17 +216,17 @@ def test_counting_and_threads_count_alike(size: int) -> None:
 def test_counting_works_on_a_billion_elements_that_do_not_exist() -> None:
     comm = CountingComm(1, 4)
     x = torch.empty(1_000_000_000, device="meta")
-    comm.sum_(x).wait()
+    comm.all_reduce_(x).wait()
     comm.broadcast_(x, 0).wait()
-    assert [row.shape for row in comm.gather(x).wait()] == [x.shape] * 4
-    assert [part.numel() for part in comm.scatter(list(x.split(250_000_000)), [5, 6, 7, 8]).wait()] == [5, 6, 7, 8]
-    assert [y.device.type for y in comm.exchange(x, [0, 2], [3]).wait()] == ["meta"]
+    assert [row.shape for row in comm.all_gather(x).wait()] == [x.shape] * 4
+    assert [part.numel() for part in comm.all_to_all(list(x.split(250_000_000)), [5, 6, 7, 8]).wait()] == [5, 6, 7, 8]
+    assert [y.device.type for y in comm.send_recv(x, [0, 2], [3]).wait()] == ["meta"]
     assert comm.meter.by_operation == {
-        "sum": 6e9,
+        "all_reduce": 6e9,
         "broadcast": 3e9,
-        "gather": 12e9,
-        "scatter": 3e9,
-        "exchange": 8e9,
+        "all_gather": 12e9,
+        "all_to_all": 3e9,
+        "send_recv": 8e9,
     }
     assert comm.meter.payload_bytes == 32e9
     assert comm.meter.messages == 5
@@ -235,20 +235,20 @@ def test_counting_works_on_a_billion_elements_that_do_not_exist() -> None:
 def test_counting_takes_every_peer_to_hold_the_same() -> None:
     comm = CountingComm(0, 3)
     x = torch.tensor([1.0, 2.0])
-    assert comm.sum_(x).wait().tolist() == [3, 6]
-    assert [row.tolist() for row in comm.gather(x).wait()] == [[3, 6]] * 3
-    assert [y.tolist() for y in comm.exchange(x, [1], [1, 2]).wait()] == [[3, 6]] * 2
+    assert comm.all_reduce_(x).wait().tolist() == [3, 6]
+    assert [row.tolist() for row in comm.all_gather(x).wait()] == [[3, 6]] * 3
+    assert [y.tolist() for y in comm.send_recv(x, [1], [1, 2]).wait()] == [[3, 6]] * 2
 
 
 def test_one_worker_alone_sends_nothing_and_waits_for_nothing() -> None:
     def work(comm: Comm) -> tuple[list[float], Meter]:
         x = torch.tensor([4.0])
         received = [
-            comm.sum_(x).wait(),
+            comm.all_reduce_(x).wait(),
             comm.broadcast_(x, 0).wait(),
-            *comm.gather(x).wait(),
-            *comm.scatter([x], [1]).wait(),
-            *comm.exchange(x, [], []).wait(),
+            *comm.all_gather(x).wait(),
+            *comm.all_to_all([x], [1]).wait(),
+            *comm.send_recv(x, [], []).wait(),
         ]
         return [float(y) for y in received], comm.meter
 
@@ -262,11 +262,14 @@ def test_waiting_is_timed_and_traced_by_operation_and_step() -> None:
         comm.meter.tracing, comm.step = True, 5
         if comm.rank == 1:
             time.sleep(0.05)
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         return comm.meter
 
     waiting, late = run_threads(2, work)
     assert waiting.exposed_seconds > 0.02
     assert late.exposed_seconds < waiting.exposed_seconds
-    assert [(i.kind, i.name, i.step) for i in waiting.intervals] == [("talk", "sum", 5), ("wait", "sum", 5)]
+    assert [(i.kind, i.name, i.step) for i in waiting.intervals] == [
+        ("talk", "all_reduce", 5),
+        ("wait", "all_reduce", 5),
+    ]
     assert all(i.start <= i.end for i in waiting.intervals)

@@ -19,14 +19,14 @@ from thinwire.comm.group import _Wire, comm_for
 
 def answers() -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
     """All calls over connections of one's own, then over the given group's; and the bytes of some."""
-    comm = GroupComm(deadline_seconds=10)
+    comm = GroupComm(timeout=10)
     own = {name: call(comm) for name, (call, _) in CALLS.items()}
-    borrowed = GroupComm(deadline_seconds=10)
+    borrowed = GroupComm(timeout=10)
     unused = borrowed._own[0]  # kept, for the others may still be connecting to it
     assert unused.timed
     borrowed._own[0] = _Wire(dist.group.WORLD, timed=False)
     shared = {name: call(borrowed) for name, (call, _) in CALLS.items()}
-    metered = GroupComm(deadline_seconds=10)
+    metered = GroupComm(timeout=10)
     return own, shared, figures(metered)
 
 
@@ -43,11 +43,11 @@ def apart() -> dict[str, Any]:
     rank = dist.get_rank()
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = halves[rank % 2]
-    comm = comm_for(mine, deadline_seconds=10)
-    total = comm.sum_(torch.tensor([float(rank)])).wait()
-    around = comm.exchange(torch.tensor([float(rank)]), [1 - comm.rank], [1 - comm.rank]).wait()
+    comm = comm_for(mine, timeout=10)
+    total = comm.all_reduce_(torch.tensor([float(rank)])).wait()
+    around = comm.send_recv(torch.tensor([float(rank)]), [1 - comm.rank], [1 - comm.rank]).wait()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    lines = [comm_for(mesh[name], deadline_seconds=10) for name in ("replicate", "shard")]
+    lines = [comm_for(mesh[name], timeout=10) for name in ("replicate", "shard")]
     with pytest.raises(ConfigError, match=r"a mesh of shape \(2, 2\): name one dimension, as in mesh\['replicate'\]"):
         thinwire.attach(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), group=mesh)
     found = {
@@ -55,7 +55,7 @@ def apart() -> dict[str, Any]:
         "total": float(total),
         "around": float(around[0]),
         "from the first": float(comm.broadcast_(torch.tensor([float(rank)]), 0).wait()),
-        "lines": [[int(x) for x in line.gather(torch.tensor([rank])).wait()] for line in lines],
+        "lines": [[int(x) for x in line.all_gather(torch.tensor([rank])).wait()] for line in lines],
         "group": flat(steps(attach(None, AllReduce(), group=mine), batches(rank, 3)).model).tolist(),
         "mesh": flat(steps(attach(None, AllReduce(), group=mesh["replicate"]), batches(rank, 3)).model).tolist(),
         "sharded": refusal_of_shards(mesh),
@@ -90,13 +90,13 @@ def test_groups_within_the_job_train_by_themselves() -> None:
 
 def odd_calls() -> list[str]:
     """A tensor that the wire cannot carry is torch's own error, and the group stays open."""
-    comm = GroupComm(deadline_seconds=10)
+    comm = GroupComm(timeout=10)
     told = list[str]()
     try:
-        comm.sum_(torch.ones(2, dtype=torch.int16)).wait()
+        comm.all_reduce_(torch.ones(2, dtype=torch.int16)).wait()
     except RuntimeError as error:
         told.append(str(error).splitlines()[0])
-    told.append(str(float(comm.sum_(torch.ones(1)).wait())))
+    told.append(str(float(comm.all_reduce_(torch.ones(1)).wait())))
     return told
 
 

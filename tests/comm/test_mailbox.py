@@ -1,4 +1,4 @@
-"""Letters, over threads and over ZeroMQ alike; and what is dropped, refused or named on the way."""
+"""Messages, over threads and over ZeroMQ alike; and what is dropped, refused or named on the way."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.comm.test_mailbox_frames import framed
 from thinwire import (
     Comm,
     CommError,
+    CommTimeoutError,
     ConfigError,
     CountingComm,
-    DeadlineError,
     MismatchError,
     PeerLostError,
     run_threads,
 )
 from thinwire.comm.mailbox import zeromq
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 
 LIKE = torch.zeros(1000)
 ANSWERED = 5
@@ -48,19 +48,19 @@ def mailbox(comm: Comm, wire: str, *, like: Tensor = LIKE, capacity: int = 4) ->
     try:
         yield box
     finally:
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         box.close()
 
 
 def between(size: int, wire: str, work: Callable[[Comm, Mailbox], Any], **settings: Any) -> list[Any]:
     """What `work` returns on each of `size` threads, with a mailbox."""
-    deadline_seconds = settings.pop("deadline_seconds", 10)
+    timeout = settings.pop("timeout", 10)
 
     def body(comm: Comm) -> Any:
         with mailbox(comm, wire, **settings) as box:
             return work(comm, box)
 
-    return run_threads(size, body, deadline_seconds=deadline_seconds)
+    return run_threads(size, body, timeout=timeout)
 
 
 def soon(ready: Callable[[], bool], seconds: float = 5) -> bool:
@@ -71,14 +71,14 @@ def soon(ready: Callable[[], bool], seconds: float = 5) -> bool:
 
 
 def around(comm: Comm, box: Mailbox) -> list[Any]:
-    """Three letters to the next rank, and three from the one before."""
+    """Three messages to the next rank, and three from the one before."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for i in range(3):
         comm.step = 10 + i
-        box.post(after, torch.tensor([comm.rank, i]).double())
-    letters = [box.expect(before, torch.zeros(2).double()).wait() for _ in range(3)]
-    assert [letter.frm for letter in letters] == [before] * 3
-    return [(letter.step, letter.topic, letter.content.tolist()) for letter in letters]
+        box.send(after, torch.tensor([comm.rank, i]).double())
+    messages = [box.expect(before, torch.zeros(2).double()).wait() for _ in range(3)]
+    assert [message.src for message in messages] == [before] * 3
+    return [(message.step, message.topic, message.content.tolist()) for message in messages]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -96,7 +96,7 @@ def test_every_dtype_travels_as_it_is(wire: str) -> None:
     def work(comm: Comm, box: Mailbox) -> list[bool]:
         if comm.rank == 0:
             for x in sent:
-                box.post(1, x)
+                box.send(1, x)
             return []
         return [torch.equal(box.expect(0, x).wait().content, x) for x in sent]
 
@@ -107,9 +107,9 @@ def test_every_dtype_travels_as_it_is(wire: str) -> None:
 def test_what_was_posted_and_what_has_come_may_be_changed(wire: str) -> None:
     def work(comm: Comm, box: Mailbox) -> list[float]:
         x = torch.full((1000,), float(comm.rank))
-        box.post(1 - comm.rank, x)
+        box.send(1 - comm.rank, x)
         x.fill_(-1)
-        box.post(1 - comm.rank, x[::2])
+        box.send(1 - comm.rank, x[::2])
         got = [box.expect(1 - comm.rank, like).wait().content for like in (x, x[::2])]
         got[0].add_(5)
         return [float(got[0].min()), float(got[0].max()), float(got[1].max())]
@@ -123,13 +123,13 @@ def test_a_letter_is_ready_once_it_has_come(wire: str) -> None:
 
     def work(comm: Comm, box: Mailbox) -> list[bool]:
         if comm.rank == 0:
-            comm.sum_(torch.zeros(1)).wait()
-            box.post(1, LIKE)
+            comm.all_reduce_(torch.zeros(1)).wait()
+            box.send(1, LIKE)
             posted.set()
             return []
-        first, second = box.expect(0, LIKE), box.expect(0, LIKE).then(lambda letter: letter.content)
+        first, second = box.expect(0, LIKE), box.expect(0, LIKE).then(lambda message: message.content)
         before = first.ready
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         found = [before, soon(lambda: first.ready), second.ready]
         first.wait()
         return [*found, first.ready]
@@ -144,10 +144,10 @@ def test_whoever_posts_more_than_there_is_room_for_waits_until_one_is_taken(wire
     def work(comm: Comm, box: Mailbox) -> list[float]:
         if comm.rank == 0:
             for i in range(2):
-                box.post(1, torch.tensor([float(i)]))
+                box.send(1, torch.tensor([float(i)]))
             full.set()
-            box.post(1, torch.tensor([2.0]))
-            comm.sum_(torch.zeros(1)).wait()
+            box.send(1, torch.tensor([2.0]))
+            comm.all_reduce_(torch.zeros(1)).wait()
             return [comm.meter.exposed_seconds]
         full.wait(5)
         time.sleep(0.1)
@@ -156,7 +156,7 @@ def test_whoever_posts_more_than_there_is_room_for_waits_until_one_is_taken(wire
         time.sleep(0.05)
         assert edge.heard == 2
         got = [float(box.expect(0, torch.zeros(1)).wait().content) for _ in range(3)]
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         return got
 
     waited, got = between(2, wire, work, capacity=2)
@@ -169,12 +169,14 @@ def test_a_full_queue_ends_at_the_deadline(wire: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         comm.step = 3
         if comm.rank == 0:
-            box.post(1, LIKE)
-            with pytest.raises(DeadlineError, match=r"rank 0 waited 0\.4 s for room for a letter to rank 1 at step 3"):
-                box.post(1, LIKE)
+            box.send(1, LIKE)
+            with pytest.raises(
+                CommTimeoutError, match=r"rank 0 waited 0\.4 s for room for a message to rank 1 at step 3"
+            ):
+                box.send(1, LIKE)
         time.sleep(0.6 if comm.rank else 0)
 
-    between(2, wire, work, capacity=1, deadline_seconds=0.4)
+    between(2, wire, work, capacity=1, timeout=0.4)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -182,31 +184,31 @@ def test_a_letter_that_never_comes_ends_at_the_deadline_whether_waited_for_or_as
     def work(comm: Comm, box: Mailbox) -> None:
         comm.step = 7
         if comm.rank == 0:
-            said = r"rank 0 waited 0\.4 s for a letter from rank 1 at step 7"
-            with pytest.raises(DeadlineError, match=said):
+            said = r"rank 0 waited 0\.4 s for a message from rank 1 at step 7"
+            with pytest.raises(CommTimeoutError, match=said):
                 box.expect(1, LIKE).wait()
             expected = box.expect(1, LIKE)
             assert not expected.ready
             time.sleep(0.45)
-            with pytest.raises(DeadlineError, match=said):
+            with pytest.raises(CommTimeoutError, match=said):
                 _ = expected.ready
         time.sleep(1.0 if comm.rank else 0)
 
-    between(2, wire, work, deadline_seconds=0.4)
+    between(2, wire, work, timeout=0.4)
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_rank_that_has_closed_its_mailbox_is_named(wire: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 1:
-            box.post(0, LIKE)
+            box.send(0, LIKE)
             assert box.expect(0, LIKE).wait()
             box.close()
             box.close()
             with pytest.raises(CommError, match="rank 1: this mailbox is closed"):
                 box.expect(0, LIKE).wait()
             return
-        box.post(1, LIKE)
+        box.send(1, LIKE)
         assert box.expect(1, LIKE).wait()
         with pytest.raises(PeerLostError, match=r"rank 0: rank 1 has closed its mailbox; end training together"):
             box.expect(1, LIKE).wait()
@@ -234,8 +236,8 @@ def test_a_thread_that_fails_ends_those_who_wait_for_its_letters() -> None:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def serve(box: Mailbox, handler: Callable[[Letter], bool], frm: tuple[int, ...] = (0,)) -> None:
-    box.answer(ANSWERED, handler, like=torch.zeros(1), frm=frm)
+def serve(box: Mailbox, handler: Callable[[Message], bool], src: tuple[int, ...] = (0,)) -> None:
+    box.answer(ANSWERED, handler, like=torch.zeros(1), src=src)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -244,19 +246,19 @@ def test_letters_are_answered_while_the_other_rank_is_busy(wire: str) -> None:
 
     def work(comm: Comm, box: Mailbox) -> Any:
         if comm.rank == 0:
-            box.post(1, torch.tensor([20.0]), topic=ANSWERED)
+            box.send(1, torch.tensor([20.0]), topic=ANSWERED)
             got = box.expect(1, torch.zeros(1)).wait()
             asked.set()
             return float(got.content)
 
-        def double(letter: Letter) -> bool:
-            box.post(letter.frm, 2 * letter.content)
+        def double(message: Message) -> bool:
+            box.send(message.src, 2 * message.content)
             return True
 
         serve(box, double)
         assert asked.wait(5)
         box.retry()
-        return comm.meter.by_operation["exchange"]
+        return comm.meter.by_operation["send_recv"]
 
     assert between(2, wire, work) == [40.0, 4.0]
 
@@ -270,19 +272,19 @@ def test_letters_are_put_aside_until_they_can_be_answered(wire: str) -> None:
         nonlocal willing
         if comm.rank == 0:
             for x in (1.0, 2.0):
-                box.post(1, torch.tensor([x]), topic=ANSWERED)
-            comm.sum_(torch.zeros(1)).wait()
-            comm.sum_(torch.zeros(1)).wait()
+                box.send(1, torch.tensor([x]), topic=ANSWERED)
+            comm.all_reduce_(torch.zeros(1)).wait()
+            comm.all_reduce_(torch.zeros(1)).wait()
             return
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         assert soon(lambda: len(box._held) == 2)  # nobody has said yet who answers them
-        serve(box, lambda letter: willing and not seen.append(float(letter.content)))
+        serve(box, lambda message: willing and not seen.append(float(message.content)))
         box.retry()
         assert seen == []
         willing = True
         box.retry()
         box.retry()
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
 
     between(2, wire, work)
     assert seen == [1, 2]
@@ -293,20 +295,20 @@ def test_letters_are_put_aside_until_they_can_be_answered(wire: str) -> None:
 def test_what_goes_wrong_with_an_answer_is_the_answering_ranks(wire: str, flaw: str) -> None:
     said = {
         "fails": (ZeroDivisionError, "on purpose"),
-        "stranger": (MismatchError, "rank 1: nobody answers letters on topic 5 from rank 0"),
+        "stranger": (MismatchError, "rank 1: nobody answers messages on topic 5 from rank 0"),
         "size": (MismatchError, "rank 0 sent 2 x float32 at its step 0, rank 1 expects 1 x float32"),
     }
 
-    def fail(letter: Letter) -> bool:
+    def fail(message: Message) -> bool:
         raise ZeroDivisionError("on purpose")
 
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 0:
-            comm.sum_(torch.zeros(1)).wait()
-            box.post(1, torch.zeros(2 if flaw == "size" else 1), topic=ANSWERED)
+            comm.all_reduce_(torch.zeros(1)).wait()
+            box.send(1, torch.zeros(2 if flaw == "size" else 1), topic=ANSWERED)
             return
         serve(box, fail, () if flaw == "stranger" else (0,))
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         assert soon(lambda: box._fault is not None)
         for call in (box.retry, lambda: box.expect(0, LIKE).ready, box.expect(0, LIKE).wait):
             with pytest.raises(said[flaw][0], match=said[flaw][1]):
@@ -318,12 +320,12 @@ def test_what_goes_wrong_with_an_answer_is_the_answering_ranks(wire: str, flaw: 
 # -- order, once, room -------------------------------------------------------------------------------------------------
 
 
-def letter(value: float, topic: int = 0) -> Letter:
-    return Letter(1, 0, topic, torch.tensor([value]))
+def message(value: float, topic: int = 0) -> Message:
+    return Message(1, 0, topic, torch.tensor([value]))
 
 
 def box_of_rank_0(capacity: int = 4) -> Mailbox:
-    comm = CountingComm(0, 2, deadline_seconds=0.2)
+    comm = CountingComm(0, 2, timeout=0.2)
     return comm.open_mailbox(comm, LIKE, capacity=capacity)
 
 
@@ -334,7 +336,7 @@ def heard(box: Mailbox) -> list[float]:
 def test_letters_that_overtake_each_other_are_put_in_order() -> None:
     box = box_of_rank_0()
     for number in (2, 0, 3, 1):
-        box._deliver(letter(float(number)), number)
+        box._deliver(message(float(number)), number)
     assert heard(box) == [0, 1, 2, 3]
     assert box.duplicates == 0
 
@@ -342,9 +344,9 @@ def test_letters_that_overtake_each_other_are_put_in_order() -> None:
 def test_letters_that_come_twice_are_dropped_and_counted() -> None:
     box = box_of_rank_0()
     seen: list[float] = []
-    box.answer(ANSWERED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), frm=[1])
+    box.answer(ANSWERED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), src=[1])
     for number, topic in ((0, 0), (0, 0), (2, ANSWERED), (2, ANSWERED), (1, 0), (1, 0), (2, ANSWERED)):
-        box._deliver(letter(float(number), topic), number)
+        box._deliver(message(float(number), topic), number)
     assert heard(box) == [0, 1]
     assert seen == [2]
     assert box.duplicates == 4
@@ -352,9 +354,9 @@ def test_letters_that_come_twice_are_dropped_and_counted() -> None:
 
 def test_a_letter_beyond_the_capacity_tells_of_one_that_was_lost() -> None:
     box = box_of_rank_0(capacity=2)
-    box._deliver(letter(1.0), 1)
-    box._deliver(letter(2.0), 2)
-    with pytest.raises(CommError, match=r"rank 0: letter 0 of rank 1 was lost on the way"):
+    box._deliver(message(1.0), 1)
+    box._deliver(message(2.0), 2)
+    with pytest.raises(CommError, match=r"rank 0: message 0 of rank 1 was lost on the way"):
         box.retry()
 
 
@@ -373,16 +375,16 @@ def test_news_of_room_that_come_late_or_lie_make_none() -> None:
 
 def test_letters_that_cannot_be_posted_are_refused() -> None:
     box = box_of_rank_0()
-    for to in (0, 2, -1):
-        with pytest.raises(ConfigError, match=rf"a letter from rank 0 to rank {to}: write to another of 0\.\.1"):
-            box.post(to, LIKE)
-    with pytest.raises(ConfigError, match="a letter of 8000 bytes: this mailbox was opened for 4000 at most"):
-        box.post(1, LIKE.double())
+    for dst in (0, 2, -1):
+        with pytest.raises(ConfigError, match=rf"a message from rank 0 to rank {dst}: write to another of 0\.\.1"):
+            box.send(dst, LIKE)
+    with pytest.raises(ConfigError, match="a message of 8000 bytes: this mailbox was opened for 4000 at most"):
+        box.send(1, LIKE.double())
 
 
 def test_a_mailbox_has_room_and_an_owner() -> None:
     comm, owner = CountingComm(0, 2), Owner()
-    with pytest.raises(ConfigError, match="capacity=0: must be at least 1 letter"):
+    with pytest.raises(ConfigError, match="capacity=0: must be at least 1 message"):
         comm.open_mailbox(owner, LIKE, capacity=0)
     with pytest.raises(ConfigError, match=r"rank 0: no mailbox is open for .*Owner.*; open_mailbox\(\.\.\.\) on all"):
         comm.mailbox(owner)
@@ -400,7 +402,7 @@ def test_a_wire_without_letters_says_so() -> None:
     class Plain(CountingComm):
         _open_mailbox = Comm._open_mailbox
 
-    with pytest.raises(ConfigError, match="Plain carries no letters; use a process group, threads or a counter"):
+    with pytest.raises(ConfigError, match="Plain carries no messages; use a process group, threads or a counter"):
         Plain(0, 2).open_mailbox(Owner(), LIKE)
 
 
@@ -409,7 +411,7 @@ def test_a_letter_of_another_kind_is_named_on_the_side_that_expects(wire: str) -
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 0:
             comm.step = 4
-            box.post(1, torch.zeros(3))
+            box.send(1, torch.zeros(3))
             return
         with pytest.raises(MismatchError, match="rank 0 sent 3 x float32 at its step 4, rank 1 expects 3 x float64"):
             box.expect(0, torch.zeros(3).double()).wait()
@@ -419,7 +421,7 @@ def test_a_letter_of_another_kind_is_named_on_the_side_that_expects(wire: str) -
 
 def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"letters between processes need pyzmq; pip install 'thinwire\[async\]'"):
+    with pytest.raises(ConfigError, match=r"messages between processes need pyzmq; pip install 'thinwire\[async\]'"):
         zeromq.ZeroMqMailbox(CountingComm(0, 2), 1, LIKE, 4)
 
 
@@ -438,29 +440,29 @@ def test_the_meter_counts_letters_and_not_what_keeps_them_in_order(wire: str) ->
     for nbytes, messages, kinds in between(2, wire, work):
         assert nbytes == 3 * 16
         assert messages == 3 + (wire == "zeromq")  # its ranks tell each other their addresses
-        assert kinds == [("talk", "letter"), ("wait", "letter")] * 3
+        assert kinds == [("talk", "message"), ("wait", "message")] * 3
 
 
 def test_counting_takes_every_letter_to_have_come_and_counts_both_directions() -> None:
     class Noted(CountingComm):
-        def _exchange(self, x: Tensor, to: Any, frm: Any) -> Any:
-            exchanges.append((x.numel(), tuple(to), tuple(frm)))
-            return super()._exchange(x, to, frm)
+        def _send_recv(self, x: Tensor, dst: Any, src: Any) -> Any:
+            exchanges.append((x.numel(), tuple(dst), tuple(src)))
+            return super()._send_recv(x, dst, src)
 
     exchanges: list[Any] = []
     comm = Noted(1, 4)
     owner, x = Owner(), torch.empty(1_000_000_000, device="meta")
     box = comm.open_mailbox(owner, x, capacity=1)
     for _ in range(3):
-        box.post(2, x)
+        box.send(2, x)
     expected = box.expect(3, x)
     assert expected.ready
     assert expected.wait().content.shape == x.shape
-    box.answer(ANSWERED, lambda each: box.post(each.frm, each.content) is None, like=x, frm=[0, 2])
-    box.answer(ANSWERED + 1, lambda each: False, like=x, frm=[0, 2])
+    box.answer(ANSWERED, lambda each: box.send(each.src, each.content) is None, like=x, src=[0, 2])
+    box.answer(ANSWERED + 1, lambda each: False, like=x, src=[0, 2])
     box.retry()
     box.retry()
-    assert comm.meter.by_operation == {"exchange": 20e9}
+    assert comm.meter.by_operation == {"send_recv": 20e9}
     n = x.numel()
     assert exchanges[:4] == [(n, (2,), ())] * 3 + [(n, (), (3,))]
     assert exchanges[4:] == [(n, (), (0,)), (n, (0,), ()), (n, (), (2,)), (n, (2,), ())]
@@ -479,7 +481,7 @@ def test_a_delayed_letter_is_ready_that_many_steps_later_whoever_is_faster() -> 
             comm.step = step
             if comm.rank == 0:
                 time.sleep(0.01)
-                box.post(1, torch.tensor([float(step)]))
+                box.send(1, torch.tensor([float(step)]))
             else:
                 works.append(box.expect(0, torch.zeros(1)))
                 seen.append([each.ready for each in works])
@@ -487,7 +489,7 @@ def test_a_delayed_letter_is_ready_that_many_steps_later_whoever_is_faster() -> 
             assert [float(each.wait().content) for each in works] == [0, 1, 2, 3, 4, 5]
         return seen
 
-    seen = run_threads(2, work, delay=lambda frm, to, step: 2 + step % 2)[1]
+    seen = run_threads(2, work, delay=lambda src, dst, step: 2 + step % 2)[1]
     assert seen == [[k >= s + 2 + s % 2 for s in range(k + 1)] for k in range(6)]
 
 
@@ -499,23 +501,23 @@ def test_strangers_are_counted_and_damage_is_told() -> None:
 
     def work(comm: Comm, box: Mailbox) -> None:
         assert isinstance(box, zeromq.ZeroMqMailbox)
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         if comm.rank == 1:
-            comm.sum_(torch.zeros(1)).wait()
+            comm.all_reduce_(torch.zeros(1)).wait()
             return
         context = zmq.Context()
         socket = context.socket(zmq.PUSH)
         socket.connect(box._addresses[0])
         socket.send(b"hello")
-        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, to=0, frm=99), copy=True)
+        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=99), copy=True)
         assert soon(lambda: box.strangers == 2)
         box.retry()
-        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, to=0, frm=1, checksum=5), copy=True)
+        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=1, checksum=5), copy=True)
         assert soon(lambda: box._fault is not None)
-        with pytest.raises(CommError, match=r"rank 0: letter 11 of rank 1 is damaged.*changes bytes"):
+        with pytest.raises(CommError, match=r"rank 0: message 11 of rank 1 is damaged.*changes bytes"):
             box.retry()
         socket.close(linger=0)
         context.term()
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
 
     between(2, "zeromq", work)

@@ -1,4 +1,4 @@
-"""What goes over a letter's wire, and the addresses it goes to."""
+"""What goes over a message's wire, and the addresses it goes to."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIKE = torch.zeros(1000)
 
 # -- frames ------------------------------------------------------------------------------------------------------------
 
-PLACE: dict[str, int] = {"run": 2**63 + 1, "epoch": 3, "to": 1}
+PLACE: dict[str, int] = {"run": 2**63 + 1, "epoch": 3, "dst": 1}
 
 
 def framed(x: Tensor, **changes: Any) -> list[memoryview]:
     data = bytes_of(x)
     header = Header(
-        kind=Kind.LETTER, dtype=dtype_number(x), **{**PLACE, "frm": 7}, topic=9, step=2**40, number=11,
+        kind=Kind.MESSAGE, dtype=dtype_number(x), **{**PLACE, "src": 7}, topic=9, step=2**40, number=11,
         nbytes=data.nbytes, checksum=frame.zlib.crc32(data),
     )._replace(**changes)  # fmt: skip
     return [memoryview(bytearray(header.pack())), *([memoryview(bytearray(data))] if data.nbytes else [])]
@@ -35,21 +35,21 @@ def test_a_frame_brings_back_what_it_was_made_of(x: Tensor) -> None:
     found = parse(framed(x), **PLACE)
     assert found is not None
     assert torch.equal(found[1], x.reshape(-1))
-    assert (found[0].frm, found[0].topic, found[0].step, found[0].number) == (7, 9, 2**40, 11)
+    assert (found[0].src, found[0].topic, found[0].step, found[0].number) == (7, 9, 2**40, 11)
 
 
 @pytest.mark.parametrize("byte", [0, 3, 19])
 def test_a_changed_byte_of_the_vector_is_damage(byte: int) -> None:
     parts = framed(torch.arange(5.0))
     parts[1][byte] ^= 1
-    with pytest.raises(DamagedError, match="letter 11 of rank 7 is damaged: its checksum does not fit"):
+    with pytest.raises(DamagedError, match="message 11 of rank 7 is damaged: its checksum does not fit"):
         parse(parts, **PLACE)
 
 
 def test_a_vector_that_is_too_short_or_missing_is_damage() -> None:
     parts = framed(torch.arange(5.0))
     for shorter in ([parts[0], parts[1][:-4]], parts[:1]):
-        with pytest.raises(DamagedError, match="letter 11 of rank 7"):
+        with pytest.raises(DamagedError, match="message 11 of rank 7"):
             parse(shorter, **PLACE)
 
 
@@ -70,7 +70,7 @@ def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
         [*framed(LIKE), b"more"],
         framed(LIKE, run=5),
         framed(LIKE, epoch=4),
-        framed(LIKE, to=0),
+        framed(LIKE, dst=0),
         framed(LIKE, dtype=99),
         [struct.pack("!4sB", frame.MAGIC, frame.VERSION + 1) + bytes(framed(LIKE)[0][5:]), b""],
     ],
@@ -122,7 +122,7 @@ def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: py
     def in_turn(comm: Comm) -> None:
         if comm.rank == 0:
             pretended()
-        comm.sum_(torch.zeros(1)).wait()
+        comm.all_reduce_(torch.zeros(1)).wait()
         work(comm)
 
     run_threads(2, in_turn)

@@ -1,4 +1,4 @@
-"""Letters between real processes, and the asynchronous strategies over them."""
+"""Messages between real processes, and the asynchronous strategies over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.oracles.asynchronous import TwoSides
 from tests.pool import run_processes, start_processes
 from tests.problems import flat, quadratic, train
 from thinwire import Comm, CommError, GroupComm, PeerLostError, Strategy
-from thinwire.comm.mailbox.base import Letter
+from thinwire.comm.mailbox.base import Message
 from thinwire.strategies.gossip.ad_psgd import ADPSGD
 from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
 
@@ -29,24 +29,24 @@ class Owner:
 
 
 def talk(comm: Comm) -> list[Any]:
-    """Letters in every direction, some of them answered, and the bytes of all."""
+    """Messages in every direction, some of them answered, and the bytes of all."""
     owner, others = Owner(), [rank for rank in range(comm.size) if rank != comm.rank]
     box = comm.open_mailbox(owner, torch.zeros(50_000))
     before = comm.meter.payload_bytes
 
-    def twice(letter: Letter) -> bool:
-        box.post(letter.frm, 2 * letter.content)
+    def twice(message: Message) -> bool:
+        box.send(message.src, 2 * message.content)
         return True
 
-    box.answer(1, twice, like=torch.zeros(3), frm=others)
+    box.answer(1, twice, like=torch.zeros(3), src=others)
     for rank in others:
-        box.post(rank, torch.full((50_000,), float(comm.rank)))
+        box.send(rank, torch.full((50_000,), float(comm.rank)))
     found: list[Any] = [float(box.expect(rank, torch.zeros(50_000)).wait().content.sum()) for rank in others]
-    comm.sum_(torch.zeros(1)).wait()
+    comm.all_reduce_(torch.zeros(1)).wait()
     for rank in others:
-        box.post(rank, torch.arange(3.0) + comm.rank, topic=1)
+        box.send(rank, torch.arange(3.0) + comm.rank, topic=1)
     found += [box.expect(rank, torch.zeros(3)).wait().content.tolist() for rank in others]
-    comm.sum_(torch.zeros(1)).wait()
+    comm.all_reduce_(torch.zeros(1)).wait()
     box.retry()
     sent = comm.meter.payload_bytes - before
     comm.close_mailbox(owner)
@@ -55,24 +55,24 @@ def talk(comm: Comm) -> list[Any]:
 
 def talk_as_a_process() -> tuple[bool, list[Any]]:
     fresh = "zmq" not in sys.modules
-    return fresh, talk(GroupComm(deadline_seconds=10))
+    return fresh, talk(GroupComm(timeout=10))
 
 
 def test_processes_and_threads_bring_the_same_letters_and_count_them_alike() -> None:
     processes = run_processes(3, talk_as_a_process)
     assert [found for _, found in processes] == thinwire.run_threads(3, talk)
-    assert all(fresh for fresh, _ in processes)  # nothing imports ZeroMQ until letters are sent
+    assert all(fresh for fresh, _ in processes)  # nothing imports ZeroMQ until messages are sent
 
 
 def wait_for_a_dead_rank() -> tuple[str, float]:
-    comm, owner = GroupComm(deadline_seconds=15), Owner()
+    comm, owner = GroupComm(timeout=15), Owner()
     box = comm.open_mailbox(owner, torch.zeros(10))
     if dist.get_rank() == 1:
-        box.post(0, torch.zeros(10))
-        box.expect(0, torch.zeros(10)).wait()  # that its own has arrived: letters still to leave would end with it
+        box.send(0, torch.zeros(10))
+        box.expect(0, torch.zeros(10)).wait()  # that its own has arrived: messages still to leave would end with it
         os._exit(0)
     box.expect(1, torch.zeros(10)).wait()
-    box.post(1, torch.zeros(10))
+    box.send(1, torch.zeros(10))
     start = time.monotonic()
     try:
         box.expect(1, torch.zeros(10)).wait()
@@ -81,7 +81,7 @@ def wait_for_a_dead_rank() -> tuple[str, float]:
     waited = time.monotonic() - start
     with pytest.raises(CommError):
         for _ in range(10):
-            box.post(1, torch.zeros(10))
+            box.send(1, torch.zeros(10))
     box.close()
     return first, waited
 
@@ -99,19 +99,19 @@ def test_a_process_that_ends_is_named_long_before_the_deadline() -> None:
 
 def conserve(strategy: Strategy, lr: float) -> tuple[list[float], list[float], list[float]]:
     """The mean at first, and at consensus after steps at uneven speeds, in the middle and at the end."""
-    comm = GroupComm(deadline_seconds=20)
+    comm = GroupComm(timeout=20)
     starts = torch.randn(comm.size, 400, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     seen: list[list[float]] = []
 
-    def look(attached: thinwire.Attached) -> None:
-        time.sleep(0.003 * ((comm.rank + attached.step) % 3))
-        if attached.step % 15 == 0:
-            with attached.consensus() as model:
+    def look(worker: thinwire.Worker) -> None:
+        time.sleep(0.003 * ((comm.rank + worker.step) % 3))
+        if worker.step % 15 == 0:
+            with worker.consensus() as model:
                 seen.append(flat(model).tolist())
 
     problem = quadratic(comm.size, DOUBLE, width=400)
-    attached = train(comm, strategy, problem, [lr] * 30, starts=starts, after_step=look)
-    comm.close_mailbox(attached.replicas[0])
+    worker = train(comm, strategy, problem, [lr] * 30, starts=starts, after_step=look)
+    comm.close_mailbox(worker.replicas[0])
     return starts.mean(0).tolist(), *seen
 
 
@@ -128,24 +128,24 @@ def learn(folder: str) -> dict[str, tuple[float, float, float]]:
     """The loss at consensus before, after some steps, and after a checkpoint was read back."""
     found: dict[str, tuple[float, float, float]] = {}
     for strategy in (ADPSGD(), EagerPushSum()):
-        attached = attach(None, strategy, deadline_seconds=20)
-        rank = attached.comm.rank
+        worker = attach(None, strategy, timeout=20)
+        rank = worker.comm.rank
         data = batches(rank, 5)
 
-        def loss(attached: thinwire.Attached = attached) -> float:
-            with attached.consensus() as model, torch.no_grad():
+        def loss(worker: thinwire.Worker = worker) -> float:
+            with worker.consensus() as model, torch.no_grad():
                 return sum(float((model(x) - y).square().mean()) for rank in range(2) for x, y in batches(rank, 5))
 
         before = loss()
-        steps(attached, data * 6)
+        steps(worker, data * 6)
         after = loss()
-        attached.save(f"{folder}/{type(strategy).__name__}")
-        steps(attached, data)
-        attached.load(f"{folder}/{type(strategy).__name__}")
+        worker.save(f"{folder}/{type(strategy).__name__}")
+        steps(worker, data)
+        worker.load(f"{folder}/{type(strategy).__name__}")
         again = loss()
-        steps(attached, data)
-        attached.detach()
-        attached.comm.close_mailbox(attached.replicas[0])
+        steps(worker, data)
+        worker.detach()
+        worker.comm.close_mailbox(worker.replicas[0])
         found[type(strategy).__name__] = (before, after, again)
     return found
 

@@ -390,7 +390,7 @@ def test_shards_give_what_one_machine_with_all_points_gives(way: str, size: int,
         kinds = shard(labels, comm.rank, size) if labelled else None
         return select(shard(x, comm.rank, size), budget=36, labels=kinds, comm=comm)
 
-    assert all(same(found, whole) for found in thinwire.run_threads(size, work, deadline_seconds=30))
+    assert all(same(found, whole) for found in thinwire.run_threads(size, work, timeout=30))
 
 
 def test_shards_whose_coordinates_are_sent_block_by_block_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ def test_shards_whose_coordinates_are_sent_block_by_block_give_the_same(monkeypa
     def work(comm: Comm) -> Coreset:
         return select(shard(x, comm.rank, 3), budget=20, comm=comm)
 
-    assert all(same(found, whole) for found in thinwire.run_threads(3, work, deadline_seconds=30))
+    assert all(same(found, whole) for found in thinwire.run_threads(3, work, timeout=30))
 
 
 @pytest.mark.parametrize("method", ["naive", "stochastic"])
@@ -419,7 +419,7 @@ def test_other_methods_give_the_same_on_shards(method: str) -> None:
     def work(comm: Comm) -> Coreset:
         return select(shard(x, comm.rank, 3), budget=12, method=method, seed=4, comm=comm)
 
-    assert all(same(found, whole) for found in thinwire.run_threads(3, work, deadline_seconds=30))
+    assert all(same(found, whole) for found in thinwire.run_threads(3, work, timeout=30))
 
 
 def test_a_block_of_candidates_costs_one_number_each() -> None:
@@ -427,9 +427,9 @@ def test_a_block_of_candidates_costs_one_number_each() -> None:
 
     def work(comm: Comm) -> tuple[int, float]:
         select(shard(x, comm.rank, 2), budget=16, comm=comm)
-        return len(x), comm.meter.by_operation["sum"]
+        return len(x), comm.meter.by_operation["all_reduce"]
 
-    (n, first), (_, second) = thinwire.run_threads(2, work, deadline_seconds=30)
+    (n, first), (_, second) = thinwire.run_threads(2, work, timeout=30)
     # On two ranks a sum sends its own size: a double for each gain asked for, a double a feature, 8 bytes a weight.
     assert first == second
     assert (first - 8 * 20 - 8 * 16) % 8 == 0 and first < 8 * (8 * n) + 8 * 20 + 8 * 16
@@ -446,7 +446,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all() -> None:
             select(own, budget=4, comm=comm)
         return str(refused.value)
 
-    first, second = thinwire.run_threads(2, work, deadline_seconds=30)
+    first, second = thinwire.run_threads(2, work, timeout=30)
     assert "rank 1" in first and "row 2" in second
 
 

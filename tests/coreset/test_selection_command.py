@@ -104,7 +104,7 @@ def test_methods_that_need_coordinates_say_so(method: str) -> None:
         with pytest.raises(ConfigError, match="columns, by rank"):
             select(X[:, : 3 + comm.rank], budget=3, comm=comm)
 
-    thinwire.run_threads(2, work, deadline_seconds=20)
+    thinwire.run_threads(2, work, timeout=20)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16, np.int64, np.uint8, bool])

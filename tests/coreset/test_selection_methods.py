@@ -251,7 +251,7 @@ def test_parts_on_ranks_choose_among_all_ranks_picks() -> None:
         own = slice(cuts[comm.rank], cuts[comm.rank + 1])
         return select(x[own], labels=labels[own], budget=20, method="greedi", comm=comm)
 
-    found = thinwire.run_threads(3, work, deadline_seconds=30)
+    found = thinwire.run_threads(3, work, timeout=30)
     assert same(found[0], found[1]) and same(found[0], found[2])
     exact = select(x, labels=labels, budget=20)
     assert exact.cost * 0.99 <= found[0].cost < 1.1 * exact.cost
@@ -267,7 +267,7 @@ def test_parts_on_ranks_choose_among_all_ranks_picks() -> None:
 
 
 def on_rank() -> list[tuple[list[int], list[float], list[float], float]]:
-    comm = GroupComm(deadline_seconds=20)
+    comm = GroupComm(timeout=20)
     x, labels = points(90), torch.arange(90) % 3
     own = slice(0, 25) if comm.rank == 0 else slice(25, 90)
     found = [

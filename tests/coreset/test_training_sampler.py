@@ -68,7 +68,7 @@ def train(
     """The loop of any user; returns the parameters."""
     dataset, model = data(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    attached = None if comm is None else thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=comm)
+    worker = None if comm is None else thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=comm)
     chosen = source if isinstance(source, Subset) else Selector(source, points_of(dataset, model), seed=1)
     sampler = CraigSampler(chosen, rank=rank, size=size, seed=2)
     loader = DataLoader(Weighted(dataset), batch_size=8, sampler=sampler)
@@ -78,8 +78,8 @@ def train(
             optimizer.zero_grad()
             weighted_mean(F.cross_entropy(model(x), y, reduction="none"), weight).backward()
             optimizer.step()
-    if attached is not None:
-        attached.detach()
+    if worker is not None:
+        worker.detach()
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 

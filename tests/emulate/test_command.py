@@ -8,7 +8,7 @@ import thinwire.cli.emulate as command_module
 from tests.emulate.samples import BARE_PYTHON, SLEEP
 from thinwire.cli.emulate import Emulate
 from thinwire.emulate import available
-from thinwire.errors import ConfigError, DeadlineError
+from thinwire.errors import CommTimeoutError, ConfigError
 
 tyro = pytest.importorskip("tyro")
 HELLO = (*BARE_PYTHON, "import os, sys; print('hello', os.environ.get('THINWIRE_SLOW')); print('oh', file=sys.stderr)")
@@ -52,8 +52,8 @@ def test_without_namespaces_an_unlimited_run_goes_on_and_says_so(monkeypatch, ca
 
 
 def test_a_deadline_ends_the_run():
-    with pytest.raises(DeadlineError, match="workers 0, 1"):
-        Emulate(tuple(SLEEP), workers=2, deadline_seconds=0.2)()
+    with pytest.raises(CommTimeoutError, match="workers 0, 1"):
+        Emulate(tuple(SLEEP), workers=2, timeout=0.2)()
 
 
 @pytest.mark.parametrize(

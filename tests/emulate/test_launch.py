@@ -8,7 +8,7 @@ import pytest
 
 from tests.emulate.samples import BARE_PYTHON, SLEEP, comes_true, is_alive, start_launcher
 from thinwire.emulate import Workers, run_workers
-from thinwire.errors import ConfigError, DeadlineError
+from thinwire.errors import CommTimeoutError, ConfigError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -129,8 +129,8 @@ def test_an_error_of_the_listener_ends_the_workers():
 
 
 def test_a_deadline_stops_workers_and_names_them():
-    with pytest.raises(DeadlineError, match=r"deadline_seconds=0.2: workers 0, 1 had not ended"):
-        run_workers(SLEEP, 2, deadline_seconds=0.2)
+    with pytest.raises(CommTimeoutError, match=r"timeout=0.2: workers 0, 1 had not ended"):
+        run_workers(SLEEP, 2, timeout=0.2)
 
 
 def test_workers_start_outside_the_main_thread_too():

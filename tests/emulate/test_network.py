@@ -60,7 +60,7 @@ def talk(links, nbytes, **options):
             network=network,
             environment={"BYTES": str(nbytes)},
             on_line=lambda rank, stream, line: lines.append(line),
-            deadline_seconds=30,
+            timeout=30,
         )
         traffic = network.traffic()
     assert [record.code for record in exits] == [0, 0], lines

@@ -47,7 +47,7 @@ def as_threads(strategy: Strategy) -> Tensor:
             optimizer.step()
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    return torch.stack(thinwire.run_threads(WORKERS, work, deadline_seconds=30))
+    return torch.stack(thinwire.run_threads(WORKERS, work, timeout=30))
 
 
 def as_rows(mixing: Mixing, order: Order) -> tuple[Laboratory, Tensor]:

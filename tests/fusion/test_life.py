@@ -249,7 +249,7 @@ class Choosing(nn.Module):
         return y
 
 
-class Outer(nn.Module):
+class OuterOptimizer(nn.Module):
     """Holds what looks."""
 
     def __init__(self, how: str = "if") -> None:
@@ -262,7 +262,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize(("how", "cause"), [("if", "path depends"), ("item", "reads"), ("inplace", "writes")])
 def test_what_cannot_be_done_for_all_at_once_is_named_with_its_layer_and_can_be_looped(how: str, cause: str) -> None:
-    models = make(partial(Outer, how), 3)
+    models = make(partial(OuterOptimizer, how), 3)
     with pytest.raises(ConfigError, match=rf"layer 'chooses'.*{cause}.*loop=\[\"chooses\"\]"):
         fuse(models)(X[0])
     for loop in (True, ["chooses"]):

@@ -110,9 +110,9 @@ def _plain(model: nn.Module) -> dict[str, Tensor]:
 def together(strategy: Strategy, dtype: torch.dtype, kind: str, comm: Comm | None = None) -> Any:
     """One rank's run of the array: models as they are, models in consensus, messages, bytes."""
     run = begun(comm, strategy, dtype, kind)
-    meter = run.attached.comm.meter
+    meter = run.worker.comm.meter
     before = meter.messages, meter.payload_bytes
-    trained(run, run.attached.comm.rank, range(STEPS))
+    trained(run, run.worker.comm.rank, range(STEPS))
     sent = meter.messages - before[0], meter.payload_bytes - before[1]
     with run.consensus() as array:
         agreed = ended(array)
@@ -125,18 +125,18 @@ def alone(index: int, strategy: Strategy, dtype: torch.dtype, kind: str, comm: C
     model = models(dtype)[index]
     more = {"momentum": [0.9, 0.0, 0.5][index]} if kind == "SGD" else {}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=RATES[index], **more)
-    attached = thinwire.attach(model, optimizer, strategy, comm=comm)
-    meter = attached.comm.meter
+    worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+    meter = worker.comm.meter
     before = meter.messages, meter.payload_bytes
     for step in range(STEPS):
-        x, y = data(attached.comm.rank, step, dtype)
+        x, y = data(worker.comm.rank, step, dtype)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     sent = meter.messages - before[0], meter.payload_bytes - before[1]
-    with attached.consensus() as agreed:
+    with worker.consensus() as agreed:
         found = _plain(agreed)
-    attached.detach()
+    worker.detach()
     return _plain(model), found, sent
 
 
@@ -221,7 +221,7 @@ def test_models_that_are_left_do_not_notice_that_others_have_gone(strategy: Stra
         whole = begun(comm, strategy, torch.float64)
         trained(whole, comm.rank, range(when))
         kept = run.select([2, 0])
-        assert kept.indices == (2, 0) and run.attached.step == when
+        assert kept.indices == (2, 0) and run.worker.step == when
         before = comm.meter.payload_bytes
         trained(run, comm.rank, range(when, STEPS))
         few, before = comm.meter.payload_bytes - before, comm.meter.payload_bytes
@@ -251,13 +251,13 @@ def test_a_slot_that_is_filled_anew_begins_as_rank_0_has_it_and_the_others_do_no
     def solo(comm: Comm) -> Any:
         (model,) = copies(FRESH[:1])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        attached = thinwire.attach(model, optimizer, strategy, comm=comm)
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
         for step in range(2 * period, 4 * period):
             x, y = data(comm.rank, step, torch.float64)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        attached.detach()
+        worker.detach()
         return _plain(model)
 
     alone = thinwire.run_threads(2, solo)
@@ -273,7 +273,7 @@ def test_a_slot_that_is_filled_within_a_period_counts_only_its_own_rates() -> No
         run.optimizer.param_groups[0]["lr"].fill_(0.05)
         trained(run, comm.rank, range(2))
         run.insert(1, FRESH[0], lr=0.05)
-        (replica,), ((_, segments),) = run.attached.replicas, run.attached.layouts
+        (replica,), ((_, segments),) = run.worker.replicas, run.worker.layouts
         return [segment.of(replica.state["lr_sum"]).flatten(1).unique(dim=1).flatten() for segment in segments]
 
     for rates in thinwire.run_threads(2, work)[0]:
@@ -293,13 +293,13 @@ def test_layers_that_differ_between_models_travel_and_come_and_go_too() -> None:
     def solo(index: int, comm: Comm) -> Any:
         (model,) = copies(WIDE[index : index + 1])
         optimizer = torch.optim.SGD(model.parameters(), lr=RATES[index])
-        attached = thinwire.attach(model, optimizer, SlowMo(period=2), comm=comm)
+        worker = thinwire.attach(model, optimizer, SlowMo(period=2), comm=comm)
         for step in range(6):
             x, y = data(comm.rank, step, torch.float64)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        attached.detach()
+        worker.detach()
         return _plain(model)
 
     singles = {index: thinwire.run_threads(2, partial(solo, index)) for index in (2, 0)}
@@ -385,7 +385,7 @@ def test_workers_that_would_do_different_things_are_told_before_anything_is_done
         (SlowMo(AllReduce(thinwire.ErrorFeedback(TopK()))), "mixes models"),
         (SlowMo(shard=True), "keeps all"),
         (SlowMo(buffers="average"), "keeps all"),
-        (thinwire.LSGD(), "there are AllReduce, Local, LocalSGD"),
+        (thinwire.LeaderSGD(), "there are AllReduce, Local, LocalSGD"),
     ],
     ids=repr,
 )

@@ -63,8 +63,8 @@ def under_ddp() -> dict[str, Any]:
     for name, codec in {"one bit": ErrorFeedback(OneBit(8)), "top": ErrorFeedback(TopK(0.1))}.items():
         network, hook = wrapped(codec)
         heard = taken(network, torch.optim.SGD(network.parameters(), lr=0.0), rank, 0, STEPS)
-        owed = hook.errors()
-        error = torch.cat([owed[p].reshape(-1) for p in network.parameters()])
+        residual = hook.errors()
+        error = torch.cat([residual[p].reshape(-1) for p in network.parameters()])
         results[name] = (torch.stack(heard).double().sum(0).tolist(), error.double().tolist(), flat(network).tolist())
         names = dict(network.module.named_parameters())
         state = hook.state_dict(names)
@@ -154,7 +154,7 @@ def test_replicas_under_fsdp_average_in_codes() -> None:
 # -- without processes -------------------------------------------------------------------------------------------------
 
 
-class Handful:
+class ParameterBatch:
     """A bucket of some parameters, as DistributedDataParallel hands it over."""
 
     def __init__(self, members: list[Tensor], last: bool, seed: int) -> None:
@@ -178,13 +178,13 @@ def test_what_is_owed_follows_its_parameter_into_another_bucket() -> None:
     hook = ddp_hook(ErrorFeedback(OneBit(8)))
     left = {p: torch.zeros(p.numel(), dtype=torch.float64) for p in (a, b, c)}
     for step, cut in enumerate([[[c], [b, a]], [[b, c], [a]], [[b, c], [a]], [[c], [a], [b]]]):
-        buckets = [Handful(members, members is cut[-1], 10 * step + place) for place, members in enumerate(cut)]
+        buckets = [ParameterBatch(members, members is cut[-1], 10 * step + place) for place, members in enumerate(cut)]
         for bucket in buckets:
             hook(None, bucket)
         for bucket in buckets:
             sizes = [p.numel() for p in bucket.parameters()]
-            unsaid = (bucket.sent.double() - bucket.buffer()).split(sizes)
-            for p, piece in zip(bucket.parameters(), unsaid, strict=True):
+            residual = (bucket.sent.double() - bucket.buffer()).split(sizes)
+            for p, piece in zip(bucket.parameters(), residual, strict=True):
                 left[p] += piece
     assert set(hook.errors()) == {a, b, c}
     for p, error in hook.errors().items():
@@ -194,9 +194,9 @@ def test_what_is_owed_follows_its_parameter_into_another_bucket() -> None:
 def test_futures_are_done_when_the_last_bucket_has_come() -> None:
     a, b = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
     hook = ddp_hook(ErrorFeedback(OneBit(8)))
-    first = hook(None, Handful([a], False, 1))
+    first = hook(None, ParameterBatch([a], False, 1))
     assert not first.done()
-    second = hook(None, Handful([b], True, 2))
+    second = hook(None, ParameterBatch([b], True, 2))
     assert first.done()
     assert second.done()
     assert hook.comm.step == 1
@@ -205,7 +205,7 @@ def test_futures_are_done_when_the_last_bucket_has_come() -> None:
 def test_a_hook_s_mean_is_the_coded_mean_of_its_bucket() -> None:
     def body(comm: Any) -> tuple[Tensor, Tensor]:
         hook = DdpHook(Quantize(4, 8), comm, seed=3)
-        bucket = Handful([nn.Parameter(torch.zeros(40))], True, comm.rank)
+        bucket = ParameterBatch([nn.Parameter(torch.zeros(40))], True, comm.rank)
         mean = hook(None, bucket).value()
         x = bucket.sent.clone()
         comm.step = 0

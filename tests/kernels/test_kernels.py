@@ -60,21 +60,23 @@ def scales_of(payload: Tensor, count: int, scale_bytes: int) -> list[float]:
 )
 def test_signs_and_scales_are_those_of_the_formula(n: int, block: int, norm: str, scale_bytes: int) -> None:
     x, error = odd(n), 0.3 * odd(n + 1)[:n]
-    owed, rest = x + error, error.clone()
+    residual, rest = x + error, error.clone()
     payload = encoded(x, rest, block=block, norm=norm, scale_bytes=scale_bytes)
-    blocks = owed.double().split(block) if n else ()
+    blocks = residual.double().split(block) if n else ()
     assert len(payload) == -(-n // block) * scale_bytes + -(-n // 8)
     found = scales_of(payload, len(blocks), scale_bytes)
     for scale, part in zip(found, blocks, strict=True):
         true = part.abs().mean() if norm == "l1" else part.square().mean().sqrt()
         assert scale == pytest.approx(float(true), rel=1e-6 if scale_bytes == 4 else 2**-8, abs=1e-44)
     stream = payload[len(blocks) * scale_bytes :].tolist()
-    assert [stream[i // 8] >> i % 8 & 1 for i in range(n)] == torch.signbit(owed).int().tolist()
+    assert [stream[i // 8] >> i % 8 & 1 for i in range(n)] == torch.signbit(residual).int().tolist()
     said = torch.empty(n)
     decode_signs_(payload, said, block=block, scale_bytes=scale_bytes)
-    expected = [math.copysign(found[i // block], value) if found[i // block] else 0.0 for i, value in enumerate(owed)]
+    expected = [
+        math.copysign(found[i // block], value) if found[i // block] else 0.0 for i, value in enumerate(residual)
+    ]
     assert same_bits(said, torch.tensor(expected, dtype=torch.float32))
-    assert same_bits(rest, owed - said)
+    assert same_bits(rest, residual - said)
 
 
 def test_what_is_left_of_the_last_byte_is_zero() -> None:

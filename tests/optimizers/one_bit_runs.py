@@ -11,33 +11,33 @@ from torch import Tensor, nn
 import thinwire
 from tests.oracles import one_bit as oracles
 from tests.problems import Regression, flat
-from thinwire import Attached, Comm, Strategy
+from thinwire import Comm, Strategy, Worker
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb
 
 SIZES = [20, 4, 8, 2]
 Kind = type[OneBitLamb] | type[OneBitAdam]
-See = Callable[[Attached], Tensor]
+See = Callable[[Worker], Tensor]
 
 
-def parameters_of(attached: Attached) -> Tensor:
-    return flat(attached.model)
+def parameters_of(worker: Worker) -> Tensor:
+    return flat(worker.model)
 
 
-def begun(comm: Comm | None, strategy: Strategy, model: nn.Module, kind: Any = OneBitLamb, **settings: Any) -> Attached:
+def begun(comm: Comm | None, strategy: Strategy, model: nn.Module, kind: Any = OneBitLamb, **settings: Any) -> Worker:
     """A model under a strategy, in buckets of few parameters."""
     return thinwire.attach(model, kind(model.parameters(), **settings), strategy, comm=comm, bucket_bytes=40)
 
 
-def taken(attached: Attached, problem: Regression, first: int, last: int, see: See = parameters_of) -> list[Tensor]:
+def taken(worker: Worker, problem: Regression, first: int, last: int, see: See = parameters_of) -> list[Tensor]:
     """What `see` shows after each of the steps from the first up to the last."""
     seen: list[Tensor] = []
     for step in range(first, last):
-        attached.optimizer.zero_grad()
-        problem.loss(attached.model, attached.comm.rank, step).backward()
-        attached.optimizer.step()
-        seen.append(see(attached).clone())
+        worker.optimizer.zero_grad()
+        problem.loss(worker.model, worker.comm.rank, step).backward()
+        worker.optimizer.step()
+        seen.append(see(worker).clone())
     return seen
 
 
@@ -53,28 +53,35 @@ def path(
     """What `see` shows on every thread after every step: (steps, size, ...)."""
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, strategy, problem.model(), kind, **settings)
-        seen = taken(attached, problem, 0, steps, see)
-        attached.detach()
+        worker = begun(comm, strategy, problem.model(), kind, **settings)
+        seen = taken(worker, problem, 0, steps, see)
+        worker.detach()
         return torch.stack(seen)
 
-    return torch.stack(thinwire.run_threads(size, body, deadline_seconds=20), dim=1)
+    return torch.stack(thinwire.run_threads(size, body, timeout=20), dim=1)
 
 
 def oracle(
-    problem: Regression, size: int, steps: int, *, warmup: int, code: oracles.Code, knobs: oracles.Knobs, **more: Any
+    problem: Regression,
+    size: int,
+    steps: int,
+    *,
+    warmup: int,
+    code: oracles.Code,
+    hyperparameters: oracles.Hyperparameters,
+    **more: Any,
 ) -> oracles.OneBit:
     """The stacked run of the same."""
-    run = oracles.OneBit(SIZES, knobs, warmup, oracles.TwoStages(code, more.pop("server", code)), **more)
+    run = oracles.OneBit(SIZES, hyperparameters, warmup, oracles.TwoStages(code, more.pop("server", code)), **more)
     run.run(problem.gradient, problem.start.expand(size, -1), steps)
     return run
 
 
-def freezing(attached: Attached) -> FreezingOptimizer:
-    assert isinstance(attached.optimizer, FreezingOptimizer)
-    return attached.optimizer
+def freezing(worker: Worker) -> FreezingOptimizer:
+    assert isinstance(worker.optimizer, FreezingOptimizer)
+    return worker.optimizer
 
 
-def kept(attached: Attached, name: str) -> Tensor:
+def kept(worker: Worker, name: str) -> Tensor:
     """One thing that the optimizer keeps, of all parameters in the model's order, as one vector."""
-    return torch.cat([attached.optimizer.state[p][name].reshape(-1) for p in attached.model.parameters()])
+    return torch.cat([worker.optimizer.state[p][name].reshape(-1) for p in worker.model.parameters()])

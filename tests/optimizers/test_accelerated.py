@@ -19,9 +19,9 @@ from tests.oracles import minibatch as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, train
 from tests.strategies.local_runs import Make, begin, go_on
-from thinwire import AllReduce, Attached, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy
+from thinwire import AllReduce, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy, Worker
 from thinwire.optimizers import AcSA
-from thinwire.strategies.local.minibatch_local_sgd import InnerOuter
+from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.strategies.wrappers.probe import Probe
 
 DOUBLE = torch.float64
@@ -31,23 +31,23 @@ def acsa(lr: float = 0.05, **settings: Any) -> Make:
     return lambda model: AcSA(model.parameters(), lr, **settings)
 
 
-def result(attached: Attached) -> Tensor:
+def result(worker: Worker) -> Tensor:
     """What the model's parameters are for evaluation."""
-    with attached.consensus() as model:
+    with worker.consensus() as model:
         return flat(model)
 
 
-def rounds(comm: Comm, problem: Regression, make: Make, period: int, strategy: Strategy | None = None) -> Attached:
+def rounds(comm: Comm, problem: Regression, make: Make, period: int, strategy: Strategy | None = None) -> Worker:
     """Accelerated minibatch SGD as the manual writes it; the loss is divided by the passes of a round."""
-    attached = begin(comm, strategy or AllReduce(), problem, make)
+    worker = begin(comm, strategy or AllReduce(), problem, make)
     for first in range(0, problem.steps, period):
-        attached.optimizer.zero_grad()
-        with attached.no_sync():
+        worker.optimizer.zero_grad()
+        with worker.no_sync():
             for step in range(first, first + period - 1):
-                (problem.loss(attached.model, comm.rank, step) / period).backward()
-        (problem.loss(attached.model, comm.rank, first + period - 1) / period).backward()
-        attached.optimizer.step()
-    return attached
+                (problem.loss(worker.model, comm.rank, step) / period).backward()
+        (problem.loss(worker.model, comm.rank, first + period - 1) / period).backward()
+        worker.optimizer.step()
+    return worker
 
 
 def expected(n: int, steps: int, period: int, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,8 @@ def test_it_equals_its_oracle(n: int, period: int, stage: int | None) -> None:
     problem = Regression(n, 12, DOUBLE)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = rounds(comm, problem, acsa(restart_every=stage), period)
-        return flat(attached.model), result(attached)
+        worker = rounds(comm, problem, acsa(restart_every=stage), period)
+        return flat(worker.model), result(worker)
 
     real = [torch.stack(each) for each in zip(*thinwire.run_threads(n, body), strict=True)]
     for found, wanted in zip(real, expected(n, 12, period, stage=stage or float("inf")), strict=True):
@@ -72,12 +72,12 @@ def test_it_equals_its_oracle(n: int, period: int, stage: int | None) -> None:
 
 def run_on_process() -> tuple[list[float], list[float], float]:
     comm = thinwire.GroupComm()
-    attached = begin(comm, AllReduce(), Regression(comm.size, 12, DOUBLE), acsa())
-    attached.detach()
+    worker = begin(comm, AllReduce(), Regression(comm.size, 12, DOUBLE), acsa())
+    worker.detach()
     before = comm.meter.payload_bytes
-    attached = rounds(comm, Regression(comm.size, 12, DOUBLE), acsa(), 4)
+    worker = rounds(comm, Regression(comm.size, 12, DOUBLE), acsa(), 4)
     after = comm.meter.payload_bytes
-    return flat(attached.model).tolist(), result(attached).tolist(), after - before
+    return flat(worker.model).tolist(), result(worker).tolist(), after - before
 
 
 def test_it_equals_its_oracle_on_processes() -> None:
@@ -220,13 +220,13 @@ def test_evaluation_sees_the_result_and_training_goes_on_as_if_it_had_not() -> N
     problem = Regression(2, 10, torch.float32)
 
     def body(comm: Comm, look: bool) -> tuple[Tensor, Tensor, Tensor]:
-        attached = begin(comm, AllReduce(), problem, acsa())
+        worker = begin(comm, AllReduce(), problem, acsa())
         for step in range(10):
-            go_on(attached, problem, range(step, step + 1))
+            go_on(worker, problem, range(step, step + 1))
             if look:
-                result(attached)
-        own = flat(attached.model)
-        return own, result(attached), flat(attached.model)
+                result(worker)
+        own = flat(worker.model)
+        return own, result(worker), flat(worker.model)
 
     looked, blind = (thinwire.run_threads(2, partial(body, look=look)) for look in (True, False))
     for seen, unseen in zip(looked, blind, strict=True):
@@ -266,12 +266,12 @@ def test_it_resumes_bit_for_bit(stop: int, tmp_path: Any) -> None:
         assert torch.equal(its, their)
 
 
-MOVERS = [LocalSGD(), Gossip(), SlowMo(), SlowMo(AllReduce()), InnerOuter(inner=0.0)]
+MOVERS = [LocalSGD(), Gossip(), SlowMo(), SlowMo(AllReduce()), MinibatchLocalSGD(inner=0.0)]
 
 
 @pytest.mark.parametrize("strategy", MOVERS, ids=str)
 def test_strategies_whose_moves_it_would_undo_are_refused(strategy: Strategy) -> None:
-    words = "would undo what the strategy does" if not isinstance(strategy, InnerOuter) else "no_sync"
+    words = "would undo what the strategy does" if not isinstance(strategy, MinibatchLocalSGD) else "no_sync"
     with pytest.raises(ConfigError, match=words):
         begin(None, strategy, Regression(1, 1, DOUBLE), acsa())
 
@@ -279,15 +279,15 @@ def test_strategies_whose_moves_it_would_undo_are_refused(strategy: Strategy) ->
 @pytest.mark.parametrize("strategy", [AllReduce(), Local(), Probe(AllReduce())], ids=str)
 def test_strategies_that_leave_the_parameters_alone_are_served(strategy: Strategy) -> None:
     problem = Regression(1, 4, DOUBLE)
-    attached = go_on(begin(None, strategy, problem, acsa()), problem, range(4))
+    worker = go_on(begin(None, strategy, problem, acsa()), problem, range(4))
     start = problem.start[None]
-    assert distance(result(attached)[None], oracles.accelerated(problem.gradient, start, 0.05, 4)[1]) < 1e-13
+    assert distance(result(worker)[None], oracles.accelerated(problem.gradient, start, 0.05, 4)[1]) < 1e-13
 
 
 def test_the_model_of_other_optimizers_is_evaluated_as_it_is() -> None:
     problem = Regression(1, 2, DOUBLE)
-    attached = train(None, AllReduce(), problem, [0.1, 0.1])
-    assert torch.equal(result(attached), flat(attached.model))
+    worker = train(None, AllReduce(), problem, [0.1, 0.1])
+    assert torch.equal(result(worker), flat(worker.model))
 
 
 @pytest.mark.parametrize(

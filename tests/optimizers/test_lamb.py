@@ -22,12 +22,12 @@ SIZES = [20, 4, 8, 2]
 def trained(comm: Comm | None, problem: Regression, **settings: Any) -> Tensor:
     model = problem.model()
     optimizer = Lamb(model.parameters(), **settings)
-    attached = thinwire.attach(model, optimizer, AllReduce(), comm=comm, bucket_bytes=40)
+    worker = thinwire.attach(model, optimizer, AllReduce(), comm=comm, bucket_bytes=40)
     for step in range(problem.steps):
         optimizer.zero_grad()
-        problem.loss(model, attached.comm.rank, step).backward()
+        problem.loss(model, worker.comm.rank, step).backward()
         optimizer.step()
-    attached.detach()
+    worker.detach()
     return flat(model)
 
 
@@ -39,8 +39,8 @@ def test_it_equals_its_oracle(corrected: bool, decay: float, dtype: torch.dtype)
     found = thinwire.run_threads(
         3, lambda comm: trained(comm, problem, lr=0.05, weight_decay=decay, bias_correction=corrected)
     )
-    knobs = oracles.Knobs(rate=0.05, decay=decay, corrected=corrected)
-    expected = oracles.lamb(problem.gradient, problem.start.expand(3, -1), SIZES, 20, knobs)
+    hyperparameters = oracles.Hyperparameters(rate=0.05, decay=decay, corrected=corrected)
+    expected = oracles.lamb(problem.gradient, problem.start.expand(3, -1), SIZES, 20, hyperparameters)
     assert distance(torch.stack(found), expected) < (1e-11 if dtype == torch.float64 else 1e-4)
 
 
@@ -50,8 +50,8 @@ def on_processes() -> list[float]:
 
 def test_it_equals_its_oracle_on_processes() -> None:
     problem = Regression(2, 10, torch.float64)
-    knobs = oracles.Knobs(rate=0.05, decay=0.1, corrected=True)
-    expected = oracles.lamb(problem.gradient, problem.start.expand(2, -1), SIZES, 10, knobs)
+    hyperparameters = oracles.Hyperparameters(rate=0.05, decay=0.1, corrected=True)
+    expected = oracles.lamb(problem.gradient, problem.start.expand(2, -1), SIZES, 10, hyperparameters)
     found = torch.tensor(run_processes(2, on_processes), dtype=torch.float64)
     assert distance(found, expected) < 1e-11
     assert torch.equal(found[0], found[1])
@@ -123,7 +123,7 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit_in_sixteen_bits_too() -> None:
 
 
 def test_a_checkpoint_goes_on_bit_for_bit() -> None:
-    def fresh() -> thinwire.Attached:
+    def fresh() -> thinwire.Worker:
         model = net()
         return thinwire.attach(model, Lamb(model.parameters(), lr=0.01), AllReduce())
 

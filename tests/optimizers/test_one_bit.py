@@ -15,7 +15,7 @@ from tests.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, p
 from tests.oracles import one_bit as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
-from thinwire import AllReduce, Attached, Comm
+from thinwire import AllReduce, Comm, Worker
 from thinwire.codecs.one_bit import OneBit
 from thinwire.optimizers.lamb import Lamb
 from thinwire.optimizers.one_bit_adam import OneBitAdam
@@ -26,8 +26,8 @@ _EXACT = {torch.float64: 2e-6, torch.float32: 2e-5}
 _PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
 
 
-def knobs_of(settings: dict[str, Any]) -> oracles.Knobs:
-    return oracles.Knobs(rate=settings["lr"], decay=settings.get("weight_decay", 0.0))
+def knobs_of(settings: dict[str, Any]) -> oracles.Hyperparameters:
+    return oracles.Hyperparameters(rate=settings["lr"], decay=settings.get("weight_decay", 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -37,7 +37,7 @@ def test_it_equals_its_oracle(kind: Kind, size: int, dtype: torch.dtype) -> None
     problem, settings = Regression(size, 30, dtype), dict[str, Any](lr=0.03, weight_decay=0.1)
     found = path(size, CompressedMomentum(OneBit(block=8), warmup_steps=10), problem, 30, kind, **settings)
     expected = oracle(
-        problem, size, 30, warmup=10, code=oracles.signs(8), knobs=knobs_of(settings), adam=kind is OneBitAdam
+        problem, size, 30, warmup=10, code=oracles.signs(8), hyperparameters=knobs_of(settings), adam=kind is OneBitAdam
     )
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[dtype]
 
@@ -48,7 +48,15 @@ def test_codes_sent_during_the_backward_pass_equal_the_oracle_bucket_by_bucket(k
     strategy = CompressedMomentum(OneBit(block=16), warmup_steps=10, overlap=True)
     found = path(2, strategy, problem, 30, kind, lr=0.03)
     code = oracles.signs(16, parts=_PARTS)
-    expected = oracle(problem, 2, 30, warmup=10, code=code, knobs=oracles.Knobs(rate=0.03), adam=kind is OneBitAdam)
+    expected = oracle(
+        problem,
+        2,
+        30,
+        warmup=10,
+        code=code,
+        hyperparameters=oracles.Hyperparameters(rate=0.03),
+        adam=kind is OneBitAdam,
+    )
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
     whole = path(2, replace(strategy, overlap=False), problem, 30, kind, lr=0.03)
     assert not torch.equal(found, whole), "blocks must begin anew in every bucket"
@@ -66,7 +74,7 @@ def test_the_paper_s_whole_buffer_equals_its_oracle() -> None:
         warmup=10,
         code=oracles.signs(34, "l2"),
         server=oracles.signs(34, "l2", parts=chunks),
-        knobs=oracles.Knobs(rate=0.01),
+        hyperparameters=oracles.Hyperparameters(rate=0.01),
         rescale=True,
     )
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
@@ -83,7 +91,11 @@ def test_clipping_has_one_factor_for_all_workers(kind: Kind) -> None:
     problem = Regression(3, 24, torch.float64)
     strategy = CompressedMomentum(OneBit(block=8), warmup_steps=8, max_norm=0.5)
     found = path(3, strategy, problem, 24, kind, lr=0.03)
-    settings: dict[str, Any] = {"warmup": 8, "code": oracles.signs(8), "knobs": oracles.Knobs(rate=0.03)}
+    settings: dict[str, Any] = {
+        "warmup": 8,
+        "code": oracles.signs(8),
+        "hyperparameters": oracles.Hyperparameters(rate=0.03),
+    }
     expected = oracle(problem, 3, 24, max_norm=0.5, adam=kind is OneBitAdam, **settings)
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
     free = oracle(problem, 3, 24, adam=kind is OneBitAdam, **settings)
@@ -93,9 +105,9 @@ def test_clipping_has_one_factor_for_all_workers(kind: Kind) -> None:
 def on_processes(overlap: bool) -> list[list[float]]:
     problem = Regression(2, 20, torch.float64)
     strategy = CompressedMomentum(OneBit(block=16), warmup_steps=8, overlap=overlap)
-    attached = begun(None, strategy, problem.model(), lr=0.03, weight_decay=0.1)
-    seen = taken(attached, problem, 0, 20)
-    attached.detach()
+    worker = begun(None, strategy, problem.model(), lr=0.03, weight_decay=0.1)
+    seen = taken(worker, problem, 0, 20)
+    worker.detach()
     return torch.stack(seen).tolist()
 
 
@@ -103,7 +115,9 @@ def on_processes(overlap: bool) -> list[list[float]]:
 def test_it_equals_its_oracle_on_processes(overlap: bool) -> None:
     problem = Regression(2, 20, torch.float64)
     code = oracles.signs(16, parts=_PARTS if overlap else ())
-    expected = oracle(problem, 2, 20, warmup=8, code=code, knobs=oracles.Knobs(rate=0.03, decay=0.1))
+    expected = oracle(
+        problem, 2, 20, warmup=8, code=code, hyperparameters=oracles.Hyperparameters(rate=0.03, decay=0.1)
+    )
     first, second = (torch.tensor(each, dtype=torch.float64) for each in run_processes(2, on_processes, overlap))
     assert torch.equal(first, second)
     assert distance(first, torch.stack(expected.path)) < _EXACT[torch.float64]
@@ -131,8 +145,8 @@ def test_the_first_step_is_not_lost() -> None:
 def test_the_variance_and_the_mean_trust_are_frozen_once() -> None:
     problem = Regression(2, 20, torch.float64)
 
-    def see(attached: Attached) -> Tensor:
-        return torch.cat([kept(attached, "variance"), kept(attached, "trust")])
+    def see(worker: Worker) -> Tensor:
+        return torch.cat([kept(worker, "variance"), kept(worker, "trust")])
 
     seen = path(2, CompressedMomentum(OneBit(block=8), warmup_steps=8), problem, 20, see=see, lr=0.03)
     assert all(not torch.equal(before, after) for before, after in pairwise(seen[:8]))
@@ -211,8 +225,8 @@ def test_all_workers_hold_the_same_bits_after_every_step(kind: Kind, overlap: bo
 def test_the_factor_stays_in_its_bounds_and_changes_by_its_share_at_most() -> None:
     problem = Regression(2, 60, torch.float64)
 
-    def see(attached: Attached) -> Tensor:
-        return kept(attached, "factor") if freezing(attached).frozen else torch.ones(4, dtype=torch.float64)
+    def see(worker: Worker) -> Tensor:
+        return kept(worker, "factor") if freezing(worker).frozen else torch.ones(4, dtype=torch.float64)
 
     settings = dict[str, Any](lr=0.03, betas=(0.9, 0.9), least_factor=0.8, most_factor=1.5, factor_change=0.05)
     seen = path(2, CompressedMomentum(OneBit(block=8), warmup_steps=3), problem, 60, see=see, **settings)[:, 0]
@@ -303,28 +317,28 @@ def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) ->
     def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
         model = nn.ParameterList([nn.Parameter(torch.zeros(60)), nn.Parameter(torch.zeros(40))])
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=1, overlap=overlap)
-        attached = begun(comm, strategy, model, OneBitAdam, lr=0.0)
+        worker = begun(comm, strategy, model, OneBitAdam, lr=0.0)
         momenta: list[Tensor] = []
         for step in range(steps):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             (torch.cat([*model]) * gradients[step, comm.rank]).sum().backward()
-            attached.optimizer.step()
-            momenta.append(kept(attached, "momentum"))
-        attached.detach()
-        return torch.stack(momenta), dict(attached.replicas[0].state)
+            worker.optimizer.step()
+            momenta.append(kept(worker, "momentum"))
+        worker.detach()
+        return torch.stack(momenta), dict(worker.replicas[0].state)
 
-    found = thinwire.run_threads(size, body, deadline_seconds=20)
+    found = thinwire.run_threads(size, body, timeout=20)
     momenta = found[0][0]
     said = momenta[1:].sum(0)
     meant = (0.9 * momenta[:-1] + 0.1 * gradients[1:].mean(1)).sum(0)
-    unsaid = torch.stack([state["error"] for _, state in found]).mean(0)
+    residual = torch.stack([state["error"] for _, state in found]).mean(0)
     for _, state in found:
         for name in state:
             if name.startswith("server_error/"):
                 start, stop = map(int, name.removeprefix("server_error/").split("-"))
-                unsaid[start:stop] += state[name]
-    assert (said + unsaid - meant).abs().max() < 1e-5
-    assert unsaid.abs().max() > 1e-2
+                residual[start:stop] += state[name]
+    assert (said + residual - meant).abs().max() < 1e-5
+    assert residual.abs().max() > 1e-2
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
@@ -344,22 +358,22 @@ def test_a_rank_without_data_brings_the_momentum_alone() -> None:
 
     def body(comm: Comm) -> Tensor:
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=6)
-        attached = begun(comm, strategy, problem.model(), lr=0.03)
-        for step in attached.join(list(range(lengths[comm.rank]))):
-            attached.optimizer.zero_grad()
-            problem.loss(attached.model, comm.rank, step).backward()
-            attached.optimizer.step()
-        attached.detach()
-        return parameters_of(attached)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
+        for step in worker.join(list(range(lengths[comm.rank]))):
+            worker.optimizer.zero_grad()
+            problem.loss(worker.model, comm.rank, step).backward()
+            worker.optimizer.step()
+        worker.detach()
+        return parameters_of(worker)
 
     def gradient(x: Tensor, step: int) -> Tensor:
         g = problem.gradient(x, step)
         return g if step < 14 else torch.stack([2 * g[0], torch.zeros_like(g[1])])
 
     agree = oracles.TwoStages(oracles.signs(8), oracles.signs(8))
-    expected = oracles.OneBit([20, 4, 8, 2], oracles.Knobs(rate=0.03), 6, agree)
+    expected = oracles.OneBit([20, 4, 8, 2], oracles.Hyperparameters(rate=0.03), 6, agree)
     last = expected.run(gradient, problem.start.expand(2, -1), 20)[-1]
-    for found in thinwire.run_threads(2, body, deadline_seconds=20):
+    for found in thinwire.run_threads(2, body, timeout=20):
         assert distance(found, last) < _EXACT[torch.float64]
 
 
@@ -369,16 +383,16 @@ def test_passes_that_accumulate_are_one_gradient(overlap: bool) -> None:
 
     def body(comm: Comm) -> Tensor:
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
-        attached = begun(comm, strategy, problem.model(), lr=0.03)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
         for step in range(12):
-            attached.optimizer.zero_grad()
-            with attached.no_sync():
-                (problem.loss(attached.model, comm.rank, step) / 2).backward()
-            (problem.loss(attached.model, comm.rank, step) / 2).backward()
-            attached.optimizer.step()
-        attached.detach()
-        return parameters_of(attached)
+            worker.optimizer.zero_grad()
+            with worker.no_sync():
+                (problem.loss(worker.model, comm.rank, step) / 2).backward()
+            (problem.loss(worker.model, comm.rank, step) / 2).backward()
+            worker.optimizer.step()
+        worker.detach()
+        return parameters_of(worker)
 
     strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
     expected = path(2, strategy, problem, 12, lr=0.03)[-1]
-    assert torch.equal(torch.stack(thinwire.run_threads(2, body, deadline_seconds=20)), expected)
+    assert torch.equal(torch.stack(thinwire.run_threads(2, body, timeout=20)), expected)

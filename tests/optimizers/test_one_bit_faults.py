@@ -12,7 +12,7 @@ import thinwire
 from tests.engine import Mixed, batch, batches, net, steps
 from tests.optimizers.one_bit_runs import Kind, begun, freezing, path, taken
 from tests.problems import Regression, flat
-from thinwire import Attached, Comm
+from thinwire import Comm, Worker
 from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.header import HEADER_BYTES
 from thinwire.codecs.one_bit import OneBit
@@ -26,12 +26,12 @@ SMALL = CompressedMomentum(OneBit(block=8), warmup_steps=4)
 OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)
 
 
-def all_of(attached: Attached) -> dict[str, Tensor]:
+def all_of(worker: Worker) -> dict[str, Tensor]:
     """Everything a rank remembers, by name, but for its place in time."""
-    found = {"x": attached.replicas[0].x.clone()}
-    found |= {f"strategy {name}": x.clone() for name, x in attached.replicas[0].state.items() if "norm" not in name}
-    for i, parameter in enumerate(attached.model.parameters()):
-        found |= {f"{name} of {i}": x.clone() for name, x in attached.optimizer.state[parameter].items()}
+    found = {"x": worker.replicas[0].x.clone()}
+    found |= {f"strategy {name}": x.clone() for name, x in worker.replicas[0].state.items() if "norm" not in name}
+    for i, parameter in enumerate(worker.model.parameters()):
+        found |= {f"{name} of {i}": x.clone() for name, x in worker.optimizer.state[parameter].items()}
     return found
 
 
@@ -46,22 +46,22 @@ def test_a_gradient_that_is_not_finite_on_one_rank_lets_all_skip_the_step(
     problem = Regression(2, 12, torch.float32)
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, strategy, problem.model(), lr=0.03)
-        taken(attached, problem, 0, 8)
-        before = all_of(attached)
-        attached.optimizer.zero_grad()
-        loss = problem.loss(attached.model, comm.rank, 8)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
+        taken(worker, problem, 0, 8)
+        before = all_of(worker)
+        worker.optimizer.zero_grad()
+        loss = problem.loss(worker.model, comm.rank, 8)
         (loss * (bad if comm.rank == 1 else 1.0)).backward()
-        attached.optimizer.step()
-        after = all_of(attached)
+        worker.optimizer.step()
+        after = all_of(worker)
         words = [] if strategy.overlap else ["strategy said"]
         assert [name for name in before if not torch.equal(before[name], after[name])] in ([], words, ["strategy said"])
-        taken(attached, problem, 9, 12)
-        attached.detach()
-        assert attached.step == 12
-        return flat(attached.model)
+        taken(worker, problem, 9, 12)
+        worker.detach()
+        assert worker.step == 12
+        return flat(worker.model)
 
-    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    first, second = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, second)
     assert first.isfinite().all()
 
@@ -71,15 +71,15 @@ def test_a_clip_of_what_is_not_finite_lets_all_skip_the_step_too() -> None:
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, max_norm=1.0)
-        attached = begun(comm, strategy, problem.model(), lr=0.03)
-        before = taken(attached, problem, 0, 8)[-1]
-        attached.optimizer.zero_grad()
-        (problem.loss(attached.model, comm.rank, 8) * (float("inf") if comm.rank else 1.0)).backward()
-        attached.optimizer.step()
-        attached.detach()
-        return before, flat(attached.model)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
+        before = taken(worker, problem, 0, 8)[-1]
+        worker.optimizer.zero_grad()
+        (problem.loss(worker.model, comm.rank, 8) * (float("inf") if comm.rank else 1.0)).backward()
+        worker.optimizer.step()
+        worker.detach()
+        return before, flat(worker.model)
 
-    for before, after in thinwire.run_threads(2, body, deadline_seconds=20):
+    for before, after in thinwire.run_threads(2, body, timeout=20):
         assert torch.equal(before, after)
 
 
@@ -87,20 +87,20 @@ def test_an_overflow_on_one_rank_skips_the_scaled_step_on_all() -> None:
     problem = Regression(2, 12, torch.float32)
 
     def body(comm: Comm) -> tuple[int, Tensor, float]:
-        attached = begun(comm, SMALL, problem.model(), lr=0.03)
+        worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        attached.scaler = scaler
-        share_skips(attached, scaler)
+        worker.scaler = scaler
+        share_skips(worker, scaler)
         for step in range(12):
-            attached.optimizer.zero_grad()
-            loss = problem.loss(attached.model, comm.rank, step)
+            worker.optimizer.zero_grad()
+            loss = problem.loss(worker.model, comm.rank, step)
             scaler.scale(loss * (float("inf") if (step, comm.rank) == (8, 1) else 1.0)).backward()
-            scaler.step(attached.optimizer)
+            scaler.step(worker.optimizer)
             scaler.update()
-        attached.detach()
-        return attached.step, flat(attached.model), scaler.get_scale()
+        worker.detach()
+        return worker.step, flat(worker.model), scaler.get_scale()
 
-    (taken_, first, scale), (_, second, _) = thinwire.run_threads(2, body, deadline_seconds=20)
+    (taken_, first, scale), (_, second, _) = thinwire.run_threads(2, body, timeout=20)
     assert (taken_, scale) == (11, 4.0)
     assert torch.equal(first, second)
 
@@ -109,18 +109,18 @@ def test_a_scaled_loss_changes_nothing() -> None:
     problem = Regression(2, 12, torch.float32)
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, SMALL, problem.model(), lr=0.03)
+        worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        share_skips(attached, scaler)
+        share_skips(worker, scaler)
         for step in range(12):
-            attached.optimizer.zero_grad()
-            scaler.scale(problem.loss(attached.model, comm.rank, step)).backward()
-            scaler.step(attached.optimizer)
+            worker.optimizer.zero_grad()
+            scaler.scale(problem.loss(worker.model, comm.rank, step)).backward()
+            scaler.step(worker.optimizer)
             scaler.update()
-        attached.detach()
-        return flat(attached.model)
+        worker.detach()
+        return flat(worker.model)
 
-    found = torch.stack(thinwire.run_threads(2, body, deadline_seconds=20))
+    found = torch.stack(thinwire.run_threads(2, body, timeout=20))
     assert torch.equal(found, path(2, SMALL, problem, 12, lr=0.03)[-1])
 
 
@@ -134,16 +134,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(strategy: CompressedMomentum, ki
     problem = Regression(2, 11, torch.float32)
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        taken(attached, problem, 0, at)
+        worker = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
+        taken(worker, problem, 0, at)
         again = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        again.load_state_dict(attached.state_dict())
-        attached.detach()
+        again.load_state_dict(worker.state_dict())
+        worker.detach()
         taken(again, problem, at, 11)
         again.detach()
         return flat(again.model)
 
-    found = torch.stack(thinwire.run_threads(2, body, deadline_seconds=20))
+    found = torch.stack(thinwire.run_threads(2, body, timeout=20))
     expected = path(2, strategy, problem, 11, kind, lr=0.03, weight_decay=0.1)
     assert torch.equal(found, expected[-1])
 
@@ -154,7 +154,7 @@ def test_parameters_in_sixteen_bits_are_saved_with_their_exact_copy(
     strategy: CompressedMomentum, dtype: torch.dtype, tmp_path: Any
 ) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        def fresh() -> Attached:
+        def fresh() -> Worker:
             return begun(comm, strategy, net().to(dtype), lr=0.01)
 
         def data(first: int, last: int) -> list[tuple[Tensor, Tensor]]:
@@ -173,7 +173,7 @@ def test_parameters_in_sixteen_bits_are_saved_with_their_exact_copy(
             each.detach()
         return flat(whole.model), flat(again.model)
 
-    (first, resumed), (second, _) = thinwire.run_threads(2, body, deadline_seconds=20)
+    (first, resumed), (second, _) = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, resumed)
     assert torch.equal(first, second)
 
@@ -199,12 +199,12 @@ def test_what_was_unsaid_is_conserved_when_the_number_of_workers_changes() -> No
     problem = Regression(3, 12, torch.float32)
 
     def body(comm: Comm) -> dict[str, Tensor]:
-        attached = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
-        taken(attached, problem, 0, 12)
-        attached.detach()
-        return {name: x.clone() for name, x in attached.replicas[0].state.items()}
+        worker = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
+        taken(worker, problem, 0, 12)
+        worker.detach()
+        return {name: x.clone() for name, x in worker.replicas[0].state.items()}
 
-    def unsaid(states: list[dict[str, Tensor]]) -> Tensor:
+    def residual(states: list[dict[str, Tensor]]) -> Tensor:
         whole = torch.stack([state["error"] for state in states]).mean(0)
         for state in states:
             for name in state:
@@ -213,11 +213,11 @@ def test_what_was_unsaid_is_conserved_when_the_number_of_workers_changes() -> No
                     whole[start:stop] += state[name]
         return whole
 
-    before = thinwire.run_threads(3, body, deadline_seconds=20)
+    before = thinwire.run_threads(3, body, timeout=20)
     after = resize_errors(before, 2)
     assert len(after) == 2
-    assert unsaid(before).abs().max() > 0
-    assert torch.allclose(unsaid([{**state} for state in after]), unsaid(before), rtol=1e-5, atol=1e-9)
+    assert residual(before).abs().max() > 0
+    assert torch.allclose(residual([{**state} for state in after]), residual(before), rtol=1e-5, atol=1e-9)
 
 
 # -- odd sizes and values ----------------------------------------------------------------------------------------------
@@ -239,15 +239,15 @@ def test_vectors_of_any_length_are_said(strategy: CompressedMomentum, size: int,
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         model = Lengths(sizes)
         before = flat(model)
-        attached = begun(comm, strategy, model, lr=0.03)
+        worker = begun(comm, strategy, model, lr=0.03)
         for step in range(9):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             torch.cat([(p - comm.rank - step / 9) ** 2 for p in model.parts]).sum().backward()
-            attached.optimizer.step()
-        attached.detach()
+            worker.optimizer.step()
+        worker.detach()
         return before, flat(model)
 
-    found = thinwire.run_threads(size, body, deadline_seconds=20)
+    found = thinwire.run_threads(size, body, timeout=20)
     assert all(torch.equal(after, found[0][1]) for _, after in found)
     assert ((found[0][0] != found[0][1]) & found[0][1].isfinite()).all()
 
@@ -256,15 +256,15 @@ def test_vectors_of_any_length_are_said(strategy: CompressedMomentum, size: int,
 def test_extreme_gradients_leave_finite_parameters(value: float) -> None:
     def body(comm: Comm) -> Tensor:
         model = Lengths([16])
-        attached = begun(comm, SMALL, model, lr=0.01)
+        worker = begun(comm, SMALL, model, lr=0.01)
         for step in range(10):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             (model.parts[0] * (value if step % 2 else torch.linspace(-1, 1, 16))).sum().backward()
-            attached.optimizer.step()
-        attached.detach()
+            worker.optimizer.step()
+        worker.detach()
         return flat(model)
 
-    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    first, second = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, second)
     assert first.isfinite().all()
 
@@ -273,31 +273,31 @@ def test_a_tensor_without_momentum_does_not_spoil_the_others_coefficients() -> N
     def body(comm: Comm) -> tuple[Tensor, list[float]]:
         model = Lengths([16, 16])
         strategy = CompressedMomentum(OneBit(whole=True, norm="l2"), warmup_steps=4, rescale=True)
-        attached = begun(comm, strategy, model, lr=0.01)
+        worker = begun(comm, strategy, model, lr=0.01)
         for _ in range(8):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             (model.parts[0] * torch.linspace(-1, 1, 16)).sum().backward()
-            attached.optimizer.step()
-        attached.detach()
-        return flat(model), [float(attached.optimizer.state[p]["coefficient"]) for p in model.parts]
+            worker.optimizer.step()
+        worker.detach()
+        return flat(model), [float(worker.optimizer.state[p]["coefficient"]) for p in model.parts]
 
-    for x, coefficients in thinwire.run_threads(2, body, deadline_seconds=20):
+    for x, coefficients in thinwire.run_threads(2, body, timeout=20):
         assert x.isfinite().all()
         assert coefficients == [0.5, 1.0]
 
 
 def test_two_dtypes_are_said_apart_and_frozen_together() -> None:
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, SMALL, Mixed(), lr=0.01)
+        worker = begun(comm, SMALL, Mixed(), lr=0.01)
         for x, y in batches(comm.rank, 8):
-            attached.optimizer.zero_grad()
-            (attached.model(x) - y).square().mean().backward()
-            attached.optimizer.step()
-            assert freezing(attached).frozen == (attached.step >= 4)
-        attached.detach()
-        return torch.cat([p.detach().reshape(-1).double() for p in attached.model.parameters()])
+            worker.optimizer.zero_grad()
+            (worker.model(x) - y).square().mean().backward()
+            worker.optimizer.step()
+            assert freezing(worker).frozen == (worker.step >= 4)
+        worker.detach()
+        return torch.cat([p.detach().reshape(-1).double() for p in worker.model.parameters()])
 
-    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    first, second = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, second)
 
 
@@ -311,38 +311,38 @@ def test_a_coded_step_sends_what_its_formula_says(size: int, overlap: bool) -> N
 
     def body(comm: Comm) -> list[float]:
         model = Lengths([64])
-        attached = begun(comm, CompressedMomentum(codec, warmup_steps=4, overlap=overlap), model, lr=0.03)
+        worker = begun(comm, CompressedMomentum(codec, warmup_steps=4, overlap=overlap), model, lr=0.03)
         sent: list[float] = []
         for step in range(7):
             before = comm.meter.payload_bytes
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             (model.parts[0] - comm.rank - step).square().sum().backward()
-            attached.optimizer.step()
+            worker.optimizer.step()
             sent.append(comm.meter.payload_bytes - before)
-        attached.detach()
+        worker.detach()
         return sent
 
     gradient, codes = 2 * (size - 1) / size * 4 * 64, 2 * (size - 1) * (HEADER_BYTES + codec.nbytes(64 // size))
-    for sent in thinwire.run_threads(size, body, deadline_seconds=20):
+    for sent in thinwire.run_threads(size, body, timeout=20):
         assert sent == [gradient] * 4 + [codes] * 3
 
 
 def test_small_buckets_are_said_together_in_quarters_of_the_vector() -> None:
     def body(comm: Comm) -> tuple[list[int], Tensor]:
         model = Lengths([10] * 16)
-        attached = begun(comm, OVERLAPPED, model, lr=0.03)
+        worker = begun(comm, OVERLAPPED, model, lr=0.03)
         sent: list[int] = []
         for step in range(7):
             before = comm.meter.messages
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             torch.cat([*model.parts]).sub(comm.rank + step).square().sum().backward()
-            attached.optimizer.step()
+            worker.optimizer.step()
             sent.append(comm.meter.messages - before)
-        attached.detach()
-        assert not attached.replicas[0].inflight
+        worker.detach()
+        assert not worker.replicas[0].inflight
         return sent, flat(model)
 
-    (sent, first), (_, second) = thinwire.run_threads(2, body, deadline_seconds=20)
+    (sent, first), (_, second) = thinwire.run_threads(2, body, timeout=20)
     assert sent == [16] * 4 + [2 * 4] * 3
     assert torch.equal(first, second)
 

@@ -69,16 +69,16 @@ def test_gradients_that_change_after_they_were_sent_are_refused() -> None:
     problem = Regression(2, 8, torch.float32)
 
     def body(comm: Comm) -> str:
-        attached = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
-        taken(attached, problem, 0, 6)
-        problem.loss(attached.model, comm.rank, 6).backward()
-        nn.utils.clip_grad_norm_(attached.model.parameters(), 1e-3)
+        worker = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
+        taken(worker, problem, 0, 6)
+        problem.loss(worker.model, comm.rank, 6).backward()
+        nn.utils.clip_grad_norm_(worker.model.parameters(), 1e-3)
         with pytest.raises(ConfigError) as refused:
-            attached.optimizer.step()
-        attached.detach()
+            worker.optimizer.step()
+        worker.detach()
         return str(refused.value)
 
-    for words in thinwire.run_threads(2, body, deadline_seconds=20):
+    for words in thinwire.run_threads(2, body, timeout=20):
         assert "step 6: gradients were changed" in words
         assert "overlap=False" in words
 
@@ -87,34 +87,34 @@ def test_gradients_that_change_after_they_were_sent_are_refused() -> None:
 def test_a_change_of_some_hundred_entries_in_a_row_is_noticed_in_a_long_gradient(start: int) -> None:
     def body(comm: Comm) -> None:
         x = nn.ParameterList([nn.Parameter(torch.ones(200_000))])
-        attached = begun(comm, CompressedMomentum(warmup_steps=1, overlap=True), x, lr=0.01)
+        worker = begun(comm, CompressedMomentum(warmup_steps=1, overlap=True), x, lr=0.01)
         for step in range(3):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             x[0].square().sum().backward()
             if step == 2:
                 assert x[0].grad is not None
                 x[0].grad[start : start + 100] *= 0.5
                 with pytest.raises(ConfigError, match="step 2: gradients were changed"):
-                    attached.optimizer.step()
+                    worker.optimizer.step()
                 continue
-            attached.optimizer.step()
-        attached.detach()
+            worker.optimizer.step()
+        worker.detach()
 
-    thinwire.run_threads(2, body, deadline_seconds=20)
+    thinwire.run_threads(2, body, timeout=20)
 
 
 def test_a_pass_that_was_never_stepped_on_is_forgotten() -> None:
     problem = Regression(2, 8, torch.float32)
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
-        taken(attached, problem, 0, 6)
-        problem.loss(attached.model, comm.rank, 6).backward()
-        taken(attached, problem, 7, 8)
-        attached.detach()
-        assert not attached.replicas[0].inflight
-        return flat(attached.model)
+        worker = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
+        taken(worker, problem, 0, 6)
+        problem.loss(worker.model, comm.rank, 6).backward()
+        taken(worker, problem, 7, 8)
+        worker.detach()
+        assert not worker.replicas[0].inflight
+        return flat(worker.model)
 
-    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    first, second = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, second)
     assert first.isfinite().all()

@@ -14,7 +14,7 @@ from tests.optimizers.one_bit_runs import SIZES, begun, kept, parameters_of, tak
 from tests.oracles import one_bit as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
-from thinwire import AllReduce, Attached, Comm
+from thinwire import AllReduce, Comm, Worker
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
 from thinwire.optimizers.one_bit_adam import OneBitAdam
@@ -37,24 +37,24 @@ def rates(steps: int = STEPS) -> list[float]:
 
 def travelled(
     comm: Comm | None, problem: Regression, decay: float, first: int = 0, last: int = STEPS, strategy: Any = SCHEDULE
-) -> tuple[Attached, Tensor]:
+) -> tuple[Worker, Tensor]:
     """The run with its falling learning rate, and the parameters after every step."""
-    attached = begun(comm, strategy, problem.model(), ZeroOneAdam, weight_decay=decay)
-    return attached, gone(attached, problem, first, last)
+    worker = begun(comm, strategy, problem.model(), ZeroOneAdam, weight_decay=decay)
+    return worker, gone(worker, problem, first, last)
 
 
-def gone(attached: Attached, problem: Regression, first: int, last: int) -> Tensor:
+def gone(worker: Worker, problem: Regression, first: int, last: int) -> Tensor:
     seen: list[Tensor] = []
     for step in range(first, last):
-        attached.optimizer.param_groups[0]["lr"] = rates()[step]
-        seen += taken(attached, problem, step, step + 1)
+        worker.optimizer.param_groups[0]["lr"] = rates()[step]
+        seen += taken(worker, problem, step, step + 1)
     return torch.stack(seen)
 
 
 def expected(problem: Regression, size: int, decay: float) -> Tensor:
-    knobs = oracles.Knobs(decay=decay)
+    hyperparameters = oracles.Hyperparameters(decay=decay)
     code = oracles.signs(8)
-    run = oracles.ZeroOne(SIZES, knobs, AVERAGES, AGREES, oracles.TwoStages(code, code), rates())
+    run = oracles.ZeroOne(SIZES, hyperparameters, AVERAGES, AGREES, oracles.TwoStages(code, code), rates())
     return run.run(problem.gradient, problem.start.expand(size, -1))
 
 
@@ -75,11 +75,11 @@ def test_it_equals_its_oracle(size: int, decay: float) -> None:
     problem = Regression(size, STEPS, torch.float64)
 
     def body(comm: Comm) -> Tensor:
-        attached, path = travelled(comm, problem, decay)
-        attached.detach()
+        worker, path = travelled(comm, problem, decay)
+        worker.detach()
         return path
 
-    found = torch.stack(thinwire.run_threads(size, body, deadline_seconds=20), dim=1)
+    found = torch.stack(thinwire.run_threads(size, body, timeout=20), dim=1)
     assert distance(found, expected(problem, size, decay)) < 2e-6
     for step in AVERAGES | AGREES:
         assert all(torch.equal(found[step, 0], found[step, rank]) for rank in range(size))
@@ -88,8 +88,8 @@ def test_it_equals_its_oracle(size: int, decay: float) -> None:
 
 
 def on_processes() -> list[list[float]]:
-    attached, path = travelled(None, Regression(4, STEPS, torch.float64), 0.1)
-    attached.detach()
+    worker, path = travelled(None, Regression(4, STEPS, torch.float64), 0.1)
+    worker.detach()
     return path.tolist()
 
 
@@ -102,9 +102,9 @@ def test_with_gradients_at_every_step_it_is_adam_without_corrections_bit_for_bit
     problem = Regression(2, 12, torch.float32)
 
     def body(comm: Comm, strategy: Any, kind: Any) -> Tensor:
-        attached = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        path = torch.stack(taken(attached, problem, 0, 12))
-        attached.detach()
+        worker = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
+        path = torch.stack(taken(worker, problem, 0, 12))
+        worker.detach()
         return path
 
     always = ZeroOne(variance_steps=12, variance_doubling=12)
@@ -117,9 +117,9 @@ def test_with_one_stretch_of_averages_and_no_step_alone_it_is_one_bit_adam() -> 
     problem = Regression(2, 20, torch.float64)
 
     def body(comm: Comm, strategy: Any, kind: Any) -> Tensor:
-        attached = begun(comm, strategy, problem.model(), kind, lr=0.03)
-        path = torch.stack(taken(attached, problem, 0, 20))
-        attached.detach()
+        worker = begun(comm, strategy, problem.model(), kind, lr=0.03)
+        path = torch.stack(taken(worker, problem, 0, 20))
+        worker.detach()
         return path
 
     ours = ZeroOne(OneBit(block=8), variance_steps=8, variance_doubling=8, most_local=1)
@@ -134,14 +134,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def whole(comm: Comm) -> Tensor:
-        attached, path = travelled(comm, problem, 0.1)
-        attached.detach()
+        worker, path = travelled(comm, problem, 0.1)
+        worker.detach()
         return path[-1]
 
     def halves(comm: Comm) -> Tensor:
-        attached, _ = travelled(comm, problem, 0.1, 0, middle)
-        state = attached.state_dict()
-        attached.detach()
+        worker, _ = travelled(comm, problem, 0.1, 0, middle)
+        state = worker.state_dict()
+        worker.detach()
         other = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, weight_decay=0.1)
         other.load_state_dict(state)
         path = gone(other, problem, middle, STEPS)
@@ -157,19 +157,19 @@ def test_a_gradient_that_is_not_finite_lets_all_pass_over_an_agreement(step: int
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        attached, _ = travelled(comm, problem, 0.0, 0, step)
-        owed = attached.replicas[0].state["error"].clone()
-        before = parameters_of(attached).clone()
-        attached.optimizer.zero_grad()
-        (problem.loss(attached.model, comm.rank, step) * (float("nan") if comm.rank else 1.0)).backward()
-        attached.optimizer.step()
-        assert torch.equal(attached.replicas[0].state["error"], owed)
-        skipped = parameters_of(attached).clone()
-        gone(attached, problem, step + 1, STEPS - 1)
-        attached.detach()
-        return before, skipped, flat(attached.model)
+        worker, _ = travelled(comm, problem, 0.0, 0, step)
+        residual = worker.replicas[0].state["error"].clone()
+        before = parameters_of(worker).clone()
+        worker.optimizer.zero_grad()
+        (problem.loss(worker.model, comm.rank, step) * (float("nan") if comm.rank else 1.0)).backward()
+        worker.optimizer.step()
+        assert torch.equal(worker.replicas[0].state["error"], residual)
+        skipped = parameters_of(worker).clone()
+        gone(worker, problem, step + 1, STEPS - 1)
+        worker.detach()
+        return before, skipped, flat(worker.model)
 
-    found = thinwire.run_threads(2, body, deadline_seconds=20)
+    found = thinwire.run_threads(2, body, timeout=20)
     for before, skipped, after in found:
         assert torch.equal(before, skipped)
         assert after.isfinite().all()
@@ -180,12 +180,12 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_where_a_worker_is_alone() 
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm, factor: float) -> Tensor:
-        attached, _ = travelled(comm, problem, 0.0, 0, 13)
-        attached.optimizer.zero_grad()
-        (problem.loss(attached.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
-        attached.optimizer.step()
-        path = gone(attached, problem, 14, 20)
-        attached.detach()
+        worker, _ = travelled(comm, problem, 0.0, 0, 13)
+        worker.optimizer.zero_grad()
+        (problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
+        worker.optimizer.step()
+        path = gone(worker, problem, 14, 20)
+        worker.detach()
         return path[-1]
 
     bad, none = (thinwire.run_threads(2, lambda comm, f=factor: body(comm, f)) for factor in (float("inf"), 0.0))
@@ -197,13 +197,13 @@ def test_weight_decay_is_no_part_of_what_momenta_become() -> None:
 
     def body(comm: Comm) -> Tensor:
         model = problem.model()
-        attached = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01, weight_decay=0.5)
+        worker = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01, weight_decay=0.5)
         for _ in range(20):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             torch.stack([(p * 0.0).sum() for p in model.parameters()]).sum().backward()
-            attached.optimizer.step()
-        assert not kept(attached, "momentum").any()
-        attached.detach()
+            worker.optimizer.step()
+        assert not kept(worker, "momentum").any()
+        worker.detach()
         return flat(model)
 
     (found,) = thinwire.run_threads(1, body)
@@ -215,13 +215,13 @@ def test_parameters_in_16_bits_move_by_a_master() -> None:
 
     def body(comm: Comm) -> Tensor:
         model = problem.model().bfloat16()
-        attached = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01)
+        worker = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01)
         for step in range(23):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             torch.stack([(p * (1 + step)).sum() for p in model.parameters()]).sum().backward()
-            attached.optimizer.step()
-        masters = kept(attached, "master")
-        attached.detach()
+            worker.optimizer.step()
+        masters = kept(worker, "master")
+        worker.detach()
         assert torch.equal(masters.bfloat16(), flat(model))
         return masters
 
@@ -233,13 +233,13 @@ def test_nothing_is_sent_where_a_worker_is_alone() -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm) -> list[float]:
-        attached = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, lr=0.01)
+        worker = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, lr=0.01)
         sent: list[float] = []
         for step in range(STEPS):
             before = comm.meter.payload_bytes
-            taken(attached, problem, step, step + 1)
+            taken(worker, problem, step, step + 1)
             sent.append(comm.meter.payload_bytes - before)
-        attached.detach()
+        worker.detach()
         return sent
 
     sent = thinwire.run_threads(2, body)[0]

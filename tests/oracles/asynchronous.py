@@ -49,7 +49,7 @@ def uneven(size: int, steps: int, seed: int, slow: Sequence[float] = ()) -> Iter
 
 
 def pair_averages(gradient: Gradient, x: Tensor, rate: float, order: Sequence[int], topology: Topology) -> Tensor:
-    """AD-PSGD in its delta form, where letters take no time: event by event, each a matrix on all rows.
+    """AD-PSGD in its delta form, where messages take no time: event by event, each a matrix on all rows.
 
     Odd ranks ask. What a worker that answers reads for its next gradient is its row as its step ends; one that asks
     sees what an exchange has made of its row when its next step ends. Who is asked before it has ended a step answers
@@ -79,7 +79,7 @@ def pair_averages(gradient: Gradient, x: Tensor, rate: float, order: Sequence[in
             average(asker, i, sent)
         if i % 2 == 0 or any(i == asker for queue in waiting.values() for asker, _ in queue):
             continue
-        (j,) = topology.peers(i, size, steps[i] - 1).to
+        (j,) = topology.peers(i, size, steps[i] - 1).dst
         if steps[j]:
             average(i, j, x[i].clone())
         else:
@@ -105,31 +105,31 @@ def eager_push_sum(
         rate: the learning rate.
         steps: how many.
         mixing: the columns are how each worker splits what is its own.
-        staleness: steps that a letter may be late.
+        staleness: steps that a message may be late.
         delay: steps that it is.
 
     Returns:
-        The de-biased rows after each step, the weights after each step, and how many letters were waited for in each.
+        The de-biased rows after each step, the weights after each step, and how many messages were waited for in each.
     """
     size = len(x)
     w, z = torch.ones(size, 1, dtype=x.dtype), x.clone()
-    x, letters = x.clone(), list[tuple[int, int, int, Tensor, Tensor]]()
+    x, messages = x.clone(), list[tuple[int, int, int, Tensor, Tensor]]()
     seen_z, seen_w, waits = list[Tensor](), list[Tensor](), list[int]()
     for k in range(steps):
         x = x - rate * gradient(z, k)
         share = mixing(k)
         for i in range(size):
             for j in (j for j in range(size) if j != i and share[j, i] > 0):
-                letters.append((k, i, j, share[j, i] * x[i], share[j, i] * w[i]))
+                messages.append((k, i, j, share[j, i] * x[i], share[j, i] * w[i]))
         x, w = share.diagonal()[:, None] * x, share.diagonal()[:, None] * w
-        come = [s + delay(i, j, s) <= k for s, i, j, _, _ in letters]
-        due = [s + staleness <= k for s, *_ in letters]
-        for here, must, (_, _, j, dx, dw) in zip(come, due, letters, strict=True):
+        come = [s + delay(i, j, s) <= k for s, i, j, _, _ in messages]
+        due = [s + staleness <= k for s, *_ in messages]
+        for here, must, (_, _, j, dx, dw) in zip(come, due, messages, strict=True):
             if here or must:
                 x[j] += dx
                 w[j] += dw
         waits.append(sum(must and not here for here, must in zip(come, due, strict=True)))
-        letters = [each for each, here, must in zip(letters, come, due, strict=True) if not (here or must)]
+        messages = [each for each, here, must in zip(messages, come, due, strict=True) if not (here or must)]
         z = x / w
         seen_z.append(z)
         seen_w.append(w)
@@ -145,7 +145,7 @@ def replicas(strategy: Strategy, x: Tensor, *, delay: Delay | None = None) -> li
         strategy.start(r)
         return r
 
-    return run_threads(len(x), begin, delay=delay, deadline_seconds=20)
+    return run_threads(len(x), begin, delay=delay, timeout=20)
 
 
 def end_step(strategy: Strategy, r: Replica, update: Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import batch, flat, net
-from thinwire import Attached
+from thinwire import Worker
 from thinwire.quorum.control_messages import Kind, Note
 from thinwire.quorum.coordinator import Keeper, Mail
 from thinwire.quorum.log import memberships
@@ -108,8 +108,8 @@ class Crowd:
             self._tell(rank, Note(Kind.HELD, note.step, note.attempt, sum=note.sum), now)
 
     def _tell(self, rank: int, note: Note, now: float) -> None:
-        for to, answer in self.keeper.hear(rank, note, now):
-            self.under_way.setdefault(to, []).append((to, answer))
+        for dst, answer in self.keeper.hear(rank, note, now):
+            self.under_way.setdefault(dst, []).append((dst, answer))
 
     def _read(self, rank: int, note: Note) -> None:
         step = self.steps.setdefault(rank, 0)
@@ -145,9 +145,9 @@ def on_time(rank: int, step: int) -> float:
 class Run:
     """What one rank has seen: its own steps, and a digest of the parameters after each."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.digests: dict[int, str] = {}
-        self.observed: list[dict[str, float]] = []
+        self.metrics: list[dict[str, float]] = []
         self.log: list[tuple[int, ...]] = []
         self.values = list[float]()
         self.sent = 0.0
@@ -158,7 +158,7 @@ class Run:
 
 
 def train(
-    attached: Attached,
+    worker: Worker,
     count: int,
     pause: Callable[[int, int], float] = on_time,
     *,
@@ -166,21 +166,21 @@ def train(
     clip: float = inf,
 ) -> Run:
     """A loop as it is written for backup workers."""
-    seen, rank, optimizer = Run(attached), attached.comm.rank, attached.optimizer
-    while attached.step < count:
+    seen, rank, optimizer = Run(worker), worker.comm.rank, worker.optimizer
+    while worker.step < count:
         optimizer.zero_grad()
-        loss = loss_of(attached.model, rank, attached.step)
-        time.sleep(pause(rank, attached.step))
+        loss = loss_of(worker.model, rank, worker.step)
+        time.sleep(pause(rank, worker.step))
         loss.backward()
         if clip < inf:
-            nn.utils.clip_grad_norm_(attached.model.parameters(), clip)
+            nn.utils.clip_grad_norm_(worker.model.parameters(), clip)
         optimizer.step()
-        seen.digests[attached.step] = hashlib.sha256(flat(attached.model).numpy().tobytes()).hexdigest()
-        seen.observed.append(attached.observations())
+        seen.digests[worker.step] = hashlib.sha256(flat(worker.model).numpy().tobytes()).hexdigest()
+        seen.metrics.append(worker.metrics())
     if ends:
-        attached.detach()
-    seen.values, seen.log = flat(attached.model).tolist(), list(memberships(attached.replicas[0]))
-    seen.sent = attached.comm.meter.payload_bytes
+        worker.detach()
+    seen.values, seen.log = flat(worker.model).tolist(), list(memberships(worker.replicas[0]))
+    seen.sent = worker.comm.meter.payload_bytes
     return seen
 
 

@@ -53,21 +53,21 @@ class TwoStages:
 
     def __init__(self, code: Code, grain: int, parts: Sequence[int]) -> None:
         self.code, self.grain, self.parts = code, grain, list(parts)
-        self.owed: Tensor | None = None
+        self.residual: Tensor | None = None
         self.server_owed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The agreed vector of n, from a row of n for each worker."""
-        if self.owed is None or self.server_owed is None:
-            self.owed, self.server_owed = torch.zeros_like(x), torch.zeros_like(x[0])
+        if self.residual is None or self.server_owed is None:
+            self.residual, self.server_owed = torch.zeros_like(x), torch.zeros_like(x[0])
         pieces = [n for part in self.parts for n in chunks(part, len(x), self.grain)]
 
         def coded(row: Tensor) -> Tensor:
             return torch.cat([self.code(piece) for piece in row.split(pieces)])
 
-        whole = x + self.owed
+        whole = x + self.residual
         said = torch.stack([coded(row) for row in whole])
-        self.owed = whole - said
+        self.residual = whole - said
         mean = said.mean(0) + self.server_owed
         agreed = coded(mean)
         self.server_owed = mean - agreed

@@ -17,7 +17,7 @@ Code = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Hyperparameters:
     """Everything that the update is told, by the symbols of the papers."""
 
     rate: float = 0.01
@@ -61,39 +61,41 @@ class TwoStages:
 
     worker: Code
     server: Code
-    unsaid: Tensor | None = None
+    residual: Tensor | None = None
     unsaid_by_servers: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The agreed vector of n, from one row of n for each worker."""
-        if self.unsaid is None or self.unsaid_by_servers is None:
-            self.unsaid, self.unsaid_by_servers = torch.zeros_like(x), torch.zeros_like(x[0])
-        whole = x + self.unsaid
+        if self.residual is None or self.unsaid_by_servers is None:
+            self.residual, self.unsaid_by_servers = torch.zeros_like(x), torch.zeros_like(x[0])
+        whole = x + self.residual
         said = torch.stack([self.worker(row) for row in whole])
-        self.unsaid = whole - said
+        self.residual = whole - said
         mean = said.sum(0) / len(x) + self.unsaid_by_servers
         agreed = self.server(mean)
         self.unsaid_by_servers = mean - agreed
         return agreed
 
 
-def lamb(gradient: Gradient, x: Tensor, sizes: Sequence[int], steps: int, knobs: Knobs) -> Tensor:
+def lamb(gradient: Gradient, x: Tensor, sizes: Sequence[int], steps: int, hyperparameters: Hyperparameters) -> Tensor:
     """LAMB, Algorithm 2, on the mean of gradients."""
     m, v = torch.zeros_like(x[0]), torch.zeros_like(x[0])
     for t in range(1, steps + 1):
         g = gradient(x, t - 1).mean(0)
-        m = knobs.beta1 * m + (1 - knobs.beta1) * g
-        v = knobs.beta2 * v + (1 - knobs.beta2) * g * g
-        first, second = (1 - knobs.beta1**t, 1 - knobs.beta2**t) if knobs.corrected else (1.0, 1.0)
-        u = (m / first) / ((v / second).sqrt() + knobs.eps) + knobs.decay * x[0]
-        moved = [p - knobs.rate * _ratio(p, w, knobs) * w for p, w in _layers(sizes, x[0], u)]
+        m = hyperparameters.beta1 * m + (1 - hyperparameters.beta1) * g
+        v = hyperparameters.beta2 * v + (1 - hyperparameters.beta2) * g * g
+        first, second = (
+            (1 - hyperparameters.beta1**t, 1 - hyperparameters.beta2**t) if hyperparameters.corrected else (1.0, 1.0)
+        )
+        u = (m / first) / ((v / second).sqrt() + hyperparameters.eps) + hyperparameters.decay * x[0]
+        moved = [p - hyperparameters.rate * _ratio(p, w, hyperparameters) * w for p, w in _layers(sizes, x[0], u)]
         x = torch.cat(moved).expand_as(x)
     return x
 
 
-def _ratio(p: Tensor, u: Tensor, knobs: Knobs) -> float:
+def _ratio(p: Tensor, u: Tensor, hyperparameters: Hyperparameters) -> float:
     lengths = float(p.norm()), float(u.norm())
-    return 1.0 if 0.0 in lengths else min(max(lengths[0] / lengths[1], knobs.c_min), knobs.c_max)
+    return 1.0 if 0.0 in lengths else min(max(lengths[0] / lengths[1], hyperparameters.c_min), hyperparameters.c_max)
 
 
 def _layers(sizes: Sequence[int], *vectors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -110,7 +112,7 @@ class OneBit:
     """
 
     sizes: Sequence[int]
-    knobs: Knobs
+    hyperparameters: Hyperparameters
     warmup: int
     agree: TwoStages
     adam: bool = False
@@ -121,7 +123,7 @@ class OneBit:
 
     def run(self, gradient: Gradient, x: Tensor, steps: int) -> Tensor:
         """Train; returns the parameters after every step, (steps, n)."""
-        k = self.knobs
+        k = self.hyperparameters
         p = x[0]
         m, v = torch.zeros_like(p), torch.zeros_like(p)
         c_mean, c_weight = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
@@ -168,7 +170,7 @@ class OneBit:
         }
 
     def _second(self, g: Tensor, m: Tensor, p: Tensor, frozen: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        k = self.knobs
+        k = self.hyperparameters
         local = k.beta1 * m + (1 - k.beta1) * g
         after = self.agree(local * frozen["scale"]) / frozen["scale"]
         innovation = (after - k.beta1 * m) / (1 - k.beta1)
@@ -203,7 +205,7 @@ class ZeroOne:
     """
 
     sizes: Sequence[int]
-    knobs: Knobs
+    hyperparameters: Hyperparameters
     averages: frozenset[int]
     agrees: frozenset[int]
     agree: TwoStages
@@ -212,7 +214,7 @@ class ZeroOne:
 
     def run(self, gradient: Gradient, x: Tensor) -> Tensor:
         """Train for as many steps as there are rates; the parameters after every step, (steps, workers, n)."""
-        k, x = self.knobs, x.clone()
+        k, x = self.hyperparameters, x.clone()
         m, u, v = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[0])
         anchor, far = x.clone(), 0.0
         for t, rate in enumerate(self.rates):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.oracles.common import Descent, Gradient, Mixing
 from tests.problems import Irregular
-from thinwire import Peers, PushSum, Replica, Topology
+from thinwire import PushSum, Replica, Topology
 from thinwire.comm.threads import Hub, ThreadComm
+from thinwire.topology import Peers
 
 
 def overlap_push_sum(
@@ -67,9 +68,9 @@ class Lopsided(Topology):
 @lru_cache
 def _lopsided(rank: int, size: int) -> Peers:
     targets = [sorted({(i + 1) % size} if i else set(range(1, size))) for i in range(size)]
-    frm = tuple(i for i in range(size) if rank in targets[i])
-    weights = tuple(1 / (len(targets[i]) + 1) for i in frm)
-    return Peers(tuple(targets[rank]), frm, 1 / (len(targets[rank]) + 1), weights)
+    src = tuple(i for i in range(size) if rank in targets[i])
+    weights = tuple(1 / (len(targets[i]) + 1) for i in src)
+    return Peers(tuple(targets[rank]), src, 1 / (len(targets[rank]) + 1), weights)
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class Hand:
     way in which a network and the workers' paces may let a run go.
     """
 
-    def __init__(self, strategy: PushSum, starts: Tensor, *, deadline_seconds: float = 5.0) -> None:
+    def __init__(self, strategy: PushSum, starts: Tensor, *, timeout: float = 5.0) -> None:
         self.strategy, hub = strategy, Hub(len(starts))
         self.replicas = [
             Replica(
                 x.clone(),
                 torch.empty(0),
-                ThreadComm(hub, rank, deadline_seconds=deadline_seconds),
+                ThreadComm(hub, rank, timeout=timeout),
                 lr=lambda: 0.0,
             )
             for rank, x in enumerate(starts)
@@ -119,7 +120,7 @@ class Hand:
     def ready(self, rank: int) -> bool:
         """Whether a worker's next step would find all that it waits for."""
         due = self.replicas[rank].step - self.strategy.staleness
-        sources = self.strategy.topology.peers(rank, len(self.replicas), due).frm if due >= 0 else ()
+        sources = self.strategy.topology.peers(rank, len(self.replicas), due).src if due >= 0 else ()
         return all(self.replicas[j].step > due for j in sources)
 
     def run(

@@ -32,7 +32,7 @@ def joined(blocks: list[Tensor], rows: int, columns: int) -> Tensor:
 
 
 def run(rows: int, columns: int, work: Callable[[Mesh2D], T], panels: Panels | None = None) -> list[T]:
-    return run_mesh_threads(rows, columns, work, panels=panels, deadline_seconds=20)
+    return run_mesh_threads(rows, columns, work, panels=panels, timeout=20)
 
 
 def gpt(seed: int = 0) -> GPT:

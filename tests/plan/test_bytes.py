@@ -91,13 +91,13 @@ def train_and_count(comm: Comm, strategy: Strategy) -> float:
     """Bytes that 24 steps of a real loop send, without those of attaching."""
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    attached = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=1)
+    worker = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=1)
     before = comm.meter.payload_bytes
     for _ in range(STEPS):
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-    attached.detach()
+    worker.detach()
     return comm.meter.payload_bytes - before
 
 
@@ -133,17 +133,17 @@ def test_a_vector_of_doubles_is_twice_the_bytes_and_half_precision_keeps_its_wei
 def test_every_call_of_a_comm_counts_what_a_rank_sends(n: int) -> None:
     x = torch.zeros(840, device="meta")
     comm = CountingComm(0, n)
-    comm.sum_(x)
+    comm.all_reduce_(x)
     comm.broadcast_(x, 0)
-    comm.gather(x)
-    comm.scatter([x[: 10 * j] for j in range(n)], [0] * n)
-    comm.exchange(x, range(1, n), [])
+    comm.all_gather(x)
+    comm.all_to_all([x[: 10 * j] for j in range(n)], [0] * n)
+    comm.send_recv(x, range(1, n), [])
     assert comm.meter.by_operation == {
-        "sum": 2 * (n - 1) * 3360 / n,
+        "all_reduce": 2 * (n - 1) * 3360 / n,
         "broadcast": (n - 1) * 3360 / n,
-        "gather": (n - 1) * 3360,
-        "scatter": sum(40 * j for j in range(1, n)),
-        "exchange": (n - 1) * 3360,
+        "all_gather": (n - 1) * 3360,
+        "all_to_all": sum(40 * j for j in range(1, n)),
+        "send_recv": (n - 1) * 3360,
     }
     assert comm.meter.payload_bytes == sum(comm.meter.by_operation.values())
     assert comm.meter.messages == 5
@@ -154,6 +154,6 @@ def test_every_call_of_a_comm_counts_what_a_rank_sends(n: int) -> None:
 def test_a_cube_speaks_to_one_partner_a_step(n: int) -> None:
     run = DryRun(Gossip(Hypercube()), SIZES, workers=n, rank=n - 1, dtype=torch.float32, bucket_bytes=1)
     steps = [run.step() for _ in range(n.bit_length() - 1)]
-    assert sorted(peer for step in steps for each in step.exchanges for peer in each.to) == sorted(
+    assert sorted(peer for step in steps for each in step.exchanges for peer in each.dst) == sorted(
         (n - 1) ^ (1 << bit) for bit in range(n.bit_length() - 1)
     )

@@ -20,7 +20,6 @@ from thinwire import (
     Hypercube,
     Local,
     LocalSGD,
-    Peers,
     PushSum,
     Replica,
     Ring,
@@ -33,6 +32,7 @@ from thinwire.plan import Link, explain
 from thinwire.plan.explain import PAYLOAD_SHARE
 from thinwire.plan.traffic import busiest, cycle
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.topology import Peers
 
 
 def test_a_card_of_local_sgd_says_what_its_docstring_says() -> None:
@@ -87,10 +87,10 @@ def test_a_card_says_what_a_real_run_of_the_same_model_sends(strategy: Strategy)
 
 def test_memory_counts_what_a_real_replica_keeps() -> None:
     for strategy in (SlowMo(PushSum(Irregular())), PushSum(), SlowMo(), Local()):
-        (attached, *_) = thinwire.run_threads(
+        (worker, *_) = thinwire.run_threads(
             3, lambda comm, s=strategy: train(comm, s, Regression(3, 2, torch.float32), [0.1] * 2)
         )
-        (r,) = attached.replicas
+        (r,) = worker.replicas
         kept = {name: x.numel() * x.element_size() / 34 for name, x in r.state.items() if x.dim()}
         card = explain(strategy, parameters=34, workers=3)
         assert kept == {k: v for k, v in card.memory_bytes_per_parameter.items() if k in r.state}

@@ -16,7 +16,7 @@ from thinwire.comm.counting import CountingComm
 from thinwire.quorum.adding import HEADER_BYTES, Adding, Cut, Piece, piece_of
 from thinwire.quorum.control_messages import Kind, Note, length, note_of
 from thinwire.quorum.coordinator import Keeper
-from thinwire.quorum.elastic_sampler import Dispenser
+from thinwire.quorum.elastic_sampler import ElasticSampler
 from thinwire.quorum.log import begin_log, memberships, write_log
 from thinwire.quorum.packing import digest, pack, unpack_
 from thinwire.quorum.reduction_selector import Plane, Planes
@@ -32,9 +32,9 @@ def run_step(keeper: Keeper, ranks: list[int], now: float = 0.0) -> tuple[int, .
     """Ranks arrive in this order, and all members hold the mean; returns the members."""
     step, closed = keeper.step, []
     for rank in ranks:
-        for to, note in keeper.hear(rank, here(step), now):
+        for dst, note in keeper.hear(rank, here(step), now):
             if note.kind is Kind.GO:
-                closed += keeper.hear(to, Note(Kind.HELD, step, note.attempt), now)
+                closed += keeper.hear(dst, Note(Kind.HELD, step, note.attempt), now)
     return next(note.members for _, note in closed)
 
 
@@ -54,7 +54,7 @@ def test_who_comes_while_members_add_up_is_told_when_they_are_done() -> None:
     assert keeper.hear(2, here(0), 0.0) == []
     keeper.hear(0, Note(Kind.HELD, 0, 1), 0.0)
     told = keeper.hear(1, Note(Kind.HELD, 0, 1), 0.0)
-    assert {(to, note.kind, note.members) for to, note in told} == {(rank, Kind.CLOSED, (0, 1)) for rank in range(3)}
+    assert {(dst, note.kind, note.members) for dst, note in told} == {(rank, Kind.CLOSED, (0, 1)) for rank in range(3)}
 
 
 def test_a_silent_member_is_left_out_of_the_next_attempt_and_comes_too_late() -> None:
@@ -223,10 +223,10 @@ def test_members_get_the_sum_in_the_order_of_ranks_divided_by_their_number(
     rooms = {rank: Adding(cut, rank, members) for rank in members}
     while any(room.wakes and not room.is_done for room in rooms.values()):
         for rank, room in rooms.items():
-            for part in room.letters(vectors[rank]):
-                letter = Piece(5, 1, part.place, part.whole, part.content).letter(cut.nbytes)
-                assert letter.numel() == HEADER_BYTES + cut.nbytes
-                rooms[part.to].take(rank, piece_of(letter))
+            for part in room.messages(vectors[rank]):
+                message = Piece(5, 1, part.place, part.whole, part.content).message(cut.nbytes)
+                assert message.numel() == HEADER_BYTES + cut.nbytes
+                rooms[part.dst].take(rank, piece_of(message))
     for rank, room in rooms.items():
         room.put(vectors[rank])
         assert torch.equal(vectors[rank], expected)
@@ -320,7 +320,7 @@ def test_the_log_tells_who_was_a_member_of_each_step(size: int) -> None:
 def deals(size: int, batches: int, members: list[tuple[int, ...]]) -> list[list[int]]:
     """What each step's ranks are dealt, each rank by a dispenser of its own."""
     r = [Replica(torch.zeros(1), torch.zeros(1), CountingComm(k, size), lr=lambda: 0.1) for k in range(size)]
-    rows, dispensers = [], [Dispenser(batches, seed=3) for _ in range(size)]
+    rows, dispensers = [], [ElasticSampler(batches, seed=3) for _ in range(size)]
     for each in r:
         begin_log(each)
     for step in members:
@@ -349,7 +349,7 @@ def test_a_worker_that_was_behind_is_dealt_what_it_would_have_been() -> None:
     rows = deals(3, 7, members)
     late = Replica(torch.zeros(1), torch.zeros(1), CountingComm(2, 3), lr=lambda: 0.1)
     begin_log(late)
-    dispenser = Dispenser(7, seed=3)
+    dispenser = ElasticSampler(7, seed=3)
     assert dispenser.batch(late) == rows[0][2]
     for step in members[:4]:
         late.step += 1
@@ -360,4 +360,4 @@ def test_a_worker_that_was_behind_is_dealt_what_it_would_have_been() -> None:
 
 def test_an_epoch_without_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="batches=0: must be at least 1"):
-        Dispenser(0)
+        ElasticSampler(0)

@@ -59,7 +59,7 @@ def run(
     return torch.stack(heard) if heard else xs[:0, 0], state
 
 
-def owed(states: Sequence[State]) -> Tensor:
+def residual(states: Sequence[State]) -> Tensor:
     """The mean of what workers owe, and what servers owe."""
     total = torch.stack([state["error"] for state in states]).double().mean(0)
     for state in states:
@@ -73,7 +73,7 @@ def owed(states: Sequence[State]) -> Tensor:
 def conserved(xs: Tensor, heard: Tensor, states: Sequence[State]) -> float:
     """How far what was heard and what is owed are from what was said, against the largest sum."""
     said = xs.double().mean(1).sum(0)
-    found = heard.double().sum(0) + owed(states)
+    found = heard.double().sum(0) + residual(states)
     return float((found - said).abs().max() / xs.abs().sum(0).max()) if said.numel() else 0.0
 
 
@@ -91,7 +91,7 @@ def test_what_was_heard_and_what_is_owed_are_what_was_said(codec: Codec, n: int)
         assert torch.equal(heard, results[0][0])
 
 
-@pytest.mark.parametrize("codec", [c for c in FEEDBACK if not c.late], ids=str)
+@pytest.mark.parametrize("codec", [c for c in FEEDBACK if not c.residual_after_sum], ids=str)
 def test_a_worker_alone_loses_nothing_either(codec: Codec) -> None:
     xs, state, feedback = vectors(100, 1, 65)[:, 0], dict[str, Tensor](), ErrorFeedback(codec)
     said = [feedback.decode(feedback.encode(x, state, t), x, t) for t, x in enumerate(xs)]
@@ -179,7 +179,7 @@ def test_those_without_a_vector_are_not_divided_by_but_pay_what_they_owe() -> No
         results = run_threads(3, lambda comm, k=codec: run(comm, xs, ErrorFeedback(k), count=2))
         said = xs.double().sum(1).sum(0) / 2
         workers = sum(state["error"].double() for _, state in results) / 2
-        servers = owed([state for _, state in results]) - sum(state["error"].double() for _, state in results) / 3
+        servers = residual([state for _, state in results]) - sum(state["error"].double() for _, state in results) / 3
         gap = results[0][0].double().sum(0) + workers + servers - said
         assert gap.abs().max() / xs.abs().sum(0).max() < 2e-6
 
@@ -193,7 +193,7 @@ def test_those_without_a_vector_are_not_divided_by_but_pay_what_they_owe() -> No
 def test_two_stages_send_a_header_and_the_codes_of_a_piece_to_each_other_rank_twice(
     codec: Codec, size: int, n: int
 ) -> None:
-    lengths = oracles.chunks(n, size, codec.grain)
+    lengths = oracles.chunks(n, size, codec.alignment)
     xs = vectors(1, size, n)
 
     def body(comm: Comm) -> dict[str, float]:
@@ -205,8 +205,8 @@ def test_two_stages_send_a_header_and_the_codes_of_a_piece_to_each_other_rank_tw
             assert sent == {}
             continue
         others = [length for j, length in enumerate(lengths) if j != rank]
-        assert sent["scatter"] == sum(16 + codec.nbytes(length) for length in others)
-        assert sent["gather"] == (size - 1) * (16 + codec.nbytes(lengths[0]))
+        assert sent["all_to_all"] == sum(16 + codec.nbytes(length) for length in others)
+        assert sent["all_gather"] == (size - 1) * (16 + codec.nbytes(lengths[0]))
 
 
 def test_a_linear_codec_s_payloads_are_added_up_by_the_wire() -> None:
@@ -217,13 +217,13 @@ def test_a_linear_codec_s_payloads_are_added_up_by_the_wire() -> None:
         return comm.meter.by_operation
 
     for codec in (RandomK(0.1), ErrorFeedback(RandomK(0.1, unbiased=False)), ErrorFeedback(Sketch(3, 64, 2)), Bf16()):
-        assert run_threads(4, lambda c, k=codec: body(c, k))[0] == {"sum": 1.5 * codec.nbytes(1000)}
+        assert run_threads(4, lambda c, k=codec: body(c, k))[0] == {"all_reduce": 1.5 * codec.nbytes(1000)}
 
 
 def test_what_the_wire_would_round_goes_through_two_stages_where_nothing_may_be_lost() -> None:
     xs = vectors(1, 4, 1000)
     sent = run_threads(4, lambda comm: (run(comm, xs, ErrorFeedback(Bf16())), comm.meter.by_operation)[1])[0]
-    assert sent == {"scatter": 3 * (16 + 500), "gather": 3 * (16 + 500)}
+    assert sent == {"all_to_all": 3 * (16 + 500), "all_gather": 3 * (16 + 500)}
 
 
 @pytest.mark.parametrize("codec", [OneBit(16), Quantize(4, 16), TopK(0.1), RandomK(0.1), Sketch(3, 64, 2)], ids=str)
@@ -351,12 +351,12 @@ def test_another_number_of_workers_owes_as_much(sizes: tuple[int, int]) -> None:
     old = [{**state, "clock": torch.ones(())} for _, state in results]
     new = resize_errors(old, after)
     assert len(new) == after
-    assert torch.allclose(owed(new), owed(old), rtol=0, atol=1e-5)
+    assert torch.allclose(residual(new), residual(old), rtol=0, atol=1e-5)
     assert all(set(state) == {"error", "clock"} for state in new)
     more = run_threads(after, lambda comm: run(comm, ys, code, new[comm.rank]))
     said = xs.double().mean(1).sum(0) + ys.double().mean(1).sum(0)
     heard = results[0][0].double().sum(0) + more[0][0].double().sum(0)
-    gap = heard + owed([state for _, state in more]) - said
+    gap = heard + residual([state for _, state in more]) - said
     assert gap.abs().max() / (xs.abs().sum(0).max() + ys.abs().sum(0).max()) < 2e-6
 
 
@@ -407,24 +407,24 @@ class Tampered(ThreadComm):
     """A wire that changes one byte of what this rank sends in one kind of call."""
 
     def __init__(self, hub: Hub, rank: int, place: int) -> None:
-        super().__init__(hub, rank, deadline_seconds=10)
+        super().__init__(hub, rank, timeout=10)
         self.place = place
-        self.operation = "scatter"
+        self.operation = "all_to_all"
 
-    def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        if self.rank == 1 and self.operation == "scatter":
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        if self.rank == 1 and self.operation == "all_to_all":
             xs = [x.clone() for x in xs]
             xs[2][self.place] ^= 0x55
-        return super()._scatter(xs, sizes)
+        return super()._all_to_all(xs, sizes)
 
-    def _gather(self, x: Tensor) -> Work[list[Tensor]]:
-        if self.rank == 1 and self.operation == "gather":
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        if self.rank == 1 and self.operation == "all_gather":
             x = x.clone()
             x[self.place] ^= 0x55
-        return super()._gather(x)
+        return super()._all_gather(x)
 
 
-@pytest.mark.parametrize("operation", ["scatter", "gather"])
+@pytest.mark.parametrize("operation", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("place", [0, 2, 4, 8, 10, 17])
 def test_a_byte_that_changed_on_its_way_is_an_error_on_all_ranks(operation: str, place: int) -> None:
     xs = vectors(1, 3, 100)[0]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.problems import Irregular
-from thinwire import Bf16, Comm, Complete, CountingComm, OnePeerExponential, Peers, Ring, Topology, run_threads
+from thinwire import Bf16, Comm, Complete, CountingComm, OnePeerExponential, Ring, Topology, run_threads
 from thinwire.reduce.compressed_all_reduce import coded_mean_, gossip_, mean_, mix_
+from thinwire.topology import Peers
 
 SIZES = [1, 2, 3, 5]
 
@@ -87,4 +88,4 @@ def test_on_the_counting_wire_every_peer_holds_the_same() -> None:
     x = rows(1)[0]
     assert torch.allclose(mean_(comm, x.clone()).wait(), x, rtol=0, atol=1e-15)
     assert torch.allclose(gossip_(comm, x.clone(), Ring().peers(1, 4, 0)).wait(), x, rtol=0, atol=1e-15)
-    assert comm.meter.by_operation == {"sum": 2 * 3 * 48 / 4, "exchange": 2 * 48}
+    assert comm.meter.by_operation == {"all_reduce": 2 * 3 * 48 / 4, "send_recv": 2 * 48}

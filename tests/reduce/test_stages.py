@@ -52,8 +52,8 @@ def test_a_mean_goes_into_its_second_stage_when_the_next_is_launched() -> None:
         works[2].wait()
         return calls
 
-    for calls in thinwire.run_threads(3, body, deadline_seconds=20):
-        assert calls == ["scatter", "scatter", "gather", "scatter", "gather", "gather"]
+    for calls in thinwire.run_threads(3, body, timeout=20):
+        assert calls == ["all_to_all", "all_to_all", "all_gather", "all_to_all", "all_gather", "all_gather"]
 
 
 def test_what_is_summed_by_the_wire_is_not_waited_for_when_the_next_is_launched() -> None:
@@ -64,7 +64,7 @@ def test_what_is_summed_by_the_wire_is_not_waited_for_when_the_next_is_launched(
             work.wait()
         return waited
 
-    assert thinwire.run_threads(2, body, deadline_seconds=20) == [0.0, 0.0]
+    assert thinwire.run_threads(2, body, timeout=20) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("codec", [SIGNS, LINEAR], ids=str)
@@ -82,7 +82,7 @@ def test_what_is_owed_stays_where_any_part_is_not_finite(codec: Codec, bad: int)
             work.wait()
         return x, before, state
 
-    for x, before, after in thinwire.run_threads(2, body, deadline_seconds=20):
+    for x, before, after in thinwire.run_threads(2, body, timeout=20):
         assert x.isnan().all()
         assert before["error"].any()
         assert before.keys() == after.keys()
@@ -95,7 +95,7 @@ def test_gradients_sent_in_parts_go_on_after_a_step_that_was_skipped() -> None:
     def body(comm: Comm) -> Tensor:
         model = problem.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        attached = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=40)
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=40)
         for step in range(12):
             optimizer.zero_grad()
             factor = float("nan") if (step, comm.rank) == (5, 1) else 1.0
@@ -104,10 +104,10 @@ def test_gradients_sent_in_parts_go_on_after_a_step_that_was_skipped() -> None:
                 assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
                 continue
             optimizer.step()
-        attached.detach()
+        worker.detach()
         return flat(model)
 
-    first, second = thinwire.run_threads(2, body, deadline_seconds=20)
+    first, second = thinwire.run_threads(2, body, timeout=20)
     assert torch.equal(first, second)
     assert first.isfinite().all()
 
@@ -134,18 +134,18 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
     problem = Regression(2, 8, torch.float32)
 
     def body(comm: Comm) -> None:
-        attached = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
-        taken(attached, problem, 0, 6)
-        attached.optimizer.zero_grad()
-        problem.loss(attached.model, comm.rank, 6).backward()
-        gradient = next(attached.model.parameters()).grad
+        worker = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
+        taken(worker, problem, 0, 6)
+        worker.optimizer.zero_grad()
+        problem.loss(worker.model, comm.rank, 6).backward()
+        gradient = next(worker.model.parameters()).grad
         assert gradient is not None
         change(gradient)
         with pytest.raises(thinwire.ConfigError, match="step 6: gradients were changed"):
-            attached.optimizer.step()
-        attached.detach()
+            worker.optimizer.step()
+        worker.detach()
 
-    thinwire.run_threads(2, body, deadline_seconds=20)
+    thinwire.run_threads(2, body, timeout=20)
 
 
 def test_only_zero_one_adam_knows_of_steps_alone() -> None:

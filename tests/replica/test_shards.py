@@ -52,13 +52,13 @@ def two_by_two() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: DeviceMesh, strategy: Strategy, make: Make) -> thinwire.Attached:
+def sharded(mesh: DeviceMesh, strategy: Strategy, make: Make) -> thinwire.Worker:
     """Two groups that hold a model each, half of it per rank; both halves see the same data."""
     model = net()
     for layer in model:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    return thinwire.attach(model, make(model), strategy, group=mesh["replicate"], deadline_seconds=20)
+    return thinwire.attach(model, make(model), strategy, group=mesh["replicate"], timeout=20)
 
 
 def whole(model: nn.Module) -> Tensor:
@@ -76,14 +76,14 @@ def beside_the_whole() -> list[tuple[str, float, float]]:
     found: list[tuple[str, float, float]] = []
     for make in (momentum, adam):
         for strategy in STRATEGIES:
-            attached = steps(sharded(mesh, strategy, make), data(group, 7))
-            mine = whole(attached.model)
-            with attached.consensus() as model:
+            worker = steps(sharded(mesh, strategy, make), data(group, 7))
+            mine = whole(worker.model)
+            with worker.consensus() as model:
                 agreed = whole(model)
                 looked = model(batch(9, 0, classes=1)[0])
-            after = whole(attached.model)
+            after = whole(worker.model)
             assert torch.equal(after, mine), "evaluation leaves the parameters as they were"
-            attached.detach()
+            worker.detach()
             theirs, their_agreed, their_look = expected(strategy, make)[group]
             distance = max(float((mine - theirs).abs().max()), float((agreed - their_agreed).abs().max()))
             found.append((f"{strategy}, {make.__name__}", distance, float((looked - their_look).abs().max())))
@@ -93,13 +93,13 @@ def beside_the_whole() -> list[tuple[str, float, float]]:
 def expected(strategy: Strategy, make: Make) -> list[tuple[Tensor, Tensor, Tensor]]:
     def work(comm: thinwire.Comm) -> tuple[Tensor, Tensor, Tensor]:
         model = net()
-        attached = steps(thinwire.attach(model, make(model), strategy, comm=comm), data(comm.rank, 7))
+        worker = steps(thinwire.attach(model, make(model), strategy, comm=comm), data(comm.rank, 7))
         own = flat(model).clone()
-        with attached.consensus() as agreed:
+        with worker.consensus() as agreed:
             look = agreed(batch(9, 0, classes=1)[0]).detach()
             return own, flat(agreed).clone(), look
 
-    return thinwire.run_threads(2, work, deadline_seconds=20)
+    return thinwire.run_threads(2, work, timeout=20)
 
 
 def test_sharded_training_equals_unsharded_training() -> None:
@@ -115,16 +115,16 @@ def over_hybrid_shards() -> float:
     mesh, strategy = two_by_two(), SlowMo(period=3)
     model = net()
     fully_shard(model, mesh=mesh)
-    attached = thinwire.attach(model, momentum(model), strategy, group=mesh["replicate"], deadline_seconds=20)
+    worker = thinwire.attach(model, momentum(model), strategy, group=mesh["replicate"], timeout=20)
     # Torch's mean is over all four ranks, of which pairs see the same data.
-    steps(attached, data(mesh.get_local_rank("replicate"), 7))
+    steps(worker, data(mesh.get_local_rank("replicate"), 7))
     mine = whole(model)
-    attached.detach()
-    alone = thinwire.run_threads(2, lambda comm: flat(steps(both(comm), data(comm.rank, 7)).model), deadline_seconds=20)
+    worker.detach()
+    alone = thinwire.run_threads(2, lambda comm: flat(steps(both(comm), data(comm.rank, 7)).model), timeout=20)
     return float((mine - alone[0]).abs().max())
 
 
-def both(comm: thinwire.Comm) -> thinwire.Attached:
+def both(comm: thinwire.Comm) -> thinwire.Worker:
     model = net()
     return thinwire.attach(model, momentum(model), SlowMo(AllReduce(), period=3), comm=comm)
 
@@ -140,20 +140,20 @@ def the_rest(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"resumed": []}
     for strategy, make in ((SlowMo(PushSum(), period=4), momentum), (Gossip(), adam)):
         where = Path(folder) / type(strategy).__name__
-        attached = steps(sharded(mesh, strategy, make), data(group, 3))
-        attached.save(where)
-        through = whole(steps(attached, data(group, 4, first=3)).model)
-        attached.detach()
+        worker = steps(sharded(mesh, strategy, make), data(group, 3))
+        worker.save(where)
+        through = whole(steps(worker, data(group, 4, first=3)).model)
+        worker.detach()
         again = sharded(mesh, strategy, make)
         again.load(where)
         found["resumed"].append(torch.equal(whole(steps(again, data(group, 4, first=3)).model), through))
         again.detach()
-    attached = sharded(mesh, LocalSGD(1), momentum)
-    before = attached.comm.meter.payload_bytes
-    steps(attached, data(group, 1))
-    found["bytes"] = attached.comm.meter.payload_bytes - before
-    found["elements"] = sum(r.x.numel() for r in attached.replicas)
-    attached.detach()
+    worker = sharded(mesh, LocalSGD(1), momentum)
+    before = worker.comm.meter.payload_bytes
+    steps(worker, data(group, 1))
+    found["bytes"] = worker.comm.meter.payload_bytes - before
+    found["elements"] = sum(r.x.numel() for r in worker.replicas)
+    worker.detach()
     for name, wrong in (("gradients", lambda: sharded(mesh, AllReduce(), momentum)), ("group", lambda: astray(mesh))):
         with pytest.raises((ConfigError, MismatchError)) as refused:
             wrong()
@@ -165,7 +165,7 @@ def astray(mesh: DeviceMesh) -> None:
     """Averaging with those who hold another part."""
     model = net()
     fully_shard(model, mesh=mesh["shard"])
-    thinwire.attach(model, momentum(model), LocalSGD(), group=mesh["shard"], deadline_seconds=20)
+    thinwire.attach(model, momentum(model), LocalSGD(), group=mesh["shard"], timeout=20)
 
 
 def test_shards_are_saved_counted_and_never_mixed_up() -> None:
@@ -183,7 +183,7 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
 
 def test_a_parameter_that_is_not_sharded_is_its_own_part() -> None:
     def work(comm: thinwire.Comm) -> str:
-        attached = attach(comm, LocalSGD(2))
-        return str(attached.own_folder("here"))
+        worker = attach(comm, LocalSGD(2))
+        return str(worker.own_folder("here"))
 
     assert thinwire.run_threads(2, work) == ["here", "here"]

@@ -36,7 +36,7 @@ def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
     def work(comm: Comm) -> float:
         r = Replica(workers[comm.rank], torch.empty(0), comm, lr=lambda: 0.1)
         r.notice_distance(r.x, [workers[(comm.rank + 1) % 8], workers[(comm.rank + 3) % 8]])
-        return float(r.observed["consensus_distance"])
+        return float(r.metrics["consensus_distance"])
 
     assert run_threads(8, work) == pytest.approx([float(truth)] * 8, rel=0.02)
 
@@ -45,16 +45,16 @@ def test_a_worker_that_hears_nobody_notices_nothing():
     def work(comm: Comm) -> dict[str, object]:
         r = Replica(torch.ones(3), torch.empty(0), comm, lr=lambda: 0.1)
         r.notice_distance(r.x, [])
-        return dict(r.observed)
+        return dict(r.metrics)
 
     assert run_threads(1, work) == [{}]
 
 
 def test_observations_are_taken_once():
     def work(comm: Comm) -> list[dict[str, float]]:
-        attached = attach(comm, Local())
-        attached.replicas[0].observed["consensus_distance"] = torch.tensor(2.0)
-        return [attached.observations(), attached.observations()]
+        worker = attach(comm, Local())
+        worker.replicas[0].metrics["consensus_distance"] = torch.tensor(2.0)
+        return [worker.metrics(), worker.metrics()]
 
     assert run_threads(1, work) == [[{"consensus_distance": 2.0}, {}]]
 
@@ -69,8 +69,8 @@ def test_workers_share_what_each_noticed_as_means_over_those_who_did():
         return share(comm, mine, torch.device("cpu"))
 
     for records in run_threads(3, work):
-        assert [record.observed for record in records] == [{"a": 1.5}, {"b": 7.0}, {}]
-        assert "observed" not in records[2].line()
+        assert [record.metrics for record in records] == [{"a": 1.5}, {"b": 7.0}, {}]
+        assert "metrics" not in records[2].line()
 
 
 def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
@@ -78,14 +78,14 @@ def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         if "loss" in row and row["step"] % 2 == 0:
-            row["observed"] = {"consensus_distance": 100.0 / row["step"]}
+            row["metrics"] = {"consensus_distance": 100.0 / row["step"]}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = write(tmp_path)
-    assert (tmp_path / "plots" / "observed-consensus-distance.png") in written.plots
+    assert (tmp_path / "plots" / "metrics-consensus-distance.png") in written.plots
     assert "Consensus distance" in written.report.read_text()
     kept = RunFolder(tmp_path).rewind(40)
-    assert kept[39].observed == {"consensus_distance": 2.5}
-    assert kept[38].observed == {}
+    assert kept[39].metrics == {"consensus_distance": 2.5}
+    assert kept[38].metrics == {}
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
 )
 def test_methods_that_gossip_notice_how_far_workers_are_apart(strategy: Strategy):
     def work(comm: Comm) -> list[float]:
-        attached = attach(comm, strategy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        worker = attach(comm, strategy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
         seen: list[float] = []
         for x, y in batches(comm.rank, 4):
-            steps(attached, [(x, y)])
-            seen.append(attached.observations().get("consensus_distance", math.nan))
+            steps(worker, [(x, y)])
+            seen.append(worker.metrics().get("consensus_distance", math.nan))
         return seen
 
     for seen in run_threads(3, work):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import descendants
+from tests.processes import descendants
 from thinwire.cli import main
 from thinwire.emulate import available
 from thinwire.errors import ConfigError, NonFiniteError, PeerLostError, ThinwireError

@@ -41,7 +41,7 @@ def test_settings_survive_json():
         ("schedule", "step"),
         ("eval_every", 0),
         ("weight_decay", -0.1),
-        ("deadline_seconds", 0.0),
+        ("timeout", 0.0),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):
@@ -133,15 +133,15 @@ def test_folders_are_named_after_what_tells_recipes_apart():
     assert short_name("post-local-sgd(period=4)") == "post-local-sgd"
 
 
-def meetings(agenda, pace, step=0, seconds=0.0):
+def meetings(schedule, pace, step=0, seconds=0.0):
     """The steps at which workers meet that take `pace` seconds a step."""
     found = []
-    while not agenda.is_over(step, seconds):
-        following = agenda.next_meeting(step, seconds)
+    while not schedule.is_over(step, seconds):
+        following = schedule.next_meeting(step, seconds)
         seconds += (following - step) * pace
         step = following
         found.append(step)
-        agenda.evaluation_is_due(step, seconds)
+        schedule.evaluation_is_due(step, seconds)
     return found
 
 
@@ -163,11 +163,11 @@ def test_a_resumed_run_meets_at_the_same_multiples():
 
 
 def test_evaluations_of_a_budget_come_about_ten_times():
-    agenda, due, step, seconds = Agenda(settings(steps=None, seconds=20.0), 0, 0.0), 0, 0, 0.0
-    while not agenda.is_over(step, seconds):
-        following = agenda.next_meeting(step, seconds)
+    schedule, due, step, seconds = Agenda(settings(steps=None, seconds=20.0), 0, 0.0), 0, 0, 0.0
+    while not schedule.is_over(step, seconds):
+        following = schedule.next_meeting(step, seconds)
         step, seconds = following, following * 0.05
-        due += agenda.evaluation_is_due(step, seconds)
+        due += schedule.evaluation_is_due(step, seconds)
     assert 8 <= due <= 11
 
 
@@ -200,8 +200,8 @@ class Traced:
     """An engine that has recorded some intervals."""
 
     intervals = (
-        Interval("talk", "sum", 11.0, 13.0, 5),
-        Interval("wait", "sum", 12.0, 13.0, 5),
+        Interval("talk", "all_reduce", 11.0, 13.0, 5),
+        Interval("wait", "all_reduce", 12.0, 13.0, 5),
         Interval("wait", "evaluation", 15.0, 16.0, 5),
     )
 

@@ -7,7 +7,7 @@ import pytest
 from tests.pool import run_processes
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.runs import RunFolder, Settings, resolve, work
-from thinwire.runs.recipes import PEERS
+from thinwire.runs.recipes import BASELINES
 
 SUMMARY = {
     "strategy",
@@ -138,7 +138,7 @@ def test_a_whole_number_of_workers_must_have_started(tmp_path):
         train(tmp_path, workers=2)
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", BASELINES)
 def test_yardsticks_are_not_saved(tmp_path, name):
     with pytest.raises(ConfigError, match="yardsticks"):
         train(tmp_path, strategy=name, save_every=6, steps=6)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.problems import Problem, Vector, flat
-from thinwire import Attached, Comm, Strategy
+from thinwire import Comm, Strategy, Worker
 from thinwire.comm.group import comm_for
 
 Told = Callable[[int, int, Tensor], Tensor | float | None]
@@ -59,7 +59,7 @@ def losses_of(problem: Problem) -> Callable[[Tensor, int], Tensor]:
 
 def begin(
     comm: Comm | None, strategy: Strategy, problem: Problem, starts: Tensor | None = None, **settings: Any
-) -> Attached:
+) -> Worker:
     """Attach a problem's model; each rank begins at its own row of `starts`, where there are any."""
     model, comm = problem.model(), comm or comm_for()
     init: Literal["broadcast", "own"] = "broadcast"
@@ -70,18 +70,16 @@ def begin(
     return thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
 
 
-def go_on(
-    attached: Attached, problem: Problem, rates: Sequence[float], first: int = 0, told: Told = as_it_is
-) -> Attached:
+def go_on(worker: Worker, problem: Problem, rates: Sequence[float], first: int = 0, told: Told = as_it_is) -> Worker:
     """Some steps of a user's loop, each of which tells its loss."""
     for step, rate in enumerate(rates, first):
-        attached.optimizer.param_groups[0]["lr"] = rate
-        attached.optimizer.zero_grad()
-        loss = problem.loss(attached.model, attached.comm.rank, step)
+        worker.optimizer.param_groups[0]["lr"] = rate
+        worker.optimizer.zero_grad()
+        loss = problem.loss(worker.model, worker.comm.rank, step)
         loss.backward()
-        attached.saw(loss=told(attached.comm.rank, step, loss.detach()))
-        attached.optimizer.step()
-    return attached
+        worker.record_batch(loss=told(worker.comm.rank, step, loss.detach()))
+        worker.optimizer.step()
+    return worker
 
 
 def train(
@@ -93,17 +91,15 @@ def train(
     starts: Tensor | None = None,
     told: Told = as_it_is,
     **settings: Any,
-) -> Attached:
+) -> Worker:
     """One rank's whole run."""
-    attached = go_on(begin(comm, strategy, problem, starts, **settings), problem, rates, told=told)
-    attached.detach()
-    return attached
+    worker = go_on(begin(comm, strategy, problem, starts, **settings), problem, rates, told=told)
+    worker.detach()
+    return worker
 
 
 def together(n: int, strategy: Strategy, problem: Problem, rates: Sequence[float], **settings: Any) -> Tensor:
     """The parameters of n threads after training, stacked."""
     return torch.stack(
-        thinwire.run_threads(
-            n, lambda c: flat(train(c, strategy, problem, rates, **settings).model), deadline_seconds=20
-        )
+        thinwire.run_threads(n, lambda c: flat(train(c, strategy, problem, rates, **settings).model), timeout=20)
     )

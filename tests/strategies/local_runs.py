@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import thinwire
 from tests.problems import Problem, flat
-from thinwire import Attached, Comm, Strategy
+from thinwire import Comm, Strategy, Worker
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -24,28 +24,28 @@ def adamw(lr: float = 0.01) -> Make:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def begin(comm: Comm | None, strategy: Strategy, problem: Problem, make: Make) -> Attached:
+def begin(comm: Comm | None, strategy: Strategy, problem: Problem, make: Make) -> Worker:
     model = problem.model()
     return thinwire.attach(model, make(model), strategy, comm=comm)
 
 
 def go_on(
-    attached: Attached, problem: Problem, steps: range, before_step: Callable[[Attached, int], None] | None = None
-) -> Attached:
+    worker: Worker, problem: Problem, steps: range, before_step: Callable[[Worker, int], None] | None = None
+) -> Worker:
     """The loop of any user, over some steps."""
     for step in steps:
-        attached.optimizer.zero_grad()
-        problem.loss(attached.model, attached.comm.rank, step).backward()
+        worker.optimizer.zero_grad()
+        problem.loss(worker.model, worker.comm.rank, step).backward()
         if before_step is not None:
-            before_step(attached, step)
-        attached.optimizer.step()
-    return attached
+            before_step(worker, step)
+        worker.optimizer.step()
+    return worker
 
 
-def run(comm: Comm | None, strategy: Strategy, problem: Problem, steps: int, make: Make, **settings: Any) -> Attached:
-    attached = go_on(begin(comm, strategy, problem, make), problem, range(steps), **settings)
-    attached.detach()
-    return attached
+def run(comm: Comm | None, strategy: Strategy, problem: Problem, steps: int, make: Make, **settings: Any) -> Worker:
+    worker = go_on(begin(comm, strategy, problem, make), problem, range(steps), **settings)
+    worker.detach()
+    return worker
 
 
 def ended(n: int, strategy: Strategy, problem: Problem, steps: int, make: Make, **settings: Any) -> Tensor:
@@ -59,9 +59,9 @@ def sent(n: int, strategy: Strategy, problem: Problem, steps: int, make: Make) -
     """Payload bytes and messages of each rank while it trains."""
 
     def body(comm: Comm) -> tuple[float, int]:
-        attached = begin(comm, strategy, problem, make)
+        worker = begin(comm, strategy, problem, make)
         before = comm.meter.payload_bytes, comm.meter.messages
-        go_on(attached, problem, range(steps))
+        go_on(worker, problem, range(steps))
         return comm.meter.payload_bytes - before[0], comm.meter.messages - before[1]
 
     return thinwire.run_threads(n, body)

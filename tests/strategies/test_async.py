@@ -1,4 +1,4 @@
-"""AD-PSGD and eager Overlap SGP: what holds however steps and letters interleave."""
+"""AD-PSGD and eager Overlap SGP: what holds however steps and messages interleave."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n:
     pauses = [[draw.random() * (0.002 if rank else 0.004) for _ in range(40)] for rank in range(n)]
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, float]:
-        def rest(attached: thinwire.Attached) -> None:
-            time.sleep(pauses[comm.rank][attached.step - 1])
+        def rest(worker: thinwire.Worker) -> None:
+            time.sleep(pauses[comm.rank][worker.step - 1])
 
         problem = quadratic(n, DOUBLE, width=20)
-        attached = train(comm, ADPSGD(TwoSides()), problem, [0.0] * 40, starts=starts, after_step=rest)
+        worker = train(comm, ADPSGD(TwoSides()), problem, [0.0] * 40, starts=starts, after_step=rest)
         waited = comm.meter.exposed_seconds
-        with attached.consensus() as model:
+        with worker.consensus() as model:
             agreed = flat(model)
-        return own(attached.replicas[0]), agreed, waited
+        return own(worker.replicas[0]), agreed, waited
 
-    parts = run_threads(n, body, deadline_seconds=20)
+    parts = run_threads(n, body, timeout=20)
     total = sum(x for x, _, _ in parts)
     assert torch.allclose(total, starts.sum(0), rtol=0, atol=1e-13)
     for _, agreed, _ in parts:
@@ -157,9 +157,9 @@ def test_an_answer_waits_until_everyone_has_stood_still() -> None:
     answering, asking = replicas(strategy, x)
     end_step(strategy, answering)
     end_step(strategy, asking)
-    asking.settle()
+    asking.wait_pending()
     end_step(strategy, asking)  # takes in the answer of before, and asks anew
-    answering.settle()
+    answering.wait_pending()
     assert answering.state["published"].item() == 4
     assert not asking.inflight["answer"].ready
     end_step(strategy, answering)
@@ -172,13 +172,13 @@ def test_settling_waits_for_every_neighbour() -> None:
     workers = replicas(strategy, scattered(4))
     for r in workers:
         end_step(strategy, r)
-    workers[1].settle()
-    workers[0].comm.deadline_seconds = 0.1
-    with pytest.raises(thinwire.DeadlineError, match="all neighbours to finish step 1"):
-        workers[0].settle()
-    workers[3].settle()
-    workers[0].settle()
-    workers[2].settle()
+    workers[1].wait_pending()
+    workers[0].comm.timeout = 0.1
+    with pytest.raises(thinwire.CommTimeoutError, match="all neighbours to finish step 1"):
+        workers[0].wait_pending()
+    workers[3].wait_pending()
+    workers[0].wait_pending()
+    workers[2].wait_pending()
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_resuming_keeps_everything_that_was_under_way(strategy: Strategy) -> Non
     problem = Regression(4, 14, DOUBLE)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        attached = train(comm, strategy, problem, [0.1] * 7, momentum=0.9)
-        saved = attached.state_dict()
-        with attached.consensus() as model:
+        worker = train(comm, strategy, problem, [0.1] * 7, momentum=0.9)
+        saved = worker.state_dict()
+        with worker.consensus() as model:
             before = flat(model)
-        comm.close_mailbox(attached.replicas[0])
+        comm.close_mailbox(worker.replicas[0])
         model = problem.model()
         again = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy, comm=comm)
         again.load_state_dict(saved)
@@ -207,7 +207,7 @@ def test_resuming_keeps_everything_that_was_under_way(strategy: Strategy) -> Non
         again.detach()
         return before, after, later
 
-    for before, after, later in run_threads(4, body, deadline_seconds=20):
+    for before, after, later in run_threads(4, body, timeout=20):
         assert torch.equal(before, after)
         assert distance(later, before) < 1e-14
 
@@ -219,15 +219,15 @@ def test_a_run_goes_on_after_it_has_stood_still(strategy: Strategy) -> None:
     def body(comm: Comm) -> list[Tensor]:
         seen = []
 
-        def look(attached: thinwire.Attached) -> None:
-            if attached.step % 3 == 0 or attached.step == 4:
-                with attached.consensus() as model:
+        def look(worker: thinwire.Worker) -> None:
+            if worker.step % 3 == 0 or worker.step == 4:
+                with worker.consensus() as model:
                     seen.append(flat(model))
 
         train(comm, strategy, quadratic(4, DOUBLE), [0.0] * 9, starts=starts, after_step=look)
         return seen
 
-    for seen in run_threads(4, body, deadline_seconds=20):
+    for seen in run_threads(4, body, timeout=20):
         assert len(seen) == 4
         for agreed in seen:
             assert torch.allclose(agreed, starts.mean(0), rtol=0, atol=1e-14)
@@ -240,14 +240,14 @@ def test_slow_momentum_over_letters_averages_exactly(base: Strategy) -> None:
     def body(comm: Comm) -> list[Tensor]:
         seen = []
 
-        def look(attached: thinwire.Attached) -> None:
-            if attached.step % 4 == 0:
-                seen.append(flat(attached.model))
+        def look(worker: thinwire.Worker) -> None:
+            if worker.step % 4 == 0:
+                seen.append(flat(worker.model))
 
         train(comm, SlowMo(base, period=4), problem, [0.1] * 8, after_step=look)
         return seen
 
-    found = run_threads(4, body, deadline_seconds=20)
+    found = run_threads(4, body, timeout=20)
     for seen in found:
         assert all(torch.equal(x, y) for x, y in zip(seen, found[0], strict=True))
 
@@ -257,20 +257,20 @@ def test_a_loop_of_any_user_trains_with_several_dtypes_at_once(strategy: Strateg
     from tests.engine import Mixed, drawn
 
     def body(comm: Comm) -> tuple[float, float]:
-        attached = attach(comm, strategy, model=drawn(Mixed()))
-        assert len(attached.replicas) == 2
+        worker = attach(comm, strategy, model=drawn(Mixed()))
+        assert len(worker.replicas) == 2
         data = batches(comm.rank, 12)
 
         def loss() -> float:
-            with attached.consensus() as model, torch.no_grad():
+            with worker.consensus() as model, torch.no_grad():
                 return sum(float((model(x) - y).square().mean()) for x, y in data)
 
-        steps(attached, data[:1])
+        steps(worker, data[:1])
         before = loss()
-        steps(attached, data * 4)
+        steps(worker, data * 4)
         return before, loss()
 
-    model_output = run_threads(2, lambda comm: body(comm), deadline_seconds=20)
+    model_output = run_threads(2, lambda comm: body(comm), timeout=20)
     for before, after in model_output:
         assert after < before
 
@@ -351,26 +351,26 @@ def mixing(topology: Topology, n: int) -> Any:
 
 
 def run_eager(n: int, strategy: EagerPushSum, rates: list[float], delay: Any, starts: Tensor) -> Any:
-    """De-biased rows, weights, and the letters that were waited for, after each step."""
+    """De-biased rows, weights, and the messages that were waited for, after each step."""
     problem = quadratic(n, starts.dtype)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         seen = []
 
-        def look(attached: thinwire.Attached) -> None:
-            (r,) = attached.replicas
-            noticed = torch.tensor([r.observed["letters_waited_for"], r.observed["letter_age_steps"]])
+        def look(worker: thinwire.Worker) -> None:
+            (r,) = worker.replicas
+            noticed = torch.tensor([r.metrics["messages_waited_for"], r.metrics["message_age_steps"]])
             seen.append((r.x.clone(), weight(r.state["mass"]), noticed))
 
         train(comm, strategy, problem, rates, starts=starts, after_step=look)
         return tuple(torch.stack(part) for part in zip(*seen, strict=True))  # type: ignore[return-value]
 
-    found = run_threads(n, body, delay=delay, deadline_seconds=20)
+    found = run_threads(n, body, delay=delay, timeout=20)
     return tuple(torch.stack(part, dim=1) for part in zip(*found, strict=True))
 
 
 def random_delay(most: int, least: int = 0) -> Any:
-    return lambda frm, to, step: random.Random(f"{frm} {to} {step}").randint(least, most)
+    return lambda src, dst, step: random.Random(f"{src} {dst} {step}").randint(least, most)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
@@ -412,7 +412,7 @@ def test_letters_that_take_no_time_are_absorbed_in_their_own_step_and_never_wait
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("delay", [0, 1, 2, 3, 5])
 def test_a_worker_waits_if_and_only_if_a_letter_is_later_than_the_staleness(staleness: int, delay: int) -> None:
-    slow_edge = lambda frm, to, step: delay if (frm, to) == (2, 0) else 0  # noqa: E731
+    slow_edge = lambda src, dst, step: delay if (src, dst) == (2, 0) else 0  # noqa: E731
     *_, noticed = run_eager(3, EagerPushSum(staleness=staleness), [0.1] * 14, slow_edge, scattered(3))
     assert (noticed[:, 0, 0].sum() > 0) == (delay > staleness)
     assert not noticed[:, 1:, 0].any()
@@ -424,7 +424,7 @@ def test_the_ledger_of_mass_holds_for_ten_thousand_steps_of_random_delays(dtype:
     n, count = 3, 10_000 if dtype is DOUBLE else 1_000
     strategy, x = EagerPushSum(staleness=3), scattered(n, 4, dtype)
     delays = torch.randint(1, 6, (count, n, n), generator=torch.Generator().manual_seed(0)).tolist()
-    workers = replicas(strategy, x, delay=lambda frm, to, step: delays[step][frm][to])
+    workers = replicas(strategy, x, delay=lambda src, dst, step: delays[step][src][dst])
 
     def total() -> tuple[Tensor, float]:
         numerators, weights = torch.zeros(4, dtype=DOUBLE), 0.0
@@ -455,12 +455,12 @@ def test_the_ledger_of_mass_holds_for_ten_thousand_steps_of_random_delays(dtype:
 def test_no_more_letters_are_under_way_than_there_is_room_for() -> None:
     strategy = EagerPushSum(staleness=2)
     workers = replicas(strategy, scattered(2))
-    workers[0].comm.deadline_seconds = 0.1
+    workers[0].comm.timeout = 0.1
     for r in workers:
         end_step(strategy, r)
     for _ in range(2):
         end_step(strategy, workers[0])
-    with pytest.raises(thinwire.DeadlineError, match="a letter from rank 1 at step 3"):
+    with pytest.raises(thinwire.CommTimeoutError, match="a message from rank 1 at step 3"):
         end_step(strategy, workers[0])
     assert len(workers[1].comm.mailbox(workers[1])._edges[0].inbox) <= 4
 
@@ -487,7 +487,7 @@ def test_letters_cost_what_the_card_says() -> None:
 
     def sent(comm: Comm, strategy: Strategy, count: int) -> float:
         train(comm, strategy, problem, [0.1] * count)
-        return comm.meter.by_operation.get("exchange", 0.0)
+        return comm.meter.by_operation.get("send_recv", 0.0)
 
     assert run_threads(4, lambda comm: sent(comm, EagerPushSum(), 10)) == [10 * (34 * 4 + 8)] * 4
     asked = run_threads(4, lambda comm: sent(comm, ADPSGD(), 10))
@@ -500,8 +500,8 @@ def test_a_lost_worker_is_named_by_those_who_hear_of_it() -> None:
     ends: dict[int, str] = {}
 
     def body(comm: Comm) -> None:
-        def fail(attached: thinwire.Attached) -> None:
-            if comm.rank == 0 and attached.step == 5:
+        def fail(worker: thinwire.Worker) -> None:
+            if comm.rank == 0 and worker.step == 5:
                 raise ZeroDivisionError("on purpose")
             time.sleep(0.001)
 
@@ -512,5 +512,5 @@ def test_a_lost_worker_is_named_by_those_who_hear_of_it() -> None:
             raise
 
     with pytest.raises(ZeroDivisionError):
-        run_threads(2, body, deadline_seconds=20)
+        run_threads(2, body, timeout=20)
     assert "rank 0 was lost" in ends[1]

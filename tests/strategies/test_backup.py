@@ -20,7 +20,7 @@ from tests.pool import run_processes, start_processes
 from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from thinwire.plan.traffic import DryRun
 from thinwire.quorum.control_messages import Note
-from thinwire.quorum.elastic_sampler import Dispenser
+from thinwire.quorum.elastic_sampler import ElasticSampler
 from thinwire.quorum.log import memberships
 from thinwire.quorum.participant import Party
 from thinwire.quorum.reduction_selector import Plane
@@ -59,7 +59,7 @@ def test_all_ranks_hold_what_one_process_makes_of_the_log(
     def body(comm: Comm) -> Run:
         return train(attach(comm, strategy, optimizer=optimizing), 25, pause)
 
-    together(run_threads(4, body, deadline_seconds=20), strategy, optimizing)
+    together(run_threads(4, body, timeout=20), strategy, optimizing)
 
 
 def stalled(strategy: BackupWorkers) -> Run:
@@ -72,16 +72,16 @@ def test_all_ranks_hold_what_one_process_makes_of_the_log_on_processes(strategy:
 
 
 def test_a_rank_that_is_always_late_takes_few_steps_and_ends_with_the_others() -> None:
-    runs = run_threads(4, lambda comm: train(attach(comm, BackupWorkers()), 60, slow_last), deadline_seconds=20)
+    runs = run_threads(4, lambda comm: train(attach(comm, BackupWorkers()), 60, slow_last), timeout=20)
     assert len(runs[3].digests) < 60
     assert max(runs[3].digests) == 60
-    assert sum(each["steps_missed"] for each in runs[3].observed) == 60 - sum(3 in m for m in runs[3].log)
-    assert runs[0].observed[-1]["share_of_rank_3"] == sum(3 in m for m in runs[3].log) / 60
+    assert sum(each["steps_missed"] for each in runs[3].metrics) == 60 - sum(3 in m for m in runs[3].log)
+    assert runs[0].metrics[-1]["share_of_rank_3"] == sum(3 in m for m in runs[3].log) / 60
 
 
 def test_a_late_keeper_keeps_counting() -> None:
     strategy = BackupWorkers(keeper=3)
-    runs = run_threads(4, lambda comm: train(attach(comm, strategy), 30, slow_last), deadline_seconds=20)
+    runs = run_threads(4, lambda comm: train(attach(comm, strategy), 30, slow_last), timeout=20)
     together(runs, strategy, momentum)
     assert sum(3 in members for members in runs[0].log) < 30
 
@@ -93,7 +93,7 @@ def test_a_number_that_is_chosen_by_the_clock_divides_by_who_came(choice: Any) -
     def body(comm: Comm) -> Run:
         return train(attach(comm, strategy, optimizer=adam), 40, lambda rank, step: 0.04 if rank == 3 else 0.004)
 
-    runs = run_threads(4, body, deadline_seconds=20)
+    runs = run_threads(4, body, timeout=20)
     together(runs, strategy, adam)
     assert all(2 <= len(members) <= 4 for members in runs[0].log)
 
@@ -102,7 +102,7 @@ def test_letters_on_a_script_change_nothing() -> None:
     def body(comm: Comm) -> Run:
         return train(attach(comm, BackupWorkers()), 10, stalls)
 
-    together(run_threads(3, body, deadline_seconds=20, delay=lambda *_: 2), BackupWorkers(), momentum)
+    together(run_threads(3, body, timeout=20, delay=lambda *_: 2), BackupWorkers(), momentum)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -110,20 +110,20 @@ def test_letters_on_a_script_change_nothing() -> None:
 
 def test_the_data_of_a_rank_that_is_always_late_are_seen() -> None:
     def body(comm: Comm) -> tuple[dict[int, int], list[tuple[int, ...]]]:
-        attached = attach(comm, BackupWorkers())
-        dispenser, dealt = Dispenser(12, seed=1), dict[int, int]()
-        for number in dispenser.until(attached.replicas[0], 12):
-            dealt[attached.step] = number
+        worker = attach(comm, BackupWorkers())
+        dispenser, dealt = ElasticSampler(12, seed=1), dict[int, int]()
+        for number in dispenser.until(worker.replicas[0], 12):
+            dealt[worker.step] = number
             x, y = batch(0, number)
-            attached.optimizer.zero_grad()
-            loss = (attached.model(x) - y).square().mean()
+            worker.optimizer.zero_grad()
+            loss = (worker.model(x) - y).square().mean()
             time.sleep(slow_last(comm.rank, 0))
             loss.backward()
-            attached.optimizer.step()
-        attached.detach()
-        return dealt, list(memberships(attached.replicas[0]))
+            worker.optimizer.step()
+        worker.detach()
+        return dealt, list(memberships(worker.replicas[0]))
 
-    seen = run_threads(4, body, deadline_seconds=20)
+    seen = run_threads(4, body, timeout=20)
     used = [seen[rank][0][step] for step, members in enumerate(seen[0][1]) for rank in members]
     assert sorted(used) == sorted(3 * list(range(12)))
 
@@ -181,8 +181,8 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: P
     assert not [worker.error for worker in workers if worker.error]
     together([worker.result for worker in workers], BackupWorkers(), momentum, exact=plane == "ring")
     assert len(workers[2].result.digests) < 40
-    # Where a stopped process holds up an all-reduce, the others go on by letters.
-    reduced = [bool(each["all_reduced"]) for each in workers[0].result.observed]
+    # Where a stopped process holds up an all-reduce, the others go on by messages.
+    reduced = [bool(each["all_reduced"]) for each in workers[0].result.metrics]
     assert any(reduced) == (plane == "zeros")
     assert not all(reduced)
 
@@ -192,18 +192,18 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: P
 
 def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> None:
     def body(comm: Comm) -> tuple[Run, Run]:
-        attached = attach(comm, BackupWorkers(), optimizer=adam)
-        train(attached, 8, stalls, ends=False)
-        attached.save(tmp_path)
-        train(attached, 14, stalls, ends=False)
-        attached.load(tmp_path)
-        assert attached.step == 8
-        again = train(attached, 20, stalls)
+        worker = attach(comm, BackupWorkers(), optimizer=adam)
+        train(worker, 8, stalls, ends=False)
+        worker.save(tmp_path)
+        train(worker, 14, stalls, ends=False)
+        worker.load(tmp_path)
+        assert worker.step == 8
+        again = train(worker, 20, stalls)
         fresh = attach(comm, BackupWorkers(), optimizer=adam)
         fresh.load(tmp_path)
         return again, train(fresh, 20, stalls)
 
-    runs = run_threads(4, body, deadline_seconds=20)
+    runs = run_threads(4, body, timeout=20)
     for which in (0, 1):
         together([run[which] for run in runs], BackupWorkers(), adam)
 
@@ -220,14 +220,14 @@ def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backup
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     def body(comm: Comm) -> float:
-        attached = attach(comm, BackupWorkers(patience_seconds=2.0, plane="ring"))
+        worker = attach(comm, BackupWorkers(patience_seconds=2.0, plane="ring"))
         before = comm.meter.payload_bytes
-        train(attached, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
+        train(worker, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
         sent = comm.meter.payload_bytes - before
-        attached.detach()
+        worker.detach()
         return sent
 
-    sent = run_threads(3, body, deadline_seconds=20)
+    sent = run_threads(3, body, timeout=20)
     dry = DryRun(BackupWorkers(), [15, 5, 10, 2], workers=3, rank=1, dtype=torch.float32, bucket_bytes=48)
     # What is more is one state of 4,128 bytes, from one of the members to the late one.
     assert {sent[1] - 4 * dry.step().sent} <= {0, 4128}
@@ -263,29 +263,29 @@ def test_what_cannot_work_is_refused_with_the_rule(made: Callable[[], Any], word
 
 def test_parameters_of_two_kinds_are_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match="parameters are of 2 kinds"):
-        run_threads(2, lambda comm: attach(comm, BackupWorkers(), model=Mixed()), deadline_seconds=10)
+        run_threads(2, lambda comm: attach(comm, BackupWorkers(), model=Mixed()), timeout=10)
 
 
 def test_a_second_backward_pass_is_refused_and_accumulation_is_not() -> None:
     def body(comm: Comm) -> None:
-        attached = attach(comm, BackupWorkers())
-        with attached.no_sync():
-            loss_of(attached.model, comm.rank, 0).backward()
-        loss_of(attached.model, comm.rank, 1).backward()
-        loss_of(attached.model, comm.rank, 2).backward()
+        worker = attach(comm, BackupWorkers())
+        with worker.no_sync():
+            loss_of(worker.model, comm.rank, 0).backward()
+        loss_of(worker.model, comm.rank, 1).backward()
+        loss_of(worker.model, comm.rank, 2).backward()
 
     with pytest.raises(ConfigError, match=r"a second backward pass before optimizer.step"):
-        run_threads(2, body, deadline_seconds=10)
+        run_threads(2, body, timeout=10)
 
 
 def test_uneven_data_are_refused_in_words() -> None:
     def body(comm: Comm) -> None:
-        attached = attach(comm, BackupWorkers())
-        for _ in attached.join(batches(comm.rank, 1 + comm.rank)):
-            steps(attached, [batch(comm.rank, 0)])
+        worker = attach(comm, BackupWorkers())
+        for _ in worker.join(batches(comm.rank, 1 + comm.rank)):
+            steps(worker, [batch(comm.rank, 0)])
 
-    with pytest.raises(ConfigError, match=r"while attached.step < steps"):
-        run_threads(2, body, deadline_seconds=10)
+    with pytest.raises(ConfigError, match=r"while worker.step < steps"):
+        run_threads(2, body, timeout=10)
 
 
 @pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
@@ -293,33 +293,33 @@ def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy
     start = flat(net())
 
     def body(comm: Comm) -> Tensor:
-        attached = attach(comm, around)
+        worker = attach(comm, around)
         with pytest.raises(ConfigError, match="use it alone, or AllReduce"):
-            steps(attached, batches(comm.rank, 1))
-        return flat(attached.model)
+            steps(worker, batches(comm.rank, 1))
+        return flat(worker.model)
 
-    assert all(torch.equal(x, start) for x in run_threads(2, body, deadline_seconds=10))
+    assert all(torch.equal(x, start) for x in run_threads(2, body, timeout=10))
 
 
 def test_a_step_without_a_gradient_is_refused() -> None:
     with pytest.raises(ConfigError, match="without a backward pass before it"):
-        run_threads(2, lambda comm: attach(comm, BackupWorkers()).optimizer.step(), deadline_seconds=10)
+        run_threads(2, lambda comm: attach(comm, BackupWorkers()).optimizer.step(), timeout=10)
 
 
 def test_schedules_that_count_a_late_worker_s_own_steps_are_found_out() -> None:
     def body(comm: Comm) -> None:
-        attached = attach(comm, BackupWorkers())
-        attached.optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
-        steps(attached, batches(comm.rank, 1))
+        worker = attach(comm, BackupWorkers())
+        worker.optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        steps(worker, batches(comm.rank, 1))
 
     with pytest.raises(MismatchError, match=r"the optimizers of ranks \d and \d are set differently"):
-        run_threads(3, body, deadline_seconds=10)
+        run_threads(3, body, timeout=10)
 
 
 def test_whoever_trains_on_alone_meets_a_deadline_in_words() -> None:
     def body(comm: Comm) -> None:
-        attached = thinwire.attach(model := net(), momentum(model), BackupWorkers(), comm=comm)
-        train(attached, 2 if comm.rank else 3, ends=False)
+        worker = thinwire.attach(model := net(), momentum(model), BackupWorkers(), comm=comm)
+        train(worker, 2 if comm.rank else 3, ends=False)
 
-    with pytest.raises(thinwire.DeadlineError, match=r"all ranks must train until the same attached.step"):
-        run_threads(3, body, deadline_seconds=0.8)
+    with pytest.raises(thinwire.CommTimeoutError, match=r"all ranks must train until the same worker.step"):
+        run_threads(3, body, timeout=0.8)

@@ -36,25 +36,25 @@ def running_mean(rank: int, steps: list[int]) -> Tensor:
 def body(comm: Comm) -> tuple[list[float], list[int], list[float], list[float], list[tuple[int, ...]]]:
     """Train among one slow rank: the parameters, the steps taken, the mean remembered, everyone's, and the log."""
     model = normed()
-    attached, taken = attach(comm, BackupWorkers(), model=model), list[int]()
-    while attached.step < STEPS:
-        taken.append(attached.step)
-        attached.optimizer.zero_grad()
-        loss = loss_of(model, comm.rank, attached.step)
+    worker, taken = attach(comm, BackupWorkers(), model=model), list[int]()
+    while worker.step < STEPS:
+        taken.append(worker.step)
+        worker.optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, worker.step)
         time.sleep(0.03 if comm.rank == 3 else 0.002)
         loss.backward()
-        attached.optimizer.step()
+        worker.optimizer.step()
     remembered = model[0].running_mean
     assert isinstance(remembered, Tensor)
-    with attached.consensus():
+    with worker.consensus():
         mean = remembered.tolist()
-    log = list(memberships(attached.replicas[0]))
-    attached.detach()
+    log = list(memberships(worker.replicas[0]))
+    worker.detach()
     return flat(model).tolist(), taken, remembered.tolist(), mean, log
 
 
 def test_a_late_worker_keeps_its_own_statistics_and_nobody_s_parameters_depend_on_them() -> None:
-    runs = run_threads(4, body, deadline_seconds=20)
+    runs = run_threads(4, body, timeout=20)
     log, model = runs[0][-1], normed()
     assert len(runs[3][1]) < STEPS
     expected = backup_workers(model, momentum(model), loss_of, log)
@@ -64,7 +64,7 @@ def test_a_late_worker_keeps_its_own_statistics_and_nobody_s_parameters_depend_o
 
 
 def test_consensus_is_the_mean_of_all_workers_statistics() -> None:
-    runs = run_threads(4, body, deadline_seconds=20)
+    runs = run_threads(4, body, timeout=20)
     mean = torch.tensor([run[2] for run in runs]).mean(0)
     for run in runs:
         assert run[3] == pytest.approx(mean.tolist(), abs=1e-6)

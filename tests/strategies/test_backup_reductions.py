@@ -1,4 +1,4 @@
-"""Backup workers by an all-reduce to which late ranks add zeros: the same promises as with letters among members."""
+"""Backup workers by an all-reduce to which late ranks add zeros: the same promises as with messages among members."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMEL = sum(p.numel() for p in net().parameters())
 
 def summed(run: Run) -> float:
     """Of the steps that this rank has taken itself, those whose mean an all-reduce has brought."""
-    return sum(each["all_reduced"] for each in run.observed)
+    return sum(each["all_reduced"] for each in run.metrics)
 
 
 def taken(runs: list[Run]) -> float:
@@ -72,16 +72,16 @@ def test_all_ranks_hold_what_one_process_makes_of_the_log(
     strategy = BackupWorkers(backups, plane=plane)
     # A late rank clips the mean as members do: it takes the step in its own loop, or their state.
     runs = run_threads(
-        4, lambda comm: train(attach(comm, strategy, optimizer=optimizing), 25, pause, clip=0.3), deadline_seconds=20
+        4, lambda comm: train(attach(comm, strategy, optimizer=optimizing), 25, pause, clip=0.3), timeout=20
     )
     together(runs, strategy, optimizing, clip=0.3)
     assert taken(runs) > 2
 
 
 def stalled(plane: Plane) -> tuple[Run, dict[str, float]]:
-    attached = attach(None, BackupWorkers(plane=plane), optimizer=adam)
-    seen = train(attached, 25, stalls)
-    return seen, attached.comm.meter.by_operation
+    worker = attach(None, BackupWorkers(plane=plane), optimizer=adam)
+    seen = train(worker, 25, stalls)
+    return seen, worker.comm.meter.by_operation
 
 
 @pytest.mark.parametrize("plane", PLANES)
@@ -92,8 +92,8 @@ def test_all_ranks_hold_what_one_process_makes_of_the_log_on_processes(plane: Pl
     share = 2 * 3 / 4 * 4 * NUMEL
     for run, sent in found:
         # A rank that took another's state has taken part in the sums of the steps that it missed.
-        assert sent.get("sum", 0.0) % share == 0
-        assert sent.get("sum", 0.0) >= share * summed(run)
+        assert sent.get("all_reduce", 0.0) % share == 0
+        assert sent.get("all_reduce", 0.0) >= share * summed(run)
     assert (taken(runs) > 2) == (plane != "ring")
 
 
@@ -104,7 +104,7 @@ def test_a_number_that_is_chosen_by_the_clock_divides_by_who_came(choice: str) -
     def body(comm: Comm) -> Run:
         return train(attach(comm, strategy, optimizer=adam), 30, lambda rank, _: 0.04 if rank == 3 else 0.004)
 
-    runs = run_threads(4, body, deadline_seconds=20)
+    runs = run_threads(4, body, timeout=20)
     together(runs, strategy, adam)
     assert all(2 <= len(members) <= 4 for members in runs[0].log)
 
@@ -113,15 +113,15 @@ def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: object) -> 
     strategy, folder = BackupWorkers(plane="zeros"), str(tmp_path)
 
     def body(comm: Comm) -> Run:
-        attached = attach(comm, strategy, optimizer=adam)
-        train(attached, 8, stalls, ends=False)
-        attached.save(folder)
-        train(attached, 9, stalls, ends=False)
-        attached.load(folder)
-        assert attached.step == 8
-        return train(attached, 20, stalls)
+        worker = attach(comm, strategy, optimizer=adam)
+        train(worker, 8, stalls, ends=False)
+        worker.save(folder)
+        train(worker, 9, stalls, ends=False)
+        worker.load(folder)
+        assert worker.step == 8
+        return train(worker, 20, stalls)
 
-    together(run_threads(4, body, deadline_seconds=20), strategy, adam)
+    together(run_threads(4, body, timeout=20), strategy, adam)
 
 
 # -- the late ----------------------------------------------------------------------------------------------------------
@@ -146,15 +146,15 @@ def test_who_is_late_by_less_than_a_step_takes_the_mean_and_nobody_s_state() -> 
     order = OutOfStep(count)
 
     def body(comm: Comm) -> tuple[Run, set[str]]:
-        attached = attach(comm, BackupWorkers(patience_seconds=2.0, plane="zeros"))
+        worker = attach(comm, BackupWorkers(patience_seconds=2.0, plane="zeros"))
         comm.meter.tracing = True
-        return train(attached, count, order.pause), {each.name for each in comm.meter.intervals}
+        return train(worker, count, order.pause), {each.name for each in comm.meter.intervals}
 
-    runs = run_threads(3, body, deadline_seconds=20)
+    runs = run_threads(3, body, timeout=20)
     together([run for run, _ in runs], BackupWorkers(), momentum)
     seen, names = runs[2]
-    assert [each["on_time"] for each in seen.observed[:-1]] == [0.0] * (count - 1)
-    assert {each["steps_missed"] for each in seen.observed[:-1]} == {1.0}
+    assert [each["on_time"] for each in seen.metrics[:-1]] == [0.0] * (count - 1)
+    assert {each["steps_missed"] for each in seen.metrics[:-1]} == {1.0}
     assert sorted(seen.digests) == list(range(1, count + 1))
     assert "state" not in names
 
@@ -162,20 +162,20 @@ def test_who_is_late_by_less_than_a_step_takes_the_mean_and_nobody_s_state() -> 
 @pytest.mark.parametrize("plane", ["ring", "zeros"])
 def test_a_late_rank_sends_none_of_the_gradient_by_letters_and_its_share_of_zeros(plane: Plane) -> None:
     def body(comm: Comm) -> tuple[dict[str, float], Run]:
-        attached = attach(comm, BackupWorkers(patience_seconds=2.0, plane=plane))
+        worker = attach(comm, BackupWorkers(patience_seconds=2.0, plane=plane))
         before = dict(comm.meter.by_operation)
-        seen = train(attached, 4, lambda rank, _: 0.3 if rank == 2 else 0.01)
+        seen = train(worker, 4, lambda rank, _: 0.3 if rank == 2 else 0.01)
         return {name: sent - before.get(name, 0.0) for name, sent in comm.meter.by_operation.items()}, seen
 
-    (member, run), _, (late, late_run) = run_threads(3, body, deadline_seconds=20)
+    (member, run), _, (late, late_run) = run_threads(3, body, timeout=20)
     steps_summed = summed(run)
     share = 2 * 2 / 3 * 4 * NUMEL
     assert steps_summed == (4 if plane == "zeros" else 0)
-    assert late.get("sum", 0.0) == member.get("sum", 0.0)
-    assert late.get("sum", 0.0) == pytest.approx(steps_summed * share)
+    assert late.get("all_reduce", 0.0) == member.get("all_reduce", 0.0)
+    assert late.get("all_reduce", 0.0) == pytest.approx(steps_summed * share)
     # Notes only: that it is here, what state it wants, that it stands still, and the end of each all-reduce.
     notes = 2 * len(late_run.digests) + 2 + steps_summed
-    assert late["exchange"] <= notes * 8 * (6 + 3)
+    assert late["send_recv"] <= notes * 8 * (6 + 3)
 
 
 @pytest.mark.parametrize(("size", "backups"), [(4, 1), (8, 2)])
@@ -209,38 +209,38 @@ def none_left(seconds: float) -> bool:
 
 def test_the_thread_ends_with_the_training() -> None:
     def body(comm: Comm) -> int:
-        attached = attach(comm, BackupWorkers(plane="zeros"))
-        train(attached, 3, ends=False)
+        worker = attach(comm, BackupWorkers(plane="zeros"))
+        train(worker, 3, ends=False)
         count = len(helpers())
-        attached.detach()
+        worker.detach()
         return count
 
-    assert max(run_threads(2, body, deadline_seconds=20)) >= 1
+    assert max(run_threads(2, body, timeout=20)) >= 1
     assert none_left(5.0)
 
 
-_aside = ThreadComm.aside
+_aside = ThreadComm.duplicate
 
 
 def breaking(comm: ThreadComm) -> Comm:
     """Connections of which the third sum fails on rank 2."""
     aside, calls = _aside(comm), count(1)
-    usual, aside.deadline_seconds = aside.sum_, 1.0
+    usual, aside.timeout = aside.all_reduce_, 1.0
 
-    def sum_(x: Tensor) -> Work[Tensor]:
+    def all_reduce_(x: Tensor) -> Work[Tensor]:
         if next(calls) == 3 and comm.rank == 2:
             raise RuntimeError("this wire is torn")
         return usual(x)
 
-    aside.sum_ = sum_
+    aside.all_reduce_ = all_reduce_
     return aside
 
 
 def test_where_all_reduces_fail_members_go_on_by_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadComm, "aside", breaking)
+    monkeypatch.setattr(ThreadComm, "duplicate", breaking)
     strategy = BackupWorkers(plane="zeros")
     body: Callable[[Comm], Run] = lambda comm: train(attach(comm, strategy), 20, stalls)  # noqa: E731
-    runs = run_threads(3, body, deadline_seconds=20)
+    runs = run_threads(3, body, timeout=20)
     together(runs, strategy, momentum)
     assert taken(runs) == 2
     assert none_left(5.0)
@@ -248,7 +248,7 @@ def test_where_all_reduces_fail_members_go_on_by_letters(monkeypatch: pytest.Mon
 
 def test_a_wire_without_connections_to_spare_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"CountingComm has no connections to spare .* Gloo has"):
-        CountingComm(0, 2).aside()
+        CountingComm(0, 2).duplicate()
 
 
 def test_where_there_are_none_automatic_choice_is_letters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +256,9 @@ def test_where_there_are_none_automatic_choice_is_letters(monkeypatch: pytest.Mo
         raise ConfigError("none")
 
     def run(plane: Plane) -> list[Run]:
-        return run_threads(2, lambda comm: train(attach(comm, BackupWorkers(plane=plane)), 5), deadline_seconds=20)
+        return run_threads(2, lambda comm: train(attach(comm, BackupWorkers(plane=plane)), 5), timeout=20)
 
-    monkeypatch.setattr(ThreadComm, "aside", refuse)
+    monkeypatch.setattr(ThreadComm, "duplicate", refuse)
     assert taken(run("auto")) == 0
     with pytest.raises(ConfigError, match="none"):
         run("zeros")
@@ -268,12 +268,14 @@ def sums_aside() -> bool:
     from thinwire.comm.group import comm_for
 
     comm = comm_for()
-    aside, rank = comm.aside(), comm.rank
+    aside, rank = comm.duplicate(), comm.rank
     late = partial(time.sleep, 0.05 * rank)
-    beside = threading.Thread(target=lambda: (late(), results.append(aside.sum_(torch.full((5,), 1.0 + rank)).wait())))
+    beside = threading.Thread(
+        target=lambda: (late(), results.append(aside.all_reduce_(torch.full((5,), 1.0 + rank)).wait()))
+    )
     results: list[Tensor] = []
     beside.start()
-    mine = comm.sum_(torch.full((7,), 10.0 + rank)).wait()
+    mine = comm.all_reduce_(torch.full((7,), 10.0 + rank)).wait()
     beside.join()
     return mine.tolist() == [33.0] * 7 and results[0].tolist() == [6.0] * 5
 

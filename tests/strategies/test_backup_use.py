@@ -28,7 +28,7 @@ def test_loops_that_count_on_every_step_are_refused(settings: dict[str, Any], wo
         attach(comm, BackupWorkers(), **settings)
 
     with pytest.raises(ConfigError, match=words):
-        run_threads(2, body, deadline_seconds=10)
+        run_threads(2, body, timeout=10)
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_run_with_a_stopped_worker_is_whole(tmp_path: Path) -> None:
     summary = launch(settings, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "step_seconds" in row] == list(range(1, 61))
-    assert sum(row["observed"]["steps_missed"] for row in rows if "observed" in row) > 5
+    assert sum(row["metrics"]["steps_missed"] for row in rows if "metrics" in row) > 5
     assert summary["eval_loss"] < 2.5
     spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
     assert {"arrivals", "mean", "compute"} <= {span["name"] for span in spans}

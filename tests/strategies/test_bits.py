@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import ConfigError
-from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits, Ledger, Rule, Step, passed_over
+from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Rule, Step, passed_over
 from thinwire.strategies.gradients.bits import (
     best_bits,
     bits_of,
@@ -30,9 +30,9 @@ SQUARES = [10.0 * 0.93**t * (1 + 0.3 * (-1) ** t) for t in range(60)]
 WEIGHTS = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30)
 
 
-def run(rule: Rule, squares: list[float], rates: list[float], *, share: float = 0.25) -> tuple[list[int], Ledger]:
+def run(rule: Rule, squares: list[float], rates: list[float], *, share: float = 0.25) -> tuple[list[int], BitLedger]:
     """The bits of a run whose rule is told of each step's own square, and the last ledger."""
-    ledger, chosen = Ledger(), list[int]()
+    ledger, chosen = BitLedger(), list[int]()
     for square, rate in zip(squares, rates, strict=True):
         step = Step([square], [1], rate, share)
         bits = rule.choose(ledger, step)
@@ -172,7 +172,7 @@ def test_bits_chosen_step_by_step_are_near_the_fewest_of_hindsight(convexity: fl
 
 def test_under_a_bound_bits_fall_with_the_gradient_and_rise_towards_the_end() -> None:
     rule = ErrorBound(1e-3, 50, 1.0, 0.1)
-    by_square = [rule.choose(Ledger(step=10), Step([s], [1], 0.5, 1.0))[0] for s in (1e-4, 1e-2, 1.0, 100.0)]
+    by_square = [rule.choose(BitLedger(step=10), Step([s], [1], 0.5, 1.0))[0] for s in (1e-4, 1e-2, 1.0, 100.0)]
     assert by_square == sorted(by_square)
     assert by_square[0] < by_square[-1]
     by_time, _ = run(ErrorBound(0.5, 50, 1.0, 0.1), [100.0] * 50, [0.5] * 50)
@@ -188,7 +188,7 @@ def test_under_a_bound_bits_fall_with_the_gradient_and_rise_towards_the_end() ->
 )
 @settings(max_examples=60, deadline=None)
 def test_a_budget_is_never_overspent(squares: list[float], bits: float, decay: float, sizes: list[int]) -> None:
-    rule, ledger = BitBudget(bits, len(squares), decay), Ledger()
+    rule, ledger = BitBudget(bits, len(squares), decay), BitLedger()
     for square in squares:
         step = Step([square * (i + 1) for i in range(len(sizes))], sizes, 0.1, 1.0)
         chosen = rule.choose(ledger, step)
@@ -237,14 +237,14 @@ def test_fixed_bits_are_fixed() -> None:
 
 def test_a_ledger_comes_back_from_its_numbers() -> None:
     _, ledger = run(ErrorBound(1e-2, 60), SQUARES, [0.1] * 60)
-    assert Ledger.read(ledger.written()) == ledger
+    assert BitLedger.read(ledger.written()) == ledger
     assert ledger.written().dtype == torch.float64
 
 
 def test_a_step_that_told_nothing_costs_bits_and_adds_no_error() -> None:
-    ledger = Ledger(3, 12.0, 0.5, 1.0, 0.2)
+    ledger = BitLedger(3, 12.0, 0.5, 1.0, 0.2)
     after = passed_over(ledger, Step([float("nan")], [7], 0.1, 1.0), [8])
-    assert after == Ledger(4, 20.0, 0.5, 1.0, 0.2)
+    assert after == BitLedger(4, 20.0, 0.5, 1.0, 0.2)
 
 
 @pytest.mark.parametrize(

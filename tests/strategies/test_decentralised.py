@@ -284,10 +284,10 @@ def test_where_all_workers_have_the_same_data_they_train_as_one() -> None:
 def test_one_worker_alone_trains_as_torch_does_and_says_nothing() -> None:
     problem = Regression(1, 20, DOUBLE)
     for strategy in (DecentLaM(), DoubleAveraging()):
-        attached = train(None, strategy, problem, WARMING[:20])
+        worker = train(None, strategy, problem, WARMING[:20])
         torch_own = train(None, AllReduce(), problem, WARMING[:20], momentum=0.9)
-        assert distance(flat(attached.model), flat(torch_own.model)) < 1e-13
-        assert attached.comm.meter.messages == 0
+        assert distance(flat(worker.model), flat(torch_own.model)) < 1e-13
+        assert worker.comm.meter.messages == 0
 
 
 def test_turning_the_ring_turns_the_result() -> None:

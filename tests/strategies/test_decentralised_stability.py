@@ -17,12 +17,13 @@ from tests.oracles import common as oracles
 from tests.oracles import gossip as oracles_gossip
 from tests.oracles.common import Mixing
 from tests.problems import Quadratic, quadratic, together
-from thinwire import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Peers, Ring, Topology
+from thinwire import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Ring, Topology
 from thinwire.strategies import Strategy
 from thinwire.strategies.gossip.decentlam import DecentLaM
 from thinwire.strategies.gossip.double_averaging import DoubleAveraging
 from thinwire.strategies.gossip.exact_diffusion import ExactDiffusion
 from thinwire.strategies.gossip.quasi_global import QuasiGlobal
+from thinwire.topology import Peers
 from thinwire.topology.certificate import (
     Disagreement,
     decentlam,
@@ -42,9 +43,9 @@ class Ahead(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         hops = [1 << i for i in range((size - 1).bit_length())]
-        to = tuple((rank + hop) % size for hop in hops)
-        frm = tuple((rank - hop) % size for hop in hops)
-        return Peers(to, frm, 1 / (len(hops) + 1), (1 / (len(hops) + 1),) * len(hops))
+        dst = tuple((rank + hop) % size for hop in hops)
+        src = tuple((rank - hop) % size for hop in hops)
+        return Peers(dst, src, 1 / (len(hops) + 1), (1 / (len(hops) + 1),) * len(hops))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_resuming_is_the_uninterrupted_run(kind: Callable[[], Strategy]) -> None
 def sent(strategy: Strategy, n: int = 5) -> float:
     problem = Regression(n, 6, torch.float32)
     return thinwire.run_threads(
-        n, lambda c: train(c, strategy, problem, [0.1] * 6).comm.meter.by_operation["exchange"]
+        n, lambda c: train(c, strategy, problem, [0.1] * 6).comm.meter.by_operation["send_recv"]
     )[0]
 
 
@@ -94,11 +94,11 @@ def test_an_adaptive_optimizer_without_momentum_of_its_own_trains() -> None:
         return torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.0, 0.99), weight_decay=0.1)
 
     def losses(comm: Comm, strategy: Strategy) -> tuple[float, float]:
-        attached, data = attach(comm, strategy, optimizer=adaptive), batches(0, 1)
+        worker, data = attach(comm, strategy, optimizer=adaptive), batches(0, 1)
         (x, y), found = data[0], []
         for _ in range(2):
-            found.append(float((attached.model(x) - y).detach().square().mean()))
-            steps(attached, data * 40)
+            found.append(float((worker.model(x) - y).detach().square().mean()))
+            steps(worker, data * 40)
         return found[0], found[1]
 
     for strategy in (DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()):

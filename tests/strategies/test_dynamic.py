@@ -20,7 +20,7 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.kernels import uniform
 from thinwire.plan.explain import explain
 from thinwire.plan.traffic import DryRun
-from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits, Ledger, Rule, Step
+from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Rule, Step
 from thinwire.strategies.gradients.bits import square_of
 from thinwire.strategies.gradients.dynamic_quantization import DQSGD
 
@@ -75,7 +75,7 @@ def oracle(
     answer: int | None = 0,
 ) -> tuple[Tensor, list[list[int]]]:
     """All parameters, and the bits of every part, after every step."""
-    x, ledger, path, chosen = problem.start.expand(size, -1), Ledger(), list[Tensor](), list[list[int]]()
+    x, ledger, path, chosen = problem.start.expand(size, -1), BitLedger(), list[Tensor](), list[list[int]]()
     sizes = [part.stop - part.start for part in parts]
     known, share = [inf] * len(parts), share_of(size, dither=dither, answer=answer)
     for t, rate in enumerate(RATES):
@@ -192,7 +192,7 @@ def test_a_bound_on_the_error_is_kept_and_so_is_the_loss(convexity: float) -> No
     # The next exchange settles what the last one of the run was like.
     rates = [rate] * steps + [0.0]
     seen = watched(size, DQSGD(rule, block=16), problem, rates, lambda r: torch.cat([r.x, r.state["ledger"]]))
-    x, ledger = seen[-1, 0, :64], Ledger.read(seen[-1, 0, 64:])
+    x, ledger = seen[-1, 0, :64], BitLedger.read(seen[-1, 0, 64:])
     assert ledger.step == steps
     assert 2e-4 < ledger.error < 1e-3
     best = problem.centre.mean(0)
@@ -228,9 +228,9 @@ def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
 def test_observations_tell_what_was_spent_both_ways(answer: int | None, answered: float) -> None:
     def body(comm: Comm) -> dict[str, float]:
         strategy = DQSGD(FixedBits(3), block=8, answer=answer)
-        attached = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 4))
-        attached.detach()
-        return attached.observations()
+        worker = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 4))
+        worker.detach()
+        return worker.metrics()
 
     for found in thinwire.run_threads(2, body):
         assert found["spent_bits_per_entry"] == 9.0  # of three steps; the last is settled with the next
@@ -277,15 +277,15 @@ def test_a_run_without_data_spends_its_budget() -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_passes_over_it() -> None:
     strategy = DQSGD(ErrorBound(1e-2, 20), block=8)
 
-    def body(comm: Comm) -> tuple[bool, Ledger, Tensor]:
-        attached = engine.attach(comm, strategy)
-        engine.steps(attached, engine.batches(comm.rank, 3))
+    def body(comm: Comm) -> tuple[bool, BitLedger, Tensor]:
+        worker = engine.attach(comm, strategy)
+        engine.steps(worker, engine.batches(comm.rank, 3))
         x, y = engine.batch(comm.rank, 3)
-        attached.optimizer.zero_grad()
-        (attached.model(x * (inf if comm.rank == 1 else 1.0)) - y).square().mean().backward()
-        spoilt = bool(attached.replicas[0].g.isnan().all())
-        engine.steps(attached, engine.batches(comm.rank, 3, first=4)).detach()
-        return spoilt, Ledger.read(attached.replicas[0].state["ledger"]), flat(attached.model)
+        worker.optimizer.zero_grad()
+        (worker.model(x * (inf if comm.rank == 1 else 1.0)) - y).square().mean().backward()
+        spoilt = bool(worker.replicas[0].g.isnan().all())
+        engine.steps(worker, engine.batches(comm.rank, 3, first=4)).detach()
+        return spoilt, BitLedger.read(worker.replicas[0].state["ledger"]), flat(worker.model)
 
     found = thinwire.run_threads(3, body)
     for spoilt, ledger, x in found:
@@ -326,7 +326,7 @@ def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
         for each in (first, second):
             each.detach()
         (r,) = second.replicas
-        return flat(second.model), r.state["now"], Ledger.read(r.state["ledger"]).step
+        return flat(second.model), r.state["now"], BitLedger.read(r.state["ledger"]).step
 
     found = thinwire.run_threads(2, body)
     assert torch.equal(found[0][0], found[1][0])
@@ -337,11 +337,11 @@ def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
 
 def test_ranks_without_data_count_in_no_mean() -> None:
     def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
-        attached = engine.attach(comm, strategy)
-        for x, y in attached.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
-            engine.steps(attached, [(x, y)])
-        attached.detach()
-        return flat(attached.model)
+        worker = engine.attach(comm, strategy)
+        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
+            engine.steps(worker, [(x, y)])
+        worker.detach()
+        return flat(worker.model)
 
     ours = thinwire.run_threads(2, lambda comm: body(comm, DQSGD(FixedBits(8), block=8)))
     theirs = thinwire.run_threads(2, lambda comm: body(comm, thinwire.AllReduce()))
@@ -352,10 +352,10 @@ def test_ranks_without_data_count_in_no_mean() -> None:
 def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
     def body(comm: Comm) -> tuple[int, bool]:
         model = engine.drawn(engine.Mixed())
-        attached = engine.attach(comm, DQSGD(FixedBits(6), block=8), model=model)
+        worker = engine.attach(comm, DQSGD(FixedBits(6), block=8), model=model)
         data = [engine.batch(comm.rank, step) for step in range(4)]
-        engine.steps(attached, data).detach()
-        ledgers = [Ledger.read(r.state["ledger"]).bits for r in attached.replicas]
+        engine.steps(worker, data).detach()
+        ledgers = [BitLedger.read(r.state["ledger"]).bits for r in worker.replicas]
         return len(ledgers), ledgers == [18.0, 18.0]
 
     assert thinwire.run_threads(2, body) == [(2, True)] * 2

@@ -37,10 +37,10 @@ def workers_and_centre(
     comm: Comm | None, strategy: EASGD, problem: Any, starts: Tensor | None, rates: list[float], **settings: Any
 ) -> tuple[list[float], list[float]]:
     """Where a worker is and what is shipped, after training."""
-    attached = train(comm, strategy, problem, rates, starts=starts, **settings)
-    with attached.consensus() as model:
+    worker = train(comm, strategy, problem, rates, starts=starts, **settings)
+    with worker.consensus() as model:
         shipped = flat(model)
-    (r,) = attached.replicas
+    (r,) = worker.replicas
     return r.state.get("position", r.x).tolist(), shipped.tolist()
 
 
@@ -177,15 +177,15 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(strateg
     problem, starts = Regression(3, 12, torch.float32), starts_of(3).float()
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = go_on(begin(comm, strategy, problem, starts), problem, RATES[:first])
-        saved = attached.state_dict()
-        go_on(attached, problem, RATES[first:12], first)
+        worker = go_on(begin(comm, strategy, problem, starts), problem, RATES[:first])
+        saved = worker.state_dict()
+        go_on(worker, problem, RATES[first:12], first)
         again = begin(comm, strategy, problem, starts)
         again.load_state_dict(saved)
         go_on(again, problem, RATES[first:12], first)
-        return flat(attached.model), flat(again.model)
+        return flat(worker.model), flat(again.model)
 
-    for through, resumed in run_threads(3, body, deadline_seconds=20):
+    for through, resumed in run_threads(3, body, timeout=20):
         assert torch.equal(through, resumed)
 
 

@@ -20,7 +20,6 @@ from thinwire import (
     Local,
     LocalSGD,
     OnePeerExponential,
-    Peers,
     PushSum,
     Replica,
     Ring,
@@ -29,6 +28,7 @@ from thinwire import (
     Topology,
 )
 from thinwire.strategies.push_sum import push_sum
+from thinwire.topology import Peers
 from thinwire.topology.base import doubly_stochastic
 
 DOUBLE = torch.float64
@@ -74,8 +74,8 @@ def test_one_peer_weights_stay_exactly_one(n: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("topology", [OnePeerExponential(), Ring(), Complete()])
 def test_on_a_regular_graph_no_weight_is_kept(topology: Topology) -> None:
-    attached = thinwire.run_threads(3, lambda c: train(c, PushSum(topology), quadratic(3, DOUBLE), [0.1]))
-    assert all(not a.replicas[0].state for a in attached)
+    worker = thinwire.run_threads(3, lambda c: train(c, PushSum(topology), quadratic(3, DOUBLE), [0.1]))
+    assert all(not a.replicas[0].state for a in worker)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
@@ -104,9 +104,9 @@ class Lopsided(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         targets = [sorted({(i + 1) % size} if i else set(range(1, size))) for i in range(size)]
-        frm = tuple(i for i in range(size) if rank in targets[i])
-        weights = tuple(1 / (len(targets[i]) + 1) for i in frm)
-        return Peers(tuple(targets[rank]), frm, 1 / (len(targets[rank]) + 1), weights)
+        src = tuple(i for i in range(size) if rank in targets[i])
+        weights = tuple(1 / (len(targets[i]) + 1) for i in src)
+        return Peers(tuple(targets[rank]), src, 1 / (len(targets[rank]) + 1), weights)
 
 
 def spread(z: Tensor) -> float:
@@ -133,10 +133,10 @@ def skip_the_quotient(r: Replica, mass: Tensor) -> None:
 
 def test_the_consensus_of_push_sum_is_mass_over_weight() -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        attached = train(comm, PushSum(Irregular()), quadratic(3, DOUBLE), [0.1] * 5)
-        (r,) = attached.replicas
+        worker = train(comm, PushSum(Irregular()), quadratic(3, DOUBLE), [0.1] * 5)
+        (r,) = worker.replicas
         own = r.x.clone()
-        with torch.no_grad(), attached.consensus() as model:
+        with torch.no_grad(), worker.consensus() as model:
             agreed = flat(model)
         assert torch.equal(r.x, own)
         return mass(r).clone(), agreed, own
@@ -150,10 +150,10 @@ def test_the_consensus_of_push_sum_is_mass_over_weight() -> None:
 @pytest.mark.parametrize("order", ["while", "after"])
 def test_the_consensus_of_gossip_is_the_plain_mean(order: str) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = train(comm, Gossip(order=order), quadratic(4, DOUBLE), [0.1] * 5)
-        with attached.consensus() as model:
+        worker = train(comm, Gossip(order=order), quadratic(4, DOUBLE), [0.1] * 5)
+        with worker.consensus() as model:
             agreed = flat(model)
-        return flat(attached.model), agreed
+        return flat(worker.model), agreed
 
     own, agreed = (torch.stack(part) for part in zip(*thinwire.run_threads(4, body), strict=True))
     assert torch.allclose(agreed, own.mean(0).expand(4, -1), rtol=0, atol=1e-15)
@@ -172,10 +172,10 @@ def test_one_worker_trains_as_if_alone_and_says_nothing(strategy: Strategy) -> N
         optimizer.zero_grad()
         problem.loss(plain, 0, step).backward()
         optimizer.step()
-    attached = train(None, strategy, problem, [0.1] * 8, momentum=0.9)
-    assert torch.equal(flat(attached.model), flat(plain))
-    assert attached.comm.meter.payload_bytes == 0
-    assert attached.comm.meter.messages == 0
+    worker = train(None, strategy, problem, [0.1] * 8, momentum=0.9)
+    assert torch.equal(flat(worker.model), flat(plain))
+    assert worker.comm.meter.payload_bytes == 0
+    assert worker.comm.meter.messages == 0
 
 
 def test_two_workers_on_one_peer_average_at_every_step() -> None:

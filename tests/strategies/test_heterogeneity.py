@@ -15,9 +15,9 @@ import thinwire
 from tests.pool import run_processes
 from tests.problems import Problem, Regression, Vector, flat, together
 from tests.strategies.local_runs import adamw, begin, go_on, sent, sgd
-from thinwire import AllReduce, Attached, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy, parse
+from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy, Worker, parse
 from thinwire.plan import explain
-from thinwire.strategies.local.minibatch_local_sgd import InnerOuter
+from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.strategies.wrappers.heterogeneity import NAMES, recommend
 from thinwire.strategies.wrappers.probe import Probe
 
@@ -76,12 +76,12 @@ def direct(now: Tensor, before: Tensor, steps: int = 1) -> list[float]:
 
 def looked(comm: Comm, strategy: Strategy, problem: Problem, steps: int, **settings: Any) -> list[dict[str, float]]:
     """What is noticed at each step."""
-    attached = begin(comm, strategy, problem, sgd(0.05, 0.0))
+    worker = begin(comm, strategy, problem, sgd(0.05, 0.0))
     seen: list[dict[str, float]] = []
     for step in range(steps):
-        go_on(attached, problem, range(step, step + 1), **settings)
-        seen.append(attached.observations())
-    attached.detach()
+        go_on(worker, problem, range(step, step + 1), **settings)
+        seen.append(worker.metrics())
+    worker.detach()
     return seen
 
 
@@ -177,8 +177,8 @@ def test_a_look_costs_three_numbers() -> None:
 def test_clipping_after_the_exchange_does_not_shorten_what_is_seen() -> None:
     problem = Slopes(3, 4)
 
-    def clip(attached: Attached, _: int) -> None:
-        nn.utils.clip_grad_norm_(attached.model.parameters(), 0.1)
+    def clip(worker: Worker, _: int) -> None:
+        nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
 
     (seen, _, _) = thinwire.run_threads(
         3, lambda comm: looked(comm, Probe(AllReduce(), 4), problem, 4, before_step=clip)
@@ -190,11 +190,11 @@ def test_there_is_no_look_while_some_have_no_data() -> None:
     problem, lengths = Slopes(2, 12), [12, 5]
 
     def body(comm: Comm) -> list[int]:
-        attached = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
+        worker = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
         found: list[int] = []
-        for step in attached.join(range(lengths[comm.rank])):
-            go_on(attached, problem, range(step, step + 1))
-            found += [step] if attached.observations() else []
+        for step in worker.join(range(lengths[comm.rank])):
+            go_on(worker, problem, range(step, step + 1))
+            found += [step] if worker.metrics() else []
         return found
 
     assert thinwire.run_threads(2, body)[0] == [3]
@@ -204,13 +204,13 @@ def test_a_look_that_was_begun_by_fewer_is_not_finished() -> None:
     problem = Slopes(2, 8)
 
     def body(comm: Comm) -> list[int]:
-        attached = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
+        worker = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
         found: list[int] = []
         for step in range(8):
-            for replica in attached.replicas:
+            for replica in worker.replicas:
                 replica.active = 1 if step == 2 else 2
-            go_on(attached, problem, range(step, step + 1))
-            found += [step] if attached.observations() else []
+            go_on(worker, problem, range(step, step + 1))
+            found += [step] if worker.metrics() else []
         return found
 
     assert thinwire.run_threads(2, body) == [[7], [7]]
@@ -218,15 +218,15 @@ def test_a_look_that_was_begun_by_fewer_is_not_finished() -> None:
 
 def test_one_worker_alone_sees_no_difference() -> None:
     for base in (AllReduce(), LocalSGD(2)):
-        attached = go_on(begin(None, Probe(base, 2), Slopes(1, 8), sgd(0.05, 0.0)), Slopes(1, 8), range(8))
-        assert attached.observations() == {}
+        worker = go_on(begin(None, Probe(base, 2), Slopes(1, 8), sgd(0.05, 0.0)), Slopes(1, 8), range(8))
+        assert worker.metrics() == {}
 
 
 def test_a_learning_rate_of_zero_tells_nothing_and_spoils_nothing() -> None:
     problem = Slopes(2, 4)
 
-    def silence(attached: Attached, step: int) -> None:
-        attached.optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.0
+    def silence(worker: Worker, step: int) -> None:
+        worker.optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.0
 
     seen = thinwire.run_threads(2, lambda c: looked(c, Probe(LocalSGD(2), 2), problem, 4, before_step=silence))[0]
     assert all(torch.tensor(figures(seen[3])).isfinite())
@@ -240,12 +240,12 @@ def test_it_resumes_between_the_two_halves_of_a_look(strategy: Strategy, stop: i
     def body(comm: Comm) -> bool:
         one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
         saved = one.state_dict()
-        one.observations()
+        one.metrics()
         go_on(one, problem, range(stop, 12))
         two = begin(comm, strategy, problem, sgd(0.05, 0.0))
         two.load_state_dict(saved)
         go_on(two, problem, range(stop, 12))
-        return torch.equal(flat(one.model), flat(two.model)) and one.observations() == two.observations() != {}
+        return torch.equal(flat(one.model), flat(two.model)) and one.metrics() == two.metrics() != {}
 
     assert thinwire.run_threads(3, body) == [True] * 3
 
@@ -263,7 +263,7 @@ def test_single_precision_parameters_are_seen_as_well() -> None:
 # -- recommendations ---------------------------------------------------------------------------------------------------
 
 
-def observed(dissimilarity: float, noise: float, gradient: float) -> dict[str, float]:
+def metrics(dissimilarity: float, noise: float, gradient: float) -> dict[str, float]:
     return dict(zip(NAMES, (dissimilarity, noise, gradient), strict=True))
 
 
@@ -273,26 +273,31 @@ def observed(dissimilarity: float, noise: float, gradient: float) -> dict[str, f
         ((0.0, 1.0, 1.0), "local", "LocalSGD(period=32)", "the common part prevails"),
         ((-0.1, 1.0, 1.0), "local", "LocalSGD(period=32)", "differ by 0 "),
         ((0.01, 1.0, 1.0), "local", "LocalSGD(period=10)", "for about 10 local steps"),
-        ((4.0, 1.0, 1.0), "inner/outer", "InnerOuter(period=8, inner=0.5)", "local steps of 0.5 of their length"),
-        ((400.0, 8.0, 1.0), "minibatch", "InnerOuter(period=2, inner=0.0)", "would drift"),
-        ((400.0, 0.0, 1.0), "minibatch", "InnerOuter(period=1, inner=0.0)", "AC-SA"),
-        ((0.0, 1000.0, 1.0), "minibatch", "InnerOuter(period=32, inner=0.0)", "lose nothing, and cannot drift"),
-        ((0.1, 1.0, -0.5), "minibatch", "InnerOuter(period=32, inner=0.0)", "lose nothing"),
-        ((0.0, 0.0, 0.0), "minibatch", "InnerOuter(period=32, inner=0.0)", "lose nothing"),
+        (
+            (4.0, 1.0, 1.0),
+            "inner/outer",
+            "MinibatchLocalSGD(period=8, inner=0.5)",
+            "local steps of 0.5 of their length",
+        ),
+        ((400.0, 8.0, 1.0), "minibatch", "MinibatchLocalSGD(period=2, inner=0.0)", "would drift"),
+        ((400.0, 0.0, 1.0), "minibatch", "MinibatchLocalSGD(period=1, inner=0.0)", "AC-SA"),
+        ((0.0, 1000.0, 1.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing, and cannot drift"),
+        ((0.1, 1.0, -0.5), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
+        ((0.0, 0.0, 0.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
     ],
 )
 def test_what_is_recommended_follows_from_the_figures(
     seen: tuple[float, float, float], method: str, recipe: str, words: str
 ) -> None:
-    found = recommend(observed(*seen), workers=4, period=8)
+    found = recommend(metrics(*seen), workers=4, period=8)
     assert (found.method, found.recipe) == (method, recipe)
     assert words in found.reason
-    strategy = LocalSGD(found.period) if method == "local" else InnerOuter(found.period, found.inner)
+    strategy = LocalSGD(found.period) if method == "local" else MinibatchLocalSGD(found.period, found.inner)
     assert recipe == f"LocalSGD(period={found.period})" if method == "local" else recipe == repr(strategy)
 
 
 def test_recipes_that_average_parameters_are_understood() -> None:
-    assert parse(recommend(observed(0.01, 1.0, 1.0), workers=4).recipe) == LocalSGD(10)
+    assert parse(recommend(metrics(0.01, 1.0, 1.0), workers=4).recipe) == LocalSGD(10)
 
 
 def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> None:
@@ -320,7 +325,7 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
 
         gradients = curvature * (start - centre)
         mean = gradients.mean(0)
-        seen = observed(float((gradients - mean).square().sum(1).mean()), 0.0, float(mean @ mean))
+        seen = metrics(float((gradients - mean).square().sum(1).mean()), 0.0, float(mean @ mean))
         found = recommend(seen, workers=4, period=8)
         assert found.method == method
         assert gap(found.inner) < gap(1 - found.inner)
@@ -336,10 +341,10 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
         (lambda: Probe(Probe()), "put the probe inside"),
         (lambda: Probe(LocalSGD(2, node_size=2, global_period=4)), "LocalSGD without nodes and weights"),
         (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without nodes and weights"),
-        (lambda: recommend(observed(1, 1, 1), workers=1), "at least 2 workers"),
-        (lambda: recommend(observed(1, 1, 1), workers=2, period=0), "1 step a round"),
+        (lambda: recommend(metrics(1, 1, 1), workers=1), "at least 2 workers"),
+        (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step a round"),
         (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: needs a finite figure"),
-        (lambda: recommend(observed(1, float("nan"), 1), workers=2), "gradient_noise=nan: needs a finite figure"),
+        (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: needs a finite figure"),
     ],
 )
 def test_what_cannot_be_seen_is_refused(make: Callable[[], Any], words: str) -> None:

@@ -21,8 +21,8 @@ from thinwire.strategies.leader.election import (
     pass_along_,
     pass_between_nodes_,
 )
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -52,7 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", list(FORMS))
 def test_leader_sgd_equals_its_oracle(form: str, n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    found = together(n, LSGD(**FORMS[form]), problem, RATES, starts=starts, **MOMENTUM)
+    found = together(n, LeaderSGD(**FORMS[form]), problem, RATES, starts=starts, **MOMENTUM)
     led: list[int] = []
     expected = lsgd(
         problem.gradient, losses_of(problem), starts, Descent(RATES, **MOMENTUM), STEPS, led=led, **FORMS[form]
@@ -64,7 +64,7 @@ def test_leader_sgd_equals_its_oracle(form: str, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_leader_that_travels_while_workers_train_equals_its_oracle(n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    found = together(n, LSGD(period=4, pull=0.3, overlap=True), problem, RATES, starts=starts)
+    found = together(n, LeaderSGD(period=4, pull=0.3, overlap=True), problem, RATES, starts=starts)
     expected = late_lsgd(problem.gradient, losses_of(problem), starts, Descent(RATES), STEPS, period=4, pull=0.3)
     assert distance(found, expected) < 1e-12
 
@@ -72,23 +72,23 @@ def test_a_leader_that_travels_while_workers_train_equals_its_oracle(n: int) -> 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_leader_gradient_descent_equals_its_oracle(n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    found = together(n, LGD(pull=0.7), problem, RATES, starts=starts)
+    found = together(n, LeaderGradientDescent(pull=0.7), problem, RATES, starts=starts)
     assert distance(found, lgd(problem.gradient, losses_of(problem), starts, 0.1, STEPS, pull=0.7)) < 1e-12
 
 
 def everything_on_processes(n: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    recipes = {form: LSGD(**words) for form, words in FORMS.items()}
-    recipes["late"] = LSGD(period=4, pull=0.3, overlap=True)
+    recipes = {form: LeaderSGD(**words) for form, words in FORMS.items()}
+    recipes["late"] = LeaderSGD(period=4, pull=0.3, overlap=True)
     found: dict[str, list[float]] = {}
     sent: dict[str, float] = {}
-    for name, recipe in {**recipes, "gradient": LGD(pull=0.7)}.items():
-        attached = begin(None, recipe, problem, starts)
-        before = attached.comm.meter.payload_bytes
-        go_on(attached, problem, RATES)
-        sent[name] = attached.comm.meter.payload_bytes - before
-        attached.detach()
-        found[name] = flat(attached.model).tolist()
+    for name, recipe in {**recipes, "gradient": LeaderGradientDescent(pull=0.7)}.items():
+        worker = begin(None, recipe, problem, starts)
+        before = worker.comm.meter.payload_bytes
+        go_on(worker, problem, RATES)
+        sent[name] = worker.comm.meter.payload_bytes - before
+        worker.detach()
+        found[name] = flat(worker.model).tolist()
     return found, sent
 
 
@@ -111,15 +111,15 @@ def test_on_processes_as_on_threads() -> None:
 # -- identities --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [LSGD(period=3, pull=0), LGD(pull=0)], ids=repr)
+@pytest.mark.parametrize("strategy", [LeaderSGD(period=3, pull=0), LeaderGradientDescent(pull=0)], ids=repr)
 def test_without_a_pull_workers_train_by_themselves_and_say_nothing(strategy: thinwire.Strategy) -> None:
     problem, starts = Regression(3, STEPS, torch.float32), starts_of(3).float()
 
     def body(comm: Comm) -> tuple[Tensor, float]:
-        attached = begin(comm, strategy, problem, starts, **MOMENTUM)
+        worker = begin(comm, strategy, problem, starts, **MOMENTUM)
         before = comm.meter.payload_bytes
-        go_on(attached, problem, RATES)
-        return flat(attached.model), comm.meter.payload_bytes - before
+        go_on(worker, problem, RATES)
+        return flat(worker.model), comm.meter.payload_bytes - before
 
     apart = together(3, Local(), problem, RATES, starts=starts, **MOMENTUM)
     for rank, (x, sent) in enumerate(run_threads(3, body)):
@@ -129,34 +129,36 @@ def test_without_a_pull_workers_train_by_themselves_and_say_nothing(strategy: th
 
 def test_the_whole_way_at_every_step_makes_all_the_best_of_them() -> None:
     found = together(
-        4, LSGD(period=1, pull=1.0), Regression(4, 9, torch.float32), RATES[:9], starts=starts_of(4).float()
+        4, LeaderSGD(period=1, pull=1.0), Regression(4, 9, torch.float32), RATES[:9], starts=starts_of(4).float()
     )
     assert all(torch.equal(x, found[0]) for x in found)
 
 
-@pytest.mark.parametrize("strategy", [LSGD(period=2), LSGD(period=2, overlap=True), LGD()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [LeaderSGD(period=2), LeaderSGD(period=2, overlap=True), LeaderGradientDescent()], ids=repr
+)
 def test_one_worker_alone_is_the_plain_optimizer(strategy: thinwire.Strategy) -> None:
     problem = Regression(1, STEPS, DOUBLE)
-    attached = train(None, strategy, problem, RATES, **MOMENTUM)
-    assert attached.comm.meter.payload_bytes == 0
-    assert torch.equal(flat(attached.model), flat(train(None, Local(), problem, RATES, **MOMENTUM).model))
-    with attached.consensus() as model:
-        assert torch.equal(flat(model), flat(attached.model))
+    worker = train(None, strategy, problem, RATES, **MOMENTUM)
+    assert worker.comm.meter.payload_bytes == 0
+    assert torch.equal(flat(worker.model), flat(train(None, Local(), problem, RATES, **MOMENTUM).model))
+    with worker.consensus() as model:
+        assert torch.equal(flat(model), flat(worker.model))
 
 
 def test_nodes_that_meet_at_once_are_one_leader_for_all() -> None:
     problem, starts = Regression(4, STEPS, DOUBLE), starts_of(4)
-    single = together(4, LSGD(period=3, pull=0.3), problem, RATES, starts=starts)
-    nodes = LSGD(period=3, pull=0.0, node_size=2, global_period=3, global_pull=0.3)
+    single = together(4, LeaderSGD(period=3, pull=0.3), problem, RATES, starts=starts)
+    nodes = LeaderSGD(period=3, pull=0.0, node_size=2, global_period=3, global_pull=0.3)
     assert torch.equal(together(4, nodes, problem, RATES, starts=starts), single)
-    whole = LSGD(period=3, pull=0.3, node_size=4, global_period=3, global_pull=0.0)
+    whole = LeaderSGD(period=3, pull=0.3, node_size=4, global_period=3, global_pull=0.0)
     assert torch.equal(together(4, whole, problem, RATES, starts=starts), single)
 
 
 def test_ranks_may_change_places() -> None:
     order = [2, 0, 3, 1]
     starts, well = starts_of(4, 3), DoubleWell(0.1, 3)
-    strategy = LSGD(period=2, pull=0.2)
+    strategy = LeaderSGD(period=2, pull=0.2)
     found = together(4, strategy, well, RATES, starts=starts)
     assert torch.equal(together(4, strategy, well, RATES, starts=starts[order]), found[order])
 
@@ -165,9 +167,9 @@ def test_the_best_of_all_is_where_its_own_step_took_it() -> None:
     well, starts = DoubleWell(0.3, 3), starts_of(4, 3)
 
     def body(comm: Comm) -> tuple[Tensor, float]:
-        attached = begin(comm, LSGD(period=1, pull=0.5, node_size=2, global_period=1), well, starts)
-        go_on(attached, well, [0.1])
-        return flat(attached.model), attached.observations()["leader"]
+        worker = begin(comm, LeaderSGD(period=1, pull=0.5, node_size=2, global_period=1), well, starts)
+        go_on(worker, well, [0.1])
+        return flat(worker.model), worker.metrics()["leader"]
 
     (_, leader), *_ = rows = run_threads(4, body)
     place = int(leader)
@@ -197,7 +199,7 @@ def test_two_stages_bring_what_one_broadcast_brings(n: int) -> None:
 def test_a_follower_leaves_its_well_from_a_quarter_on(pull: float, crosses: bool) -> None:
     starts = torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
     # The wells are equally deep, so that rank 0 leads for ever.
-    found = together(2, LGD(pull=pull), DoubleWell(), [0.5] * 500, starts=starts)
+    found = together(2, LeaderGradientDescent(pull=pull), DoubleWell(), [0.5] * 500, starts=starts)
     assert float(found[0]) == 1.0
     expected = 1.0 if crosses else -(1 + math.sqrt(1 - 4 * pull)) / 2
     assert float(found[1]) == pytest.approx(expected, abs=1e-9)
@@ -205,13 +207,13 @@ def test_a_follower_leaves_its_well_from_a_quarter_on(pull: float, crosses: bool
 
 def test_common_stationary_points_are_left_alone() -> None:
     starts = torch.tensor([[1.0], [1.0], [1.0]], dtype=DOUBLE)
-    for strategy in (LGD(pull=0.5), LSGD(period=1, pull=0.5)):
+    for strategy in (LeaderGradientDescent(pull=0.5), LeaderSGD(period=1, pull=0.5)):
         assert torch.equal(together(3, strategy, DoubleWell(), [0.1] * 5, starts=starts), starts)
 
 
 def test_wherever_all_come_to_rest_the_leader_s_gradient_is_zero() -> None:
     well, starts = DoubleWell(0.05, 4), starts_of(4, 4, seed=3) * 3
-    found = together(4, LGD(pull=0.1), well, [0.25] * 400, starts=starts)
+    found = together(4, LeaderGradientDescent(pull=0.1), well, [0.25] * 400, starts=starts)
     leader = int(losses_of(well)(found, 0).argmin())
     assert well.gradient(found[leader], 0).abs().max() < 1e-9
     assert distance(lgd(well.gradient, losses_of(well), found, 0.25, 1, pull=0.1), found) < 1e-9

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.pool import run_processes
 from tests.problems import Regression, flat
 from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together, train
-from thinwire import Comm, ConfigError, DeadlineError, Local, run_threads
+from thinwire import Comm, CommTimeoutError, ConfigError, Local, run_threads
 from thinwire.plan.traffic import DryRun
-from thinwire.strategies.leader.async_leader import AsyncLSGD
-from thinwire.strategies.leader.leader import LSGD
+from thinwire.strategies.leader.async_leader import AsyncLeaderSGD
+from thinwire.strategies.leader.leader import LeaderSGD
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -29,13 +29,13 @@ def starts_of(n: int, width: int = 34) -> Tensor:
 def rounds_of(comm: Comm | None, steps: int, pauses: list[float], period: int) -> list[int]:
     """This rank's round after each of its steps, while ranks pause for different times."""
     problem = DoubleWell(0.1, 3)
-    attached = begin(comm, AsyncLSGD(period, pull=0.2), problem)
+    worker = begin(comm, AsyncLeaderSGD(period, pull=0.2), problem)
     found: list[int] = []
     for step in range(steps):
-        time.sleep(pauses[attached.comm.rank])
-        go_on(attached, problem, [0.01], step)
-        found.append(int(attached.replicas[0].state["round"]))
-    attached.detach()
+        time.sleep(pauses[worker.comm.rank])
+        go_on(worker, problem, [0.01], step)
+        found.append(int(worker.replicas[0].state["round"]))
+    worker.detach()
     return found
 
 
@@ -55,7 +55,7 @@ def sizes_of(rounds: list[list[int]]) -> list[int]:
 def test_a_round_has_its_budget_of_steps_and_at_most_one_more_of_each_other_worker(n: int) -> None:
     period = 4
     pauses = [0.001 * (1 + 4 * (rank == n - 1)) for rank in range(n)]
-    rounds = run_threads(n, lambda comm: rounds_of(comm, 30, pauses, period), deadline_seconds=20)
+    rounds = run_threads(n, lambda comm: rounds_of(comm, 30, pauses, period), timeout=20)
     for size in sizes_of(rounds):
         assert n * period <= size <= n * period + n - 1
     assert len(sizes_of(rounds)) >= 30 // (period + 1)
@@ -78,28 +78,28 @@ def test_at_equal_speeds_it_is_leader_sgd(n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
 
     def body(comm: Comm) -> Tensor:
-        attached = begin(comm, AsyncLSGD(period=4, pull=0.3), problem, starts, momentum=0.9)
+        worker = begin(comm, AsyncLeaderSGD(period=4, pull=0.3), problem, starts, momentum=0.9)
         for step in range(STEPS):
-            go_on(attached, problem, RATES[step : step + 1], step)
-            attached.settle()
-        attached.detach()
-        return flat(attached.model)
+            go_on(worker, problem, RATES[step : step + 1], step)
+            worker.wait_pending()
+        worker.detach()
+        return flat(worker.model)
 
-    found = torch.stack(run_threads(n, body, deadline_seconds=20))
-    assert torch.equal(found, together(n, LSGD(period=4, pull=0.3), problem, RATES, starts=starts, momentum=0.9))
+    found = torch.stack(run_threads(n, body, timeout=20))
+    assert torch.equal(found, together(n, LeaderSGD(period=4, pull=0.3), problem, RATES, starts=starts, momentum=0.9))
 
 
 def test_without_a_pull_workers_train_by_themselves() -> None:
     problem, starts = Regression(3, STEPS, DOUBLE), starts_of(3)
-    found = together(3, AsyncLSGD(period=2, pull=0.0), problem, RATES, starts=starts)
+    found = together(3, AsyncLeaderSGD(period=2, pull=0.0), problem, RATES, starts=starts)
     assert torch.equal(found, together(3, Local(), problem, RATES, starts=starts))
 
 
 def test_one_worker_alone_counts_nothing() -> None:
     problem = Regression(1, STEPS, DOUBLE)
-    attached = train(None, AsyncLSGD(period=2), problem, RATES)
-    assert attached.comm.meter.messages == 0
-    assert torch.equal(flat(attached.model), flat(train(None, Local(), problem, RATES).model))
+    worker = train(None, AsyncLeaderSGD(period=2), problem, RATES)
+    assert worker.comm.meter.messages == 0
+    assert torch.equal(flat(worker.model), flat(train(None, Local(), problem, RATES).model))
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -108,15 +108,15 @@ def test_who_stands_still_takes_part_in_the_elections_of_those_who_do_not(late: 
     problem, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
     def body(comm: Comm) -> tuple[int, Tensor]:
-        attached = begin(comm, AsyncLSGD(period=3, pull=0.5), problem, starts)
+        worker = begin(comm, AsyncLeaderSGD(period=3, pull=0.5), problem, starts)
         for step in range(12):
             time.sleep(0.01 if comm.rank == late else 0)
-            go_on(attached, problem, [0.05], step)
-        with attached.consensus() as model:
+            go_on(worker, problem, [0.05], step)
+        with worker.consensus() as model:
             shipped = flat(model)
-        return int(attached.replicas[0].state["round"]), shipped
+        return int(worker.replicas[0].state["round"]), shipped
 
-    rows = run_threads(3, body, deadline_seconds=20)
+    rows = run_threads(3, body, timeout=20)
     assert {rounds for rounds, _ in rows} == {rows[0][0]}
     assert rows[0][0] in (3, 4)
     assert all(torch.equal(shipped, rows[0][1]) for _, shipped in rows)
@@ -125,13 +125,13 @@ def test_who_stands_still_takes_part_in_the_elections_of_those_who_do_not(late: 
 def at_their_own_pace(comm: Comm | None, paces: list[list[int]]) -> tuple[int, list[list[float]]]:
     """The rounds there were, and what was shipped each time after every rank had taken so many steps."""
     problem, shipped = DoubleWell(0.1, 3), list[list[float]]()
-    attached = begin(comm, AsyncLSGD(period=3, pull=0.5), problem, starts_of(3, 3))
+    worker = begin(comm, AsyncLeaderSGD(period=3, pull=0.5), problem, starts_of(3, 3))
     for steps in paces:
-        go_on(attached, problem, [0.05] * steps[attached.comm.rank])
-        with attached.consensus() as model:
+        go_on(worker, problem, [0.05] * steps[worker.comm.rank])
+        with worker.consensus() as model:
             shipped.append(flat(model).tolist())
-    attached.detach()
-    return int(attached.replicas[0].state["round"]), shipped
+    worker.detach()
+    return int(worker.replicas[0].state["round"]), shipped
 
 
 UNEVEN = [[14, 4, 1], [1, 2, 12]]  # 34 steps: three rounds of 9 to 11
@@ -143,7 +143,7 @@ def check_uneven(rows: list[tuple[int, list[list[float]]]]) -> None:
 
 
 def test_between_two_stands_workers_may_take_different_numbers_of_steps() -> None:
-    check_uneven(run_threads(3, lambda comm: at_their_own_pace(comm, UNEVEN), deadline_seconds=20))
+    check_uneven(run_threads(3, lambda comm: at_their_own_pace(comm, UNEVEN), timeout=20))
 
 
 def uneven_processes() -> tuple[int, list[list[float]]]:
@@ -158,44 +158,44 @@ def test_a_worker_that_never_comes_is_waited_for_until_the_deadline() -> None:
     problem = DoubleWell(0.1, 3)
 
     def body(comm: Comm) -> str:
-        attached = begin(comm, AsyncLSGD(period=3), problem)
-        go_on(attached, problem, [0.05])
+        worker = begin(comm, AsyncLeaderSGD(period=3), problem)
+        go_on(worker, problem, [0.05])
         if comm.rank == 1:
             time.sleep(0.8)
             return ""
-        with pytest.raises(DeadlineError) as late:
-            attached.settle()
+        with pytest.raises(CommTimeoutError) as late:
+            worker.wait_pending()
         return str(late.value)
 
-    words = run_threads(2, body, deadline_seconds=0.3)[0]
+    words = run_threads(2, body, timeout=0.3)[0]
     assert "rank 0 waited 0.3 s for all to stand still at step 1" in words
 
 
 @pytest.mark.parametrize("first", [3, 6])
 def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(first: int) -> None:
     problem, starts = Regression(3, 12, torch.float32), starts_of(3).float()
-    strategy = AsyncLSGD(period=4, pull=0.3)
+    strategy = AsyncLeaderSGD(period=4, pull=0.3)
 
-    def steps(attached: Any, begun: int, ended: int) -> None:
+    def steps(worker: Any, begun: int, ended: int) -> None:
         for step in range(begun, ended):
-            go_on(attached, problem, [0.1], step)
-            attached.settle()
+            go_on(worker, problem, [0.1], step)
+            worker.wait_pending()
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = begin(comm, strategy, problem, starts, momentum=0.9)
-        steps(attached, 0, first)
-        saved = attached.state_dict()
-        steps(attached, first, 12)
-        attached.detach()
+        worker = begin(comm, strategy, problem, starts, momentum=0.9)
+        steps(worker, 0, first)
+        saved = worker.state_dict()
+        steps(worker, first, 12)
+        worker.detach()
         again = begin(comm, strategy, problem, starts, momentum=0.9)
         again.load_state_dict(saved)
         if comm.rank == 0:
             time.sleep(0.05)  # the others write to a rank that has not taken a step yet
         steps(again, first, 12)
         again.detach()
-        return flat(attached.model), flat(again.model)
+        return flat(worker.model), flat(again.model)
 
-    for through, resumed in run_threads(3, body, deadline_seconds=20):
+    for through, resumed in run_threads(3, body, timeout=20):
         assert torch.equal(through, resumed)
 
 
@@ -203,16 +203,16 @@ def test_rank_zero_may_still_be_reading_a_checkpoint_when_others_have_taken_a_st
     problem = DoubleWell(0.1, 3)
 
     def body(comm: Comm) -> int:
-        attached = begin(comm, AsyncLSGD(period=3, pull=0.1), problem)
-        saved = attached.state_dict()
+        worker = begin(comm, AsyncLeaderSGD(period=3, pull=0.1), problem)
+        saved = worker.state_dict()
         if comm.rank == 0:
             time.sleep(0.1)
-            attached.load_state_dict(saved)
-        go_on(attached, problem, [0.05] * 3)
-        attached.detach()
-        return int(attached.replicas[0].state["round"])
+            worker.load_state_dict(saved)
+        go_on(worker, problem, [0.05] * 3)
+        worker.detach()
+        return int(worker.replicas[0].state["round"])
 
-    assert run_threads(2, body, deadline_seconds=20) == [1, 1]
+    assert run_threads(2, body, timeout=20) == [1, 1]
 
 
 @pytest.mark.parametrize("result", ["leader", "mean"])
@@ -220,24 +220,24 @@ def test_all_ship_the_same(result: Any) -> None:
     problem, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = begin(comm, AsyncLSGD(period=8, result=result), problem, starts)
-        go_on(attached, problem, [0.0] * 2)
-        with attached.consensus() as model:
-            return flat(model), attached.replicas[0].x.clone()
+        worker = begin(comm, AsyncLeaderSGD(period=8, result=result), problem, starts)
+        go_on(worker, problem, [0.0] * 2)
+        with worker.consensus() as model:
+            return flat(model), worker.replicas[0].x.clone()
 
-    rows = run_threads(3, body, deadline_seconds=20)
+    rows = run_threads(3, body, timeout=20)
     best = starts[int(losses_of(problem)(starts, 0).argmin())]
     for shipped, _ in rows:
         assert torch.allclose(shipped, best if result == "leader" else starts.mean(0), rtol=0, atol=1e-15)
 
 
 def test_a_round_sends_the_leader_once_and_a_step_two_letters() -> None:
-    for rank, letters in ((0, 0), (1, 8)):
-        run = DryRun(AsyncLSGD(period=8), [840], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1)
-        assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * letters
+    for rank, messages in ((0, 0), (1, 8)):
+        run = DryRun(AsyncLeaderSGD(period=8), [840], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1)
+        assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * messages
 
 
 @pytest.mark.parametrize(("words", "reason"), [({"period": 0}, "period=0"), ({"pull": 1.1}, r"pull=1.1: must lie in")])
 def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        AsyncLSGD(**words)
+        AsyncLeaderSGD(**words)

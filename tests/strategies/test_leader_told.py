@@ -18,13 +18,13 @@ from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, to
 from thinwire import Comm, ConfigError, CountingComm, Local, Replica, run_threads
 from thinwire.replica.replica import as_number
 from thinwire.strategies.leader.election import (
-    Metric,
+    ScoreFunction,
     ballot,
     elect,
     winner,
 )
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -76,15 +76,15 @@ def test_a_worker_that_was_told_nothing_never_leads() -> None:
 
 def test_where_nobody_is_told_a_loss_all_are_told_how() -> None:
     def body(comm: Comm) -> str:
-        attached = begin(comm, LSGD(period=2), quadratic(2, DOUBLE))
+        worker = begin(comm, LeaderSGD(period=2), quadratic(2, DOUBLE))
         with pytest.raises(ConfigError) as refused:
             for _ in range(2):
-                attached.model().sum().backward()
-                attached.optimizer.step()
+                worker.model().sum().backward()
+                worker.optimizer.step()
         return str(refused.value)
 
     for words in run_threads(2, body):
-        assert "replica.saw(loss=loss) before optimizer.step()" in words
+        assert "worker.record_batch(loss=loss) before optimizer.step()" in words
 
 
 def test_one_election_is_eight_bytes() -> None:
@@ -113,7 +113,7 @@ def test_a_worker_whose_loss_is_nan_never_leads() -> None:
         period=2,
         pull=0.4,
     )
-    assert distance(together(3, LSGD(period=2, pull=0.4), well, RATES, starts=starts, told=told), expected) < 1e-12
+    assert distance(together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, told=told), expected) < 1e-12
 
 
 def test_where_no_loss_is_finite_nobody_is_pulled_and_one_warning_says_so() -> None:
@@ -122,7 +122,12 @@ def test_where_no_loss_is_finite_nobody_is_pulled_and_one_warning_says_so() -> N
     def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
         return flat(train(comm, strategy, problem, RATES, starts=starts, told=lambda *_: INF).model)
 
-    for strategy in (LSGD(period=2), LGD(), LSGD(period=2, overlap=True), LSGD(2, 0.1, 2, 4)):
+    for strategy in (
+        LeaderSGD(period=2),
+        LeaderGradientDescent(),
+        LeaderSGD(period=2, overlap=True),
+        LeaderSGD(2, 0.1, 2, 4),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = torch.stack(run_threads(2, lambda comm, s=strategy: body(comm, s)))
@@ -137,7 +142,7 @@ def test_a_window_that_is_not_full_is_averaged_over_what_it_holds() -> None:
     def told(rank: int, step: int, loss: Tensor) -> float | None:
         return 1.0 if rank == 0 else None if step % 2 else 1.5
 
-    found = together(2, LSGD(period=4, pull=1.0), well, [0.0] * 4, starts=starts, told=told)
+    found = together(2, LeaderSGD(period=4, pull=1.0), well, [0.0] * 4, starts=starts, told=told)
     assert torch.equal(found, torch.ones_like(found))
 
 
@@ -148,7 +153,7 @@ def test_an_exponential_mean_forgets_and_survives_a_nan() -> None:
     def leader(steps: int) -> float:
         found = together(
             2,
-            LSGD(period=steps, pull=1.0, metric="ema"),
+            LeaderSGD(period=steps, pull=1.0, metric="ema"),
             DoubleWell(),
             [0.0] * steps,
             starts=starts,
@@ -162,8 +167,8 @@ def test_an_exponential_mean_forgets_and_survives_a_nan() -> None:
 
 def test_a_metric_of_one_s_own_decides() -> None:
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
-    strategy = LSGD(period=1, pull=1.0, metric=Metric(lambda r: r.x.sum(), "the leftmost"))
-    assert repr(strategy.metric) == "Metric('the leftmost')"
+    strategy = LeaderSGD(period=1, pull=1.0, metric=ScoreFunction(lambda r: r.x.sum(), "the leftmost"))
+    assert repr(strategy.metric) == "ScoreFunction('the leftmost')"
     assert together(2, strategy, well, [0.0], starts=starts).tolist() == [[-1.0], [-1.0]]
 
 
@@ -176,24 +181,24 @@ def test_a_metric_of_one_s_own_decides() -> None:
 )
 def test_a_metric_that_answers_badly_is_refused_before_the_first_step(answer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        begin(None, LSGD(metric=Metric(answer)), quadratic(1, DOUBLE))
+        begin(None, LeaderSGD(metric=ScoreFunction(answer)), quadratic(1, DOUBLE))
 
 
 def test_what_is_said_of_a_step_is_checked_and_forgotten_after_it() -> None:
-    attached = begin(None, LSGD(), quadratic(1, DOUBLE))
-    (r,) = attached.replicas
-    attached.saw(3)
+    worker = begin(None, LeaderSGD(), quadratic(1, DOUBLE))
+    (r,) = worker.replicas
+    worker.record_batch(3)
     assert (r.samples, r.loss) == (3, None)
-    attached.saw(loss=torch.tensor([2.0], dtype=DOUBLE, requires_grad=True))
+    worker.record_batch(loss=torch.tensor([2.0], dtype=DOUBLE, requires_grad=True))
     assert r.samples == 3
     assert r.loss is not None
     assert (float(r.loss), r.loss.dtype, r.loss.shape, r.loss.requires_grad) == (2, torch.float32, (), False)
     assert r.part("some", slice(1)).loss is r.loss
     with pytest.raises(ConfigError, match=r"loss: a tensor of shape \(2,\), not one number"):
-        attached.saw(loss=torch.zeros(2))
+        worker.record_batch(loss=torch.zeros(2))
     with pytest.raises(ConfigError, match="samples=-1"):
-        attached.saw(-1, loss=1.0)
-    go_on(attached, quadratic(1, DOUBLE), [0.1])
+        worker.record_batch(-1, loss=1.0)
+    go_on(worker, quadratic(1, DOUBLE), [0.1])
     assert (r.samples, r.loss) == (1, None)
     assert as_number(2, torch.zeros(1), "loss").dtype == torch.float32
 
@@ -207,10 +212,10 @@ def test_the_leader_is_sent_only_where_somebody_stands_out(gap: float, sends: bo
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0], [1.0]], dtype=DOUBLE)
 
     def body(comm: Comm) -> tuple[bool, float]:
-        attached = begin(comm, LSGD(period=4, pull=1.0, certainty=2.0), well, starts)
+        worker = begin(comm, LeaderSGD(period=4, pull=1.0, certainty=2.0), well, starts)
         before = comm.meter.payload_bytes
-        go_on(attached, well, [0.0] * 4, told=lambda rank, step, _: step % 2 + (gap if rank == 1 else 0.0))
-        return float(flat(attached.model)) == 1.0, comm.meter.payload_bytes - before
+        go_on(worker, well, [0.0] * 4, told=lambda rank, step, _: step % 2 + (gap if rank == 1 else 0.0))
+        return float(flat(worker.model)) == 1.0, comm.meter.payload_bytes - before
 
     found = run_threads(3, body)
     assert [moved for moved, _ in found] == [True, sends, True]

@@ -15,8 +15,8 @@ from tests.problems import Regression, flat, quadratic
 from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.plan.traffic import DryRun
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 
 DOUBLE = torch.float64
 RATES = [0.1] * 24
@@ -35,9 +35,9 @@ def test_a_round_carries_half_of_what_an_average_carries(n: int) -> None:
         run = DryRun(strategy, [elements], workers=n, rank=0, dtype=torch.float32, bucket_bytes=1)
         return sum(run.step().sent for _ in range(16))
 
-    assert sent(LSGD(period=8)) == 2 * ((n - 1) / n * 4 * elements + 8)
-    assert sent(LSGD(period=8)) - 2 * 8 == sent(thinwire.LocalSGD(period=8)) / 2
-    assert sent(LGD()) == 16 * ((n - 1) / n * 4 * elements + 8)
+    assert sent(LeaderSGD(period=8)) == 2 * ((n - 1) / n * 4 * elements + 8)
+    assert sent(LeaderSGD(period=8)) - 2 * 8 == sent(thinwire.LocalSGD(period=8)) / 2
+    assert sent(LeaderGradientDescent()) == 16 * ((n - 1) / n * 4 * elements + 8)
 
 
 def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
@@ -46,15 +46,15 @@ def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
     crossed: list[tuple[int, int, int]] = []
 
     def body(comm: Comm) -> None:
-        attached = begin(comm, LSGD(period=1, pull=0.1, node_size=size, global_period=2), problem, starts_of(n, 50))
-        plain = comm._exchange
+        worker = begin(comm, LeaderSGD(period=1, pull=0.1, node_size=size, global_period=2), problem, starts_of(n, 50))
+        plain = comm._send_recv
 
-        def watched(x: Tensor, to: Any, frm: Any) -> Any:
-            crossed.extend((comm.step, comm.rank // size - j // size, x.numel()) for j in to)
-            return plain(x, to, frm)
+        def watched(x: Tensor, dst: Any, src: Any) -> Any:
+            crossed.extend((comm.step, comm.rank // size - j // size, x.numel()) for j in dst)
+            return plain(x, dst, src)
 
-        comm._exchange = watched  # type: ignore[method-assign]
-        go_on(attached, problem, [0.01] * 2)
+        comm._send_recv = watched  # type: ignore[method-assign]
+        go_on(worker, problem, [0.01] * 2)
 
     run_threads(n, body)
     vectors = [(step, node) for step, node, numel in crossed if numel == 50]
@@ -70,11 +70,11 @@ def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        LSGD(period=4, pull=0.2, proximal=0.1),
-        LSGD(period=4, metric="ema"),
-        LSGD(period=4, overlap=True),
-        LSGD(period=2, node_size=2, global_period=4, proximal=0.2),
-        LGD(),
+        LeaderSGD(period=4, pull=0.2, proximal=0.1),
+        LeaderSGD(period=4, metric="ema"),
+        LeaderSGD(period=4, overlap=True),
+        LeaderSGD(period=2, node_size=2, global_period=4, proximal=0.2),
+        LeaderGradientDescent(),
     ],
     ids=repr,
 )
@@ -85,31 +85,33 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(
     problem, starts = Regression(4, 13, torch.float32), starts_of(4).float()
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = go_on(begin(comm, strategy, problem, starts, **MOMENTUM), problem, RATES[:first])
-        saved = attached.state_dict()
-        go_on(attached, problem, RATES[first:13], first)
+        worker = go_on(begin(comm, strategy, problem, starts, **MOMENTUM), problem, RATES[:first])
+        saved = worker.state_dict()
+        go_on(worker, problem, RATES[first:13], first)
         again = begin(comm, strategy, problem, starts, **MOMENTUM)
         again.load_state_dict(saved)
         go_on(again, problem, RATES[first:13], first)
-        return flat(attached.model), flat(again.model)
+        return flat(worker.model), flat(again.model)
 
-    for through, resumed in run_threads(4, body, deadline_seconds=20):
+    for through, resumed in run_threads(4, body, timeout=20):
         assert torch.equal(through, resumed)
 
 
 # -- what is shipped ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [LSGD(period=4), LSGD(period=4, result="mean"), LGD()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy", [LeaderSGD(period=4), LeaderSGD(period=4, result="mean"), LeaderGradientDescent()], ids=repr
+)
 def test_what_is_shipped_is_the_leader_or_the_mean(strategy: thinwire.Strategy) -> None:
     well, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = begin(comm, strategy, well, starts)
-        with attached.consensus() as model:
+        worker = begin(comm, strategy, well, starts)
+        with worker.consensus() as model:
             untrained = flat(model)
-        go_on(attached, well, [0.0] * 3)
-        with attached.consensus() as model:
+        go_on(worker, well, [0.0] * 3)
+        with worker.consensus() as model:
             return untrained, flat(model)
 
     best = starts[int(losses_of(well)(starts, 0).argmin())]
@@ -121,11 +123,11 @@ def test_what_is_shipped_is_the_leader_or_the_mean(strategy: thinwire.Strategy) 
 
 def test_an_average_of_all_lets_a_late_leader_go() -> None:
     problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
-    strategy = LSGD(period=4, overlap=True)
+    strategy = LeaderSGD(period=4, overlap=True)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = go_on(begin(comm, strategy, problem, starts), problem, RATES[:5])
-        (r,) = attached.replicas
+        worker = go_on(begin(comm, strategy, problem, starts), problem, RATES[:5])
+        (r,) = worker.replicas
         before = r.x.clone()
         strategy.average_(r)
         assert not r.inflight
@@ -164,13 +166,13 @@ def test_an_average_of_all_lets_a_late_leader_go() -> None:
 )
 def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LSGD(**words)
+        LeaderSGD(**words)
 
 
 def test_workers_that_a_recipe_cannot_serve_are_refused() -> None:
     with pytest.raises(ConfigError, match="node_size=2 with 3 workers"):
-        LSGD(node_size=2, global_period=32).check(3)
+        LeaderSGD(node_size=2, global_period=32).check(3)
     with pytest.raises(ConfigError, match="takes 4 steps to reach all; use period=4 or more"):
-        LSGD(period=3, overlap=True).check(5)
+        LeaderSGD(period=3, overlap=True).check(5)
     with pytest.raises(ConfigError, match="pull=-1"):
-        LGD(pull=-1.0)
+        LeaderGradientDescent(pull=-1.0)

@@ -17,12 +17,12 @@ WIDTH = 700_001  # of fp32: three pieces, the last of them odd
 
 
 def least(comm: Comm) -> list[int]:
-    return comm.min_(torch.tensor([5 - comm.rank, comm.rank, -(2**62) + comm.rank])).wait().tolist()
+    return comm.all_reduce_(torch.tensor([5 - comm.rank, comm.rank, -(2**62) + comm.rank]), op="min").wait().tolist()
 
 
 def broadcasts() -> dict[str, bool]:
     """Vectors of several pieces from every rank, in several kinds, with two in flight."""
-    comm = GroupComm(deadline_seconds=20)
+    comm = GroupComm(timeout=20)
     n = comm.size
 
     def drawn(rank: int, width: int = WIDTH) -> torch.Tensor:
@@ -42,7 +42,7 @@ def broadcasts() -> dict[str, bool]:
     found["with gaps"] = torch.equal(table[:, :-1], drawn(n - 1, 4 * WIDTH).view(4, WIDTH)[:, :-1])
     found["least"] = least(comm) == [5 - n + 1, 0, -(2**62)]
     sent = comm.meter.by_operation
-    found["bytes"] = sent["min"] == 24
+    found["bytes"] = sent["all_reduce_min"] == 24
     return found
 
 
@@ -62,13 +62,13 @@ def test_threads_find_the_least_of_their_numbers(n: int) -> None:
 
 def test_a_wire_that_only_counts_counts_numbers_once() -> None:
     comm = CountingComm(1, 4)
-    assert comm.min_(torch.tensor([3])).wait().tolist() == [3]
-    assert comm.meter.by_operation == {"min": 8}
+    assert comm.all_reduce_(torch.tensor([3]), op="min").wait().tolist() == [3]
+    assert comm.meter.by_operation == {"all_reduce_min": 8}
 
 
 def lost_in_the_middle() -> str:
-    comm = GroupComm(deadline_seconds=10)
-    comm.sum_(torch.zeros(1)).wait()
+    comm = GroupComm(timeout=10)
+    comm.all_reduce_(torch.zeros(1)).wait()
     if comm.rank == 1:
         os._exit(1)
     with pytest.raises(PeerLostError) as lost:
@@ -95,10 +95,10 @@ import sys, torch, torch.distributed as dist
 from thinwire import GroupComm
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-comm = GroupComm(deadline_seconds=30)
+comm = GroupComm(timeout=30)
 for _ in range(int(sys.argv[1])):
     comm.broadcast_(torch.zeros(2_000_000), 2).wait()
-comm.sum_(torch.zeros(1)).wait()
+comm.all_reduce_(torch.zeros(1)).wait()
 dist.destroy_process_group()
 """
 
@@ -113,7 +113,7 @@ def test_a_broadcast_leaves_each_interface_once_and_the_last_one_never() -> None
             4,
             network=network,
             environment={"OMP_NUM_THREADS": "1"},
-            deadline_seconds=60,
+            timeout=60,
         )
         vectors = [each.sent_bytes / (times * nbytes) for each in network.traffic()]
     assert [record.code for record in exits] == [0] * 4

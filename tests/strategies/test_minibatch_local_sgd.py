@@ -14,9 +14,9 @@ from tests.oracles import minibatch as oracles
 from tests.pool import run_processes
 from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
 from tests.strategies.local_runs import adamw, begin, ended, go_on, sent, sgd
-from thinwire import AllReduce, Attached, Comm, ConfigError, LocalSGD, SlowMo
+from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Worker
 from thinwire.plan import explain
-from thinwire.strategies.local.minibatch_local_sgd import InnerOuter
+from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 
 DOUBLE = torch.float64
 STEPS = 14
@@ -32,7 +32,7 @@ def expected(n: int, period: int, inner: float) -> Tensor:
 @pytest.mark.parametrize("inner", [0.0, 0.3, 1.0, 1.5])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_rounds_equal_their_oracle_under_any_schedule(n: int, inner: float) -> None:
-    real = together(n, InnerOuter(4, inner), Regression(n, STEPS, DOUBLE), RATES)
+    real = together(n, MinibatchLocalSGD(4, inner), Regression(n, STEPS, DOUBLE), RATES)
     assert distance(real, expected(n, 4, inner)) < 1e-12
 
 
@@ -40,7 +40,7 @@ def runs_on_processes() -> list[list[float]]:
     comm = thinwire.GroupComm()
     problem = Regression(comm.size, STEPS, DOUBLE)
     return [
-        flat(train(comm, InnerOuter(period, inner), problem, RATES).model).tolist()
+        flat(train(comm, MinibatchLocalSGD(period, inner), problem, RATES).model).tolist()
         for period, inner in [(4, 0.0), (4, 0.3), (7, 1.0)]
     ]
 
@@ -53,29 +53,29 @@ def test_rounds_equal_their_oracle_on_processes() -> None:
 
 def accumulated(comm: Comm, problem: Regression, period: int, lr: float) -> Tensor:
     """Gradient accumulation as everyone writes it."""
-    attached = begin(comm, AllReduce(), problem, sgd(lr, 0.0))
+    worker = begin(comm, AllReduce(), problem, sgd(lr, 0.0))
     for first in range(0, STEPS - STEPS % period, period):
-        attached.optimizer.zero_grad()
-        with attached.no_sync():
+        worker.optimizer.zero_grad()
+        with worker.no_sync():
             for step in range(first, first + period - 1):
-                problem.loss(attached.model, comm.rank, step).backward()
-        problem.loss(attached.model, comm.rank, first + period - 1).backward()
-        attached.optimizer.step()
-    return flat(attached.model)
+                problem.loss(worker.model, comm.rank, step).backward()
+        problem.loss(worker.model, comm.rank, first + period - 1).backward()
+        worker.optimizer.step()
+    return flat(worker.model)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_without_inner_steps_it_is_accumulated_gradients_bit_for_bit(n: int) -> None:
     problem = Regression(n, STEPS, torch.float32)
     theirs = torch.stack(thinwire.run_threads(n, lambda comm: accumulated(comm, problem, 3, 0.07)))
-    ours = ended(n, InnerOuter(3, 0.0), problem, 12, sgd(0.07, 0.0))
+    ours = ended(n, MinibatchLocalSGD(3, 0.0), problem, 12, sgd(0.07, 0.0))
     assert torch.equal(ours, theirs)
 
 
 def test_with_whole_inner_steps_it_is_local_sgd() -> None:
     problem = Regression(3, STEPS, DOUBLE)
     local = together(3, LocalSGD(4), problem, RATES)
-    assert distance(together(3, InnerOuter(4, 1.0), problem, RATES), local) < 1e-12
+    assert distance(together(3, MinibatchLocalSGD(4, 1.0), problem, RATES), local) < 1e-12
     assert distance(oracles.local(problem.gradient, problem.start.expand(3, -1), RATES, period=4), local) < 1e-12
 
 
@@ -83,14 +83,14 @@ def test_with_whole_inner_steps_it_is_local_sgd() -> None:
 def test_rounds_of_one_step_are_all_reduce_and_local_sgd(inner: float) -> None:
     problem = Regression(3, STEPS, DOUBLE)
     for other in (AllReduce(), LocalSGD(1)):
-        found = together(3, InnerOuter(1, inner), problem, RATES)
+        found = together(3, MinibatchLocalSGD(1, inner), problem, RATES)
         assert distance(found, together(3, other, problem, RATES)) < 1e-13
 
 
 def test_it_is_slow_momentum_without_momentum() -> None:
     problem, rates = Regression(3, 12, DOUBLE), [0.04] * 12
     slow = together(3, SlowMo(period=4, momentum=0.0, lr=2.5), problem, [0.4 * rate for rate in rates])
-    assert distance(together(3, InnerOuter(4, 0.4), problem, rates), slow) < 1e-12
+    assert distance(together(3, MinibatchLocalSGD(4, 0.4), problem, rates), slow) < 1e-12
 
 
 def test_one_worker_without_inner_steps_takes_the_step_of_a_large_batch() -> None:
@@ -102,7 +102,7 @@ def test_one_worker_without_inner_steps_takes_the_step_of_a_large_batch() -> Non
         optimizer.zero_grad()
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
-    assert distance(together(1, InnerOuter(4, 0.0), problem, [0.05] * 12), flat(model)[None]) < 1e-12
+    assert distance(together(1, MinibatchLocalSGD(4, 0.0), problem, [0.05] * 12), flat(model)[None]) < 1e-12
 
 
 def test_it_does_not_matter_how_a_minibatch_is_shared_out() -> None:
@@ -115,14 +115,16 @@ def test_it_does_not_matter_how_a_minibatch_is_shared_out() -> None:
             each = 4 // self.size
             return everything.loss(model, 0, step // each * 4 + rank * each + step % each)
 
-    ends = [together(n, InnerOuter(4 // n, 0.0), Dealt(n, 16, DOUBLE), [0.05 * n] * (16 // n))[:1] for n in (1, 2, 4)]
+    ends = [
+        together(n, MinibatchLocalSGD(4 // n, 0.0), Dealt(n, 16, DOUBLE), [0.05 * n] * (16 // n))[:1] for n in (1, 2, 4)
+    ]
     assert distance(ends[1], ends[0]) < 1e-13
     assert distance(ends[2], ends[0]) < 1e-13
 
 
 def test_where_all_workers_see_the_same_whole_inner_steps_are_gradient_descent() -> None:
     problem = Quadratic(torch.full((3,), 0.7, dtype=DOUBLE), torch.ones(3, 3, dtype=DOUBLE) * 2)
-    left = together(3, InnerOuter(5, 1.0), problem, [0.1] * 20) - 2
+    left = together(3, MinibatchLocalSGD(5, 1.0), problem, [0.1] * 20) - 2
     assert distance(left, torch.full_like(left, -((1 - 0.07) ** 20))) < 1e-12
 
 
@@ -135,7 +137,7 @@ def test_on_quadratics_rounds_end_at_the_fixed_point_in_closed_form(inner: float
     problem = Quadratic(H, C[:, None].expand(3, 2))
     weights = (1 - (1 - inner * rate * H) ** period) / inner if inner else rate * period * H
     biased, optimum = (float((w @ C) / w.sum()) for w in (weights, H))
-    (found,) = together(3, InnerOuter(period, inner), problem, [rate] * 600)[:1]
+    (found,) = together(3, MinibatchLocalSGD(period, inner), problem, [rate] * 600)[:1]
     assert found.tolist() == pytest.approx([biased] * 2, abs=1e-9)
     assert (abs(biased - optimum) > 0.03) == (inner > 0)
 
@@ -178,22 +180,22 @@ def test_parameter_groups_may_differ_in_their_learning_rates() -> None:
         # A changing rate within a round is for Local SGD alone: the slow step takes the round's mean.
         steady = rates if inner == 1 else [0.03] * 8
         theirs = together(3, other, problem, [inner * rate for rate in steady], factors=(1.0, 0.3))
-        ours = together(3, InnerOuter(4, inner), problem, steady, factors=(1.0, 0.3))
+        ours = together(3, MinibatchLocalSGD(4, inner), problem, steady, factors=(1.0, 0.3))
         assert distance(ours, theirs) < 1e-12
 
 
 def test_all_workers_hold_the_same_bits_after_each_round() -> None:
     for inner in (0.0, 0.5):
-        seen = watched(4, InnerOuter(3, inner), Regression(4, 9, torch.float32), [0.05] * 9)
+        seen = watched(4, MinibatchLocalSGD(3, inner), Regression(4, 9, torch.float32), [0.05] * 9)
         assert all(torch.equal(seen[step], seen[step, :1].expand_as(seen[step])) for step in (2, 5, 8))
         assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])) == (inner == 0)
 
 
 def test_a_round_is_one_message_of_the_parameters_size() -> None:
     for inner in (0.0, 0.5):
-        found = sent(4, InnerOuter(4, inner), Regression(4, 8, torch.float32), 8, sgd(0.05, 0.0))
+        found = sent(4, MinibatchLocalSGD(4, inner), Regression(4, 8, torch.float32), 8, sgd(0.05, 0.0))
         assert found == [(2 * 2 * 3 / 4 * 4 * 34, 2)] * 4
-        card = explain(InnerOuter(4, inner), parameters=1000, workers=4)
+        card = explain(MinibatchLocalSGD(4, inner), parameters=1000, workers=4)
         assert card.sent_bytes_per_step == pytest.approx(2 * 3 / 4 * 4000 / 4)
         assert card.period == 4
 
@@ -203,11 +205,11 @@ def test_consensus_within_a_round_is_the_mean_and_disturbs_nothing(inner: float)
     problem = Regression(3, 6, DOUBLE)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        attached = go_on(begin(comm, InnerOuter(4, inner), problem, sgd(0.05, 0.0)), problem, range(6))
-        own = flat(attached.model)
-        with attached.consensus() as model:
+        worker = go_on(begin(comm, MinibatchLocalSGD(4, inner), problem, sgd(0.05, 0.0)), problem, range(6))
+        own = flat(worker.model)
+        with worker.consensus() as model:
             agreed = flat(model)
-        return own, agreed, flat(attached.model)
+        return own, agreed, flat(worker.model)
 
     own, agreed, after = (torch.stack(each) for each in zip(*thinwire.run_threads(3, body), strict=True))
     assert distance(agreed, own.mean(0).expand_as(own)) < 1e-14
@@ -220,7 +222,7 @@ def test_it_resumes_bit_for_bit(inner: float, stop: int) -> None:
     problem = Regression(3, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        strategy = InnerOuter(4, inner)
+        strategy = MinibatchLocalSGD(4, inner)
         one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
         saved = one.state_dict()
         go_on(one, problem, range(stop, STEPS))
@@ -235,10 +237,10 @@ def test_gradients_are_averaged_over_the_workers_that_still_have_data() -> None:
     problem, lengths = Regression(3, 8, DOUBLE), [8, 5, 2]
 
     def body(comm: Comm) -> Tensor:
-        attached = begin(comm, InnerOuter(4, 0.5), problem, sgd(0.05, 0.0))
-        for step in attached.join(range(lengths[comm.rank])):
-            go_on(attached, problem, range(step, step + 1))
-        return flat(attached.model)
+        worker = begin(comm, MinibatchLocalSGD(4, 0.5), problem, sgd(0.05, 0.0))
+        for step in worker.join(range(lengths[comm.rank])):
+            go_on(worker, problem, range(step, step + 1))
+        return flat(worker.model)
 
     def gradient(x: Tensor, step: int) -> Tensor:
         return torch.tensor([[float(step < length)] for length in lengths], dtype=DOUBLE) * problem.gradient(x, step)
@@ -251,31 +253,34 @@ def test_gradients_are_averaged_over_the_workers_that_still_have_data() -> None:
 
 def test_an_exact_average_from_outside_ends_the_round() -> None:
     problem, rates = Regression(3, 12, DOUBLE), [0.04] * 12
-    around = SlowMo(InnerOuter(8, 0.5), period=4, momentum=0.0)
-    assert distance(together(3, around, problem, rates), together(3, InnerOuter(4, 0.5), problem, rates)) < 1e-12
-    aligned = SlowMo(InnerOuter(4, 0.5), period=4, momentum=0.0)
-    assert torch.equal(together(3, aligned, problem, rates), together(3, InnerOuter(4, 0.5), problem, rates))
+    around = SlowMo(MinibatchLocalSGD(8, 0.5), period=4, momentum=0.0)
+    assert distance(together(3, around, problem, rates), together(3, MinibatchLocalSGD(4, 0.5), problem, rates)) < 1e-12
+    aligned = SlowMo(MinibatchLocalSGD(4, 0.5), period=4, momentum=0.0)
+    assert torch.equal(together(3, aligned, problem, rates), together(3, MinibatchLocalSGD(4, 0.5), problem, rates))
 
 
 def test_gradients_without_a_number_reach_all_workers_at_the_end_of_the_round() -> None:
     problem = quadratic(2, DOUBLE)
 
-    def spoil(attached: Attached, step: int) -> None:
-        if step == 1 and attached.comm.rank == 0:
-            next(attached.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    def spoil(worker: Worker, step: int) -> None:
+        if step == 1 and worker.comm.rank == 0:
+            next(worker.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
 
-    found = ended(2, InnerOuter(4, 0.0), problem, 3, sgd(0.1, 0.0), before_step=spoil)
+    found = ended(2, MinibatchLocalSGD(4, 0.0), problem, 3, sgd(0.1, 0.0), before_step=spoil)
     assert bool(found.isfinite().all())
-    assert bool(ended(2, InnerOuter(4, 0.0), problem, 4, sgd(0.1, 0.0), before_step=spoil)[:, 0].isnan().all())
+    assert bool(ended(2, MinibatchLocalSGD(4, 0.0), problem, 4, sgd(0.1, 0.0), before_step=spoil)[:, 0].isnan().all())
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: InnerOuter(0), "period=0: must be at least 1 step"),
-        (lambda: InnerOuter(inner=-0.1), "inner=-0.1: must be finite and not negative; 0 is minibatch, 1 is Local SGD"),
-        (lambda: InnerOuter(inner=float("inf")), "must be finite"),
-        (lambda: InnerOuter(period=2.5), "period must be a whole number"),  # type: ignore[arg-type]
+        (lambda: MinibatchLocalSGD(0), "period=0: must be at least 1 step"),
+        (
+            lambda: MinibatchLocalSGD(inner=-0.1),
+            "inner=-0.1: must be finite and not negative; 0 is minibatch, 1 is Local SGD",
+        ),
+        (lambda: MinibatchLocalSGD(inner=float("inf")), "must be finite"),
+        (lambda: MinibatchLocalSGD(period=2.5), "period must be a whole number"),  # type: ignore[arg-type]
     ],
 )
 def test_rounds_that_cannot_work_are_refused(make: Callable[[], Any], words: str) -> None:
@@ -286,12 +291,12 @@ def test_rounds_that_cannot_work_are_refused(make: Callable[[], Any], words: str
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (adamw(), r"AdamW under InnerOuter.*: a sum of gradients is no step of it; average its parameters"),
-        (sgd(0.1, 0.9), r"SGD\(momentum=0.9\) under InnerOuter.*SlowMo\(momentum=...\)"),
+        (adamw(), r"AdamW under MinibatchLocalSGD.*: a sum of gradients is no step of it; average its parameters"),
+        (sgd(0.1, 0.9), r"SGD\(momentum=0.9\) under MinibatchLocalSGD.*SlowMo\(momentum=...\)"),
         (sgd(0.1, 0.0, weight_decay=0.01), r"SGD\(weight_decay=0.01\).*put it into the loss"),
         (sgd(0.1, 0.0, maximize=True), r"SGD\(maximize=True\).*give the loss the other sign"),
     ],
 )
 def test_optimizers_that_are_not_plain_sgd_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        begin(None, InnerOuter(), Regression(1, 1, DOUBLE), make)
+        begin(None, MinibatchLocalSGD(), Regression(1, 1, DOUBLE), make)

@@ -78,7 +78,7 @@ def ends(comm: Comm) -> list[list[float]]:
 
 
 def on_processes() -> list[list[float]]:
-    return ends(thinwire.GroupComm(deadline_seconds=20))
+    return ends(thinwire.GroupComm(timeout=20))
 
 
 def test_on_processes_they_end_where_threads_do_and_where_their_oracles_do() -> None:
@@ -96,8 +96,8 @@ def test_a_slow_wire_gives_the_same_bits(slow_rank: int) -> None:
     """Messages that take their time must change nothing: the wait is at its place, never "if it has arrived"."""
 
     class SlowWire(ThreadComm):
-        def _sum_(self, x: Tensor) -> Any:
-            work = super()._sum_(x)
+        def _all_reduce_(self, x: Tensor) -> Any:
+            work = super()._all_reduce_(x)
 
             def late(total: Tensor) -> Tensor:
                 if self.rank == slow_rank:
@@ -319,16 +319,16 @@ def test_bytes_are_those_of_local_sgd(strategy: Strategy) -> None:
 @pytest.mark.parametrize("cut", [4, 5, 6])
 def test_resuming_with_a_mean_in_flight_is_the_uninterrupted_run(strategy: Strategy, cut: int) -> None:
     def work(comm: Comm) -> tuple[bool, bool]:
-        attached = steps(attach(comm, strategy), batches(comm.rank, cut))
-        saved = attached.state_dict()
-        through = flat(steps(attached, batches(comm.rank, 9, cut)).model)
+        worker = steps(attach(comm, strategy), batches(comm.rank, cut))
+        saved = worker.state_dict()
+        through = flat(steps(worker, batches(comm.rank, 9, cut)).model)
         again = attach(comm, strategy)
         again.load_state_dict(saved)
         return torch.equal(flat(steps(again, batches(comm.rank, 9, cut)).model), through), bool(
             saved["replicas"][0]["inflight"]
         )
 
-    results = thinwire.run_threads(3, work, deadline_seconds=20)
+    results = thinwire.run_threads(3, work, timeout=20)
     assert all(same for same, _ in results)
     if strategy in (OverlapLocalSGD(period=4), CoCoD(period=4)):
         assert all(flying for _, flying in results)
@@ -337,8 +337,8 @@ def test_resuming_with_a_mean_in_flight_is_the_uninterrupted_run(strategy: Strat
 @pytest.mark.parametrize("base", [OverlapLocalSGD(period=3), CoCoD(period=3)], ids=str)
 def test_slow_momentum_takes_in_what_is_in_flight(base: Strategy) -> None:
     def body(comm: Comm) -> tuple[bool, Tensor]:
-        attached = train(comm, SlowMo(base, period=4), quadratic(3, DOUBLE), [0.1] * 8)
-        (r,) = attached.replicas
+        worker = train(comm, SlowMo(base, period=4), quadratic(3, DOUBLE), [0.1] * 8)
+        (r,) = worker.replicas
         return not r.inflight, r.x.clone()
 
     results = thinwire.run_threads(3, body)

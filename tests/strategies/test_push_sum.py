@@ -20,12 +20,11 @@ from tests.problems import Irregular, Quadratic, Regression, distance, flat, qua
 from thinwire import (
     AllReduce,
     Comm,
+    CommTimeoutError,
     Complete,
     ConfigError,
-    DeadlineError,
     Hypercube,
     OnePeerExponential,
-    Peers,
     PushSum,
     Replica,
     Ring,
@@ -36,7 +35,8 @@ from thinwire import (
 from thinwire.plan.explain import explain
 from thinwire.reduce.compressed_all_reduce import mix_
 from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology import Peers
+from thinwire.topology.exact_weights import exact_weights
 
 SINGLE, DOUBLE = torch.float32, torch.float64
 GRAPHS = {"one_peer": OnePeerExponential(), "ring": Ring(), "irregular": Irregular()}
@@ -62,12 +62,12 @@ def in_flight(replicas: list[Replica], strategy: PushSum) -> tuple[Tensor, Tenso
     """Numerators and weights on the way to their receivers, by the graph's own shares, after settling."""
     total, weights = torch.zeros(replicas[0].x.numel(), dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)
     for rank, r in enumerate(replicas):
-        r.settle()
+        r.wait_pending()
         for name, work in r.inflight.items():
-            peers = whole_shares(strategy.topology, rank, len(replicas), int(name.rpartition(" ")[2]), r.x.dtype)
-            for share, letter in zip(peers.weights, work.wait(), strict=True):
-                total += share * numerator(letter)
-                weights += share * weight(letter)
+            peers = exact_weights(strategy.topology, rank, len(replicas), int(name.rpartition(" ")[2]), r.x.dtype)
+            for share, message in zip(peers.weights, work.wait(), strict=True):
+                total += share * numerator(message)
+                weights += share * weight(message)
     return total, weights
 
 
@@ -157,11 +157,11 @@ def test_shares_are_exact_and_add_up_to_one_at_every_sender(n: int) -> None:
                 columns = [Fraction(0)] * n
                 for rank in range(n):
                     plain = topology.peers(rank, n, step)
-                    peers = whole_shares(topology, rank, n, step, dtype)
-                    assert (peers.to, peers.frm) == (plain.to, plain.frm)
+                    peers = exact_weights(topology, rank, n, step, dtype)
+                    assert (peers.dst, peers.src) == (plain.dst, plain.src)
                     for source, share, about in [
                         (rank, peers.own, plain.own),
-                        *zip(peers.frm, peers.weights, plain.weights, strict=True),
+                        *zip(peers.src, peers.weights, plain.weights, strict=True),
                     ]:
                         assert float(torch.tensor(share, dtype=coarse)) == share
                         assert share == pytest.approx(about, rel=1e-6)
@@ -261,8 +261,8 @@ def test_results_depend_on_no_worker_s_pace() -> None:
     naps = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) / 200
 
     def body(comm: Comm) -> Tensor:
-        def nap(attached: thinwire.Attached) -> None:
-            time.sleep(float(naps[comm.rank, attached.step - 1]))
+        def nap(worker: thinwire.Worker) -> None:
+            time.sleep(float(naps[comm.rank, worker.step - 1]))
 
         return flat(train(comm, strategy, problem, [0.1] * 10, momentum=0.9, after_step=nap).model)
 
@@ -273,13 +273,13 @@ def test_results_depend_on_no_worker_s_pace() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_worker_runs_ahead_of_its_sources_by_its_staleness_and_no_further(staleness: int) -> None:
-    hand = Hand(PushSum(Ring(), staleness), scattered(3), deadline_seconds=0.02)
+    hand = Hand(PushSum(Ring(), staleness), scattered(3), timeout=0.02)
     for k in range(staleness):
         assert hand.ready(0)
         hand.move(0)
         assert len(hand.replicas[0].inflight) == k + 1
     assert not hand.ready(0)
-    with pytest.raises(DeadlineError, match=r"rank 0 waited 0\.02 s for a message from rank 1"):
+    with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0\.02 s for a message from rank 1"):
         hand.move(0)
 
 
@@ -294,8 +294,8 @@ def test_as_many_messages_are_in_flight_as_may_be_stale(staleness: int) -> None:
     assert thinwire.run_threads(3, body) == [[min(k, staleness) for k in range(1, 7)]] * 3
 
 
-def flying(attached: thinwire.Attached) -> int:
-    return len(attached.replicas[0].inflight)
+def flying(worker: thinwire.Worker) -> int:
+    return len(worker.replicas[0].inflight)
 
 
 # -- what workers know together ----------------------------------------------------------------------------------------
@@ -304,10 +304,10 @@ def flying(attached: thinwire.Attached) -> int:
 @pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
 def test_the_consensus_includes_what_is_in_flight_and_changes_nothing(strategy: PushSum) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, Replica]:
-        attached = train(comm, strategy, quadratic(4, DOUBLE), [0.1] * 7)
-        (r,) = attached.replicas
+        worker = train(comm, strategy, quadratic(4, DOUBLE), [0.1] * 7)
+        (r,) = worker.replicas
         before = [r.x.clone(), r.state["mass"].clone(), torch.tensor(len(r.inflight))]
-        with torch.no_grad(), attached.consensus() as model:
+        with torch.no_grad(), worker.consensus() as model:
             agreed = flat(model)
         now = [r.x, r.state["mass"], torch.tensor(len(r.inflight))]
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
@@ -337,11 +337,11 @@ def overlap_total(strategy: PushSum) -> Tensor:
 
 def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = train(comm, PushSum(staleness=1, biased=True), quadratic(3, DOUBLE), [0.1] * 5)
-        assert not attached.replicas[0].state
-        with attached.consensus() as model:
+        worker = train(comm, PushSum(staleness=1, biased=True), quadratic(3, DOUBLE), [0.1] * 5)
+        assert not worker.replicas[0].state
+        with worker.consensus() as model:
             agreed = flat(model)
-        return flat(attached.model), agreed
+        return flat(worker.model), agreed
 
     own, agreed = (torch.stack(part) for part in zip(*thinwire.run_threads(3, body), strict=True))
     assert torch.allclose(agreed, own.mean(0).expand(3, -1), rtol=0, atol=1e-15)
@@ -376,26 +376,26 @@ def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: 
         assert kept == (strategy.staleness if isinstance(strategy, PushSum) else 2)
 
 
-def finished(comm: Comm, strategy: PushSum | SlowMo) -> thinwire.Attached:
-    attached = steps(attach(comm, strategy), batches(comm.rank, 13))
-    attached.detach()
-    return attached
+def finished(comm: Comm, strategy: PushSum | SlowMo) -> thinwire.Worker:
+    worker = steps(attach(comm, strategy), batches(comm.rank, 13))
+    worker.detach()
+    return worker
 
 
 def test_workers_whose_data_end_early_keep_answering() -> None:
     def body(comm: Comm) -> tuple[Tensor, int, float]:
-        attached = attach(comm, PushSum(Irregular(), 2))
-        steps(attached, attached.join(batches(comm.rank, 3 + 2 * comm.rank)))
-        attached.detach()
-        (r,) = attached.replicas
-        letters = [(name, work.wait()) for name, work in r.inflight.items()]
+        worker = attach(comm, PushSum(Irregular(), 2))
+        steps(worker, worker.join(batches(comm.rank, 3 + 2 * comm.rank)))
+        worker.detach()
+        (r,) = worker.replicas
+        messages = [(name, work.wait()) for name, work in r.inflight.items()]
         coming = sum(
-            share * float(weight(letter))
-            for name, found in letters
-            for share, letter in zip(shares_at(name, comm.rank), found, strict=True)
+            share * float(weight(message))
+            for name, found in messages
+            for share, message in zip(shares_at(name, comm.rank), found, strict=True)
         )
-        with torch.no_grad(), attached.consensus() as model:
-            return flat(model), attached.step, float(weight_of(r)) + coming
+        with torch.no_grad(), worker.consensus() as model:
+            return flat(model), worker.step, float(weight_of(r)) + coming
 
     agreed, done, weights = zip(*thinwire.run_threads(3, body), strict=True)
     assert all(torch.equal(each, agreed[0]) for each in agreed)
@@ -404,7 +404,7 @@ def test_workers_whose_data_end_early_keep_answering() -> None:
 
 
 def shares_at(name: str, rank: int) -> tuple[float, ...]:
-    return whole_shares(Irregular(), rank, 3, int(name.rpartition(" ")[2]), SINGLE).weights
+    return exact_weights(Irregular(), rank, 3, int(name.rpartition(" ")[2]), SINGLE).weights
 
 
 def test_a_hundred_and_twenty_eight_workers_agree_after_seven_steps() -> None:
@@ -415,11 +415,11 @@ def test_a_hundred_and_twenty_eight_workers_agree_after_seven_steps() -> None:
 
 def test_models_of_two_precisions_overlap_too() -> None:
     def body(comm: Comm) -> Tensor:
-        attached = attach(comm, PushSum(Irregular(), 1), model=drawn(Mixed()))
-        steps(attached, batches(comm.rank, 8))
-        attached.detach()
-        assert [r.state["mass"].dtype for r in attached.replicas] == [SINGLE, DOUBLE]
-        with torch.no_grad(), attached.consensus() as model:
+        worker = attach(comm, PushSum(Irregular(), 1), model=drawn(Mixed()))
+        steps(worker, batches(comm.rank, 8))
+        worker.detach()
+        assert [r.state["mass"].dtype for r in worker.replicas] == [SINGLE, DOUBLE]
+        with torch.no_grad(), worker.consensus() as model:
             return torch.cat([p.double().reshape(-1) for p in model.parameters()])
 
     first, *others = thinwire.run_threads(3, body)
@@ -464,10 +464,10 @@ def test_workers_rest_where_those_that_wait_do(staleness: int) -> None:
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_a_stale_message_is_the_vector_and_eight_bytes(staleness: int) -> None:
     def body(comm: Comm) -> float:
-        attached = attach(comm, PushSum(Ring(), staleness))
+        worker = attach(comm, PushSum(Ring(), staleness))
         before = comm.meter.payload_bytes
-        steps(attached, batches(comm.rank, 6))
-        attached.detach()
+        steps(worker, batches(comm.rank, 6))
+        worker.detach()
         return (comm.meter.payload_bytes - before) / 6
 
     elements = 32
@@ -477,10 +477,10 @@ def test_a_stale_message_is_the_vector_and_eight_bytes(staleness: int) -> None:
 @pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
 def test_explain_counts_what_a_real_run_sends(strategy: PushSum) -> None:
     def body(comm: Comm) -> float:
-        attached = attach(comm, strategy)
+        worker = attach(comm, strategy)
         before = comm.meter.payload_bytes
-        steps(attached, batches(comm.rank, 12))
-        attached.detach()
+        steps(worker, batches(comm.rank, 12))
+        worker.detach()
         return (comm.meter.payload_bytes - before) / 12
 
     sent = thinwire.run_threads(4, body)
@@ -525,5 +525,5 @@ def test_what_cannot_work_is_refused_in_words(make: Any, words: str) -> None:
 def test_a_doubly_stochastic_graph_is_mixed_without_weights_and_without_drift() -> None:
     x = torch.ones(3, dtype=SINGLE)
     for _ in range(10_000):
-        mix_(x, [x.clone(), x.clone()], whole_shares(Ring(), 0, 3, 0, SINGLE))
+        mix_(x, [x.clone(), x.clone()], exact_weights(Ring(), 0, 3, 0, SINGLE))
     assert torch.equal(x, torch.ones(3))

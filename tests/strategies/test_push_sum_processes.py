@@ -39,10 +39,10 @@ def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
 def two_precisions(comm: Comm) -> list[float]:
     """A model of two precisions, with averages in between that messages in flight must not disturb."""
     strategy = SlowMo(PushSum(Irregular(), 2), period=4)
-    attached = steps(attach(comm, strategy, model=drawn(Mixed())), batches(comm.rank, 8))
-    assert not any(r.inflight for r in attached.replicas)
-    attached.detach()
-    return torch.cat([p.detach().double().reshape(-1) for p in attached.model.parameters()]).tolist()
+    worker = steps(attach(comm, strategy, model=drawn(Mixed())), batches(comm.rank, 8))
+    assert not any(r.inflight for r in worker.replicas)
+    worker.detach()
+    return torch.cat([p.detach().double().reshape(-1) for p in worker.model.parameters()]).tolist()
 
 
 def train_all() -> tuple[list[list[float]], list[list[float]], list[float]]:

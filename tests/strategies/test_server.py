@@ -58,20 +58,20 @@ def run_in_order(
             strategy.after_step(r)
 
         step(0.0)
-        r.settle()
+        r.wait_pending()
         # Those who stood still are answered again when a worker has moved.
         with comm.mailbox(r).changed:
             r.state["moved"].fill_(1)
             r.state["version"].zero_()
             r.state["read"].zero_()
-        comm.gather(torch.zeros(1)).wait()
+        comm.all_gather(torch.zeros(1)).wait()
         turns.take(comm.rank, lambda: step(-rate * gradient(comm.rank, r.x)))
         x = strategy.consensus(r)
         count = int(r.state["version"])
         comm.close_mailbox(r)
         return x, [count]
 
-    return run_threads(size, body, deadline_seconds=20)
+    return run_threads(size, body, timeout=20)
 
 
 def quadratics(size: int) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
@@ -137,7 +137,7 @@ def test_no_update_is_lost_at_any_speeds(size: int) -> None:
         comm.close_mailbox(r)
         return x, float(r.state["version"])
 
-    for x, count in run_threads(size, body, deadline_seconds=20):
+    for x, count in run_threads(size, body, timeout=20):
         assert torch.allclose(x, updates.sum((0, 1)), rtol=0, atol=1e-12)
         assert count == 30 * size
 
@@ -154,22 +154,22 @@ def test_who_stands_still_is_not_moved_by_those_who_go_on() -> None:
             strategy.after_step(r)
 
         step()
-        r.settle()
+        r.wait_pending()
         before = r.state["published"].clone()
         time.sleep(0.1 * comm.rank)
         unmoved = torch.equal(r.state["published"], before) or comm.rank == 0
         step()
-        r.settle()
+        r.wait_pending()
         comm.close_mailbox(r)
         return unmoved
 
-    assert run_threads(2, body, deadline_seconds=20) == [True, True]
+    assert run_threads(2, body, timeout=20) == [True, True]
 
 
 def test_one_worker_alone_is_its_optimizer() -> None:
     model = net()
-    attached = thinwire.attach(model, momentum(model), ParameterServer())
-    steps(attached, batches(0, 5))
+    worker = thinwire.attach(model, momentum(model), ParameterServer())
+    steps(worker, batches(0, 5))
     other = net()
     optimizer = momentum(other)
     for x, y in batches(0, 5):
@@ -180,12 +180,12 @@ def test_one_worker_alone_is_its_optimizer() -> None:
 
 
 def trains() -> tuple[list[float], dict[str, float]]:
-    attached = attach(None, ParameterServer(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.02))
-    steps(attached, batches(attached.comm.rank, 20))
-    seen = attached.observations()
-    with attached.consensus() as model:
+    worker = attach(None, ParameterServer(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.02))
+    steps(worker, batches(worker.comm.rank, 20))
+    seen = worker.metrics()
+    with worker.consensus() as model:
         agreed = flat(model).tolist()
-    attached.detach()
+    worker.detach()
     return agreed, seen
 
 
@@ -198,11 +198,11 @@ def test_processes_agree_on_what_the_parameters_have_become() -> None:
 
 def test_a_run_goes_on_from_its_checkpoint_with_every_update(tmp_path: Path) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = steps(attach(comm, ParameterServer()), batches(comm.rank, 4))
-        attached.save(tmp_path)
-        with attached.consensus() as model:
+        worker = steps(attach(comm, ParameterServer()), batches(comm.rank, 4))
+        worker.save(tmp_path)
+        with worker.consensus() as model:
             before = flat(model)
-        attached.detach()
+        worker.detach()
         again = attach(comm, ParameterServer())
         again.load(tmp_path)
         with again.consensus() as model:
@@ -211,7 +211,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_update(tmp_path: Path) -> 
         again.detach()
         return before, after
 
-    for before, after in run_threads(3, body, deadline_seconds=20):
+    for before, after in run_threads(3, body, timeout=20):
         assert torch.equal(before, after)
 
 

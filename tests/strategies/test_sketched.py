@@ -16,7 +16,7 @@ from tests import engine
 from tests.oracles.sketched import Sketched, fetch_sgd
 from tests.pool import run_processes
 from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
-from thinwire import Attached, Comm, ConfigError, Replica, Strategy
+from thinwire import Comm, ConfigError, Replica, Strategy, Worker
 from thinwire.codecs.base import draw_key
 from thinwire.comm.counting import CountingComm
 from thinwire.kernels import sketch_
@@ -162,11 +162,11 @@ def test_without_a_second_round_as_much_is_lost_as_estimates_are_off() -> None:
     second = Sketched(6, 0, 0.0, of_step(n, 5, 12), inside=False)
     gradients = whole_gradients(steps, size, n)
     second.run(lambda _, t: gradients[t], problem.start.expand(size, -1), [1.0] * steps)
-    off, unsaid = torch.zeros(n), torch.zeros(n)
+    off, residual = torch.zeros(n), torch.zeros(n)
     for g, places, step in zip(gradients, second.moved, second.steps, strict=True):
-        unsaid += g.mean(0)
-        off[places] += step[places] - unsaid[places]
-        unsaid[places] = 0
+        residual += g.mean(0)
+        off[places] += step[places] - residual[places]
+        residual[places] = 0
     assert gone.abs().max() > 0.1
     assert torch.allclose(gone, off, rtol=0, atol=1e-4)
 
@@ -253,10 +253,10 @@ def test_rates_of_groups_are_kept_apart() -> None:
 
 def test_half_precision_keeps_what_is_unsaid_in_single() -> None:
     def body(comm: Comm) -> tuple[torch.dtype, Tensor]:
-        attached = engine.attach(comm, SKETCH(), model=engine.net().bfloat16(), optimizer=plain)
+        worker = engine.attach(comm, SKETCH(), model=engine.net().bfloat16(), optimizer=plain)
         batches = [(x.bfloat16(), y.bfloat16()) for x, y in engine.batches(comm.rank, 4)]
-        engine.steps(attached, batches).detach()
-        return attached.replicas[0].state["unsent"].dtype, flat(attached.model)
+        engine.steps(worker, batches).detach()
+        return worker.replicas[0].state["unsent"].dtype, flat(worker.model)
 
     (dtype, first), (_, second) = thinwire.run_threads(2, body)
     assert dtype == torch.float32
@@ -276,20 +276,20 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_lets_all_pass_over_the_step(strategy: Strategy, bad: float) -> None:
     def body(comm: Comm) -> tuple[bool, bool, Tensor, float]:
-        attached = engine.attach(comm, strategy, optimizer=plain)
-        for group in attached.optimizer.param_groups:
+        worker = engine.attach(comm, strategy, optimizer=plain)
+        for group in worker.optimizer.param_groups:
             group["weight_decay"] = 0.0
-        engine.steps(attached, engine.batches(comm.rank, 3))
-        (r,) = attached.replicas
+        engine.steps(worker, engine.batches(comm.rank, 3))
+        (r,) = worker.replicas
         before, x = {name: y.clone() for name, y in r.state.items()}, r.x.clone()
-        attached.observations()
+        worker.metrics()
         data = engine.batch(comm.rank, 3)
-        engine.steps(attached, [(data[0] * (bad if comm.rank == 1 else 1.0), data[1])])
+        engine.steps(worker, [(data[0] * (bad if comm.rank == 1 else 1.0), data[1])])
         same = all(torch.equal(r.state[name], y) for name, y in before.items())
         stays = torch.equal(r.x, x)
-        skipped = attached.observations()["skipped_steps"]
-        engine.steps(attached, engine.batches(comm.rank, 3, first=4)).detach()
-        return same, stays, flat(attached.model), skipped
+        skipped = worker.metrics()["skipped_steps"]
+        engine.steps(worker, engine.batches(comm.rank, 3, first=4)).detach()
+        return same, stays, flat(worker.model), skipped
 
     for same, stays, x, skipped in thinwire.run_threads(3, body):
         assert same
@@ -306,7 +306,7 @@ def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: Strateg
         whole = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 8))
         first = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 5))
         saved = first.state_dict()
-        second: Attached = engine.attach(comm, strategy, optimizer=plain)
+        second: Worker = engine.attach(comm, strategy, optimizer=plain)
         second.load_state_dict(saved)
         engine.steps(second, engine.batches(comm.rank, 3, first=5))
         for each in (whole, first, second):
@@ -338,11 +338,11 @@ def test_ranks_without_data_count_in_no_mean() -> None:
     strategy = SketchedSGD(1.0, 1, momentum=0.0, dense_below=0)
 
     def body(comm: Comm, how: Strategy) -> Tensor:
-        attached = engine.attach(comm, how, optimizer=plain)
-        for x, y in attached.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
-            engine.steps(attached, [(x, y)])
-        attached.detach()
-        return flat(attached.model)
+        worker = engine.attach(comm, how, optimizer=plain)
+        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
+            engine.steps(worker, [(x, y)])
+        worker.detach()
+        return flat(worker.model)
 
     ours, theirs = (thinwire.run_threads(2, partial(body, how=how)) for how in (strategy, thinwire.AllReduce()))
     assert torch.allclose(ours[0], theirs[0], rtol=0, atol=1e-6)
@@ -355,8 +355,8 @@ def test_ranks_without_data_count_in_no_mean() -> None:
 def sent(comm: Comm, strategy: Strategy, steps: int) -> float:
     before = [0.0]
 
-    def after(attached: Attached) -> None:
-        before.append(attached.comm.meter.payload_bytes)
+    def after(worker: Worker) -> None:
+        before.append(worker.comm.meter.payload_bytes)
 
     train(comm, strategy, Regression(comm.size, steps, torch.float32), [0.1] * steps, after_step=after)
     return before[-1] - before[1]

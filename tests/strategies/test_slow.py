@@ -182,8 +182,8 @@ def test_slow_momentum_does_not_depend_on_the_unit_of_the_learning_rate() -> Non
 @pytest.mark.parametrize("base", [PushSum(Irregular()), Gossip(), Gossip(order="after")], ids=str)
 def test_after_a_slow_step_weights_are_one_and_nothing_is_in_flight(base: Strategy) -> None:
     def body(comm: Comm) -> tuple[bool, bool]:
-        attached = train(comm, SlowMo(base, period=3), quadratic(3, DOUBLE), [0.1] * 6)
-        (r,) = attached.replicas
+        worker = train(comm, SlowMo(base, period=3), quadratic(3, DOUBLE), [0.1] * 6)
+        (r,) = worker.replicas
         unit = "mass" not in r.state or bool(r.state["mass"][-1] == 1)
         return unit, not r.inflight
 
@@ -231,10 +231,10 @@ def test_where_all_workers_see_the_same_local_sgd_is_gradient_descent() -> None:
 
 def test_local_sgd_leaves_all_workers_equal_after_a_round_and_calls_once_for_it() -> None:
     def body(comm: Comm) -> tuple[Tensor, int]:
-        attached = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [])
+        worker = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [])
         before = comm.meter.messages
-        attached = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [0.1] * 12, momentum=0.9)
-        return flat(attached.model), comm.meter.messages - 2 * before
+        worker = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [0.1] * 12, momentum=0.9)
+        return flat(worker.model), comm.meter.messages - 2 * before
 
     ended = thinwire.run_threads(3, body)
     assert all(torch.equal(x, ended[0][0]) for x, _ in ended)

@@ -110,8 +110,8 @@ def test_slow_steps_without_averages_leave_messages_under_way_alone(base: Strate
     sums: list[Tensor] = []
 
     def body(comm: Comm) -> Tensor:
-        attached = begin(comm, SlowMo(base, exact=False, **SLOW), Regression(3, 8, DOUBLE), sgd(0.05))
-        return flat(go_on(attached, Regression(3, 8, DOUBLE), range(8)).model)
+        worker = begin(comm, SlowMo(base, exact=False, **SLOW), Regression(3, 8, DOUBLE), sgd(0.05))
+        return flat(go_on(worker, Regression(3, 8, DOUBLE), range(8)).model)
 
     sums = [torch.stack(thinwire.run_threads(3, body)) for _ in range(2)]
     assert torch.equal(*sums)
@@ -218,11 +218,11 @@ def test_parameters_of_two_kinds_have_slow_steps_and_moments_of_their_own(buffer
     def body(comm: Comm) -> list[list[Tensor]]:
         model = engine.drawn(engine.Mixed())
         strategy = SlowMo(period=3, momentum=0.5, buffers=buffers)
-        attached = engine.attach(comm, strategy, model=model)
-        engine.steps(attached, engine.batches(comm.rank, 6))
-        optimizer = attached.optimizer
+        worker = engine.attach(comm, strategy, model=model)
+        engine.steps(worker, engine.batches(comm.rank, 6))
+        optimizer = worker.optimizer
         moments = [optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p in optimizer.state]
-        return [[r.x.clone() for r in attached.replicas], [moment.clone() for moment in moments]]
+        return [[r.x.clone() for r in worker.replicas], [moment.clone() for moment in moments]]
 
     (x, moments), (y, others) = thinwire.run_threads(2, body)
     assert [each.dtype for each in x] == [torch.float32, torch.float64]

@@ -14,7 +14,7 @@ from tests.oracles.local import Adam, Momentum
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, watched
 from tests.strategies.local_runs import adamw, begin, ended, go_on, run, sent, sgd
-from thinwire import AllReduce, Attached, Comm, ConfigError, LocalSGD, SlowMo
+from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Worker
 from thinwire.plan import explain
 
 DOUBLE = torch.float64
@@ -52,12 +52,12 @@ def samples_of(n: int) -> list[Tensor]:
     return list(seen)
 
 
-def say(attached: Attached, step: int) -> None:
+def say(worker: Worker, step: int) -> None:
     """Tell the samples of a step; none of them, and there is no gradient either."""
-    samples = float(samples_of(attached.comm.size)[step][attached.comm.rank])
-    attached.saw(samples)
+    samples = float(samples_of(worker.comm.size)[step][worker.comm.rank])
+    worker.record_batch(samples)
     if not samples:
-        attached.optimizer.zero_grad()
+        worker.optimizer.zero_grad()
 
 
 def weighted(n: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_equal_samples_weigh_like_none_at_all() -> None:
         for strategy, before in [
             (LocalSGD(4), None),
             (WEIGHTED, None),
-            (WEIGHTED, lambda attached, step: attached.saw(32)),
+            (WEIGHTED, lambda worker, step: worker.record_batch(32)),
         ]
     )
     assert distance(silent, plain) < 1e-14
@@ -111,10 +111,10 @@ def test_a_rank_that_runs_out_of_data_weighs_what_it_did() -> None:
     problem, lengths = Regression(3, 8, DOUBLE), [8, 3, 1]
 
     def body(comm: Comm) -> Tensor:
-        attached = begin(comm, WEIGHTED, problem, sgd(0.05, 0.0))
-        for step in attached.join(range(lengths[comm.rank])):
-            go_on(attached, problem, range(step, step + 1))
-        return flat(attached.model)
+        worker = begin(comm, WEIGHTED, problem, sgd(0.05, 0.0))
+        for step in worker.join(range(lengths[comm.rank])):
+            go_on(worker, problem, range(step, step + 1))
+        return flat(worker.model)
 
     seen = [torch.tensor([float(step < length) for length in lengths], dtype=DOUBLE) for step in range(8)]
     start = problem.start.expand(3, -1)
@@ -129,10 +129,10 @@ def test_weights_reach_slow_momentum_and_consensus() -> None:
     assert torch.equal(*ends)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        attached = go_on(begin(comm, WEIGHTED, problem, sgd(0.05, 0.0)), problem, range(4), before_step=say)
-        go_on(attached, problem, range(4, 6), before_step=say)
-        own = flat(attached.model)
-        with attached.consensus() as model:
+        worker = go_on(begin(comm, WEIGHTED, problem, sgd(0.05, 0.0)), problem, range(4), before_step=say)
+        go_on(worker, problem, range(4, 6), before_step=say)
+        own = flat(worker.model)
+        with worker.consensus() as model:
             return own, flat(model)
 
     results = thinwire.run_threads(3, body)
@@ -146,8 +146,8 @@ def test_weighted_nodes_average_by_what_their_ranks_have_seen() -> None:
     strategy = LocalSGD(period=2, node_size=2, global_period=4, weights="samples")
     problem = Regression(4, 4, DOUBLE)
 
-    def told(attached: Attached, step: int) -> None:
-        attached.saw(attached.comm.rank + 1)
+    def told(worker: Worker, step: int) -> None:
+        worker.record_batch(worker.comm.rank + 1)
 
     apart = ended(4, LocalSGD(100), problem, 2, sgd(0.05), before_step=told)
     real = ended(4, strategy, problem, 2, sgd(0.05), before_step=told)
@@ -184,7 +184,7 @@ def test_bytes_of_nodes_are_those_of_the_formula() -> None:
 def test_explain_knows_what_nodes_say() -> None:
     card = explain(LocalSGD(period=8, node_size=2, global_period=32), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == pytest.approx((3 * 1 * 4000 + 1.5 * 4000) / 32)
-    assert [link.to for link in card.links] == [1]
+    assert [link.dst for link in card.links] == [1]
 
 
 def test_adam_in_nodes_keeps_its_moments_local() -> None:
@@ -236,7 +236,7 @@ def test_nodes_and_weights_that_cannot_work_are_refused(make: Any, words: str) -
 
 @pytest.mark.parametrize("samples", [-1.0, float("nan"), float("inf")])
 def test_samples_that_are_no_number_of_samples_are_refused(samples: float) -> None:
-    attached = begin(None, WEIGHTED, Regression(1, 1, DOUBLE), sgd())
+    worker = begin(None, WEIGHTED, Regression(1, 1, DOUBLE), sgd())
     with pytest.raises(ConfigError, match="must be finite and not negative"):
-        attached.saw(samples)
-    attached.detach()
+        worker.record_batch(samples)
+    worker.detach()

@@ -17,13 +17,14 @@ from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
 from tests.strategies.local_runs import Make, adamw, begin, ended, go_on, run, sgd
 from thinwire import Comm, ConfigError, Local, PushSum, SlowMo
-from thinwire.strategies.local.outer_optimizer import Outer
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
 STEPS = 20
-DILOCO = SlowMo(period=5, outer=Outer("SGD", lr=0.7, momentum=0.9, nesterov=True))
-BLOCK = SlowMo(period=5, outer=Outer("SGD", lr=0.9, momentum=0.6, nesterov=True))
-SERVER = SlowMo(period=5, outer=Outer("AdamW", lr=0.05, options="betas=(0.9, 0.999), weight_decay=0.01"))
+DILOCO = SlowMo(period=5, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.9, nesterov=True))
+BLOCK = SlowMo(period=5, outer=OuterOptimizer("SGD", lr=0.9, momentum=0.6, nesterov=True))
+SERVER = SlowMo(period=5, outer=OuterOptimizer("AdamW", lr=0.05, options="betas=(0.9, 0.999), weight_decay=0.01"))
 
 
 def case(strategy: SlowMo) -> tuple[Make, Any]:
@@ -65,11 +66,11 @@ def test_known_methods_are_outer_optimizers_on_processes() -> None:
 
 def test_heavy_ball_outside_is_classical_block_momentum_at_any_learning_rate() -> None:
     problem = Regression(4, STEPS, DOUBLE)
-    strategy = SlowMo(period=5, outer=Outer("SGD", lr=1.0, momentum=0.75))
+    strategy = SlowMo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.75))
     rates = [0.02 * (k + 1) for k in range(STEPS)]
 
-    def warm(attached: Any, step: int) -> None:
-        attached.optimizer.param_groups[0]["lr"] = rates[step]
+    def warm(worker: Any, step: int) -> None:
+        worker.optimizer.param_groups[0]["lr"] = rates[step]
 
     real = ended(4, strategy, problem, STEPS, sgd(0.1, 0.0), before_step=warm)
     start = problem.start.expand(4, -1)
@@ -79,7 +80,7 @@ def test_heavy_ball_outside_is_classical_block_momentum_at_any_learning_rate() -
 
 def test_one_worker_under_plain_outer_descent_is_lookahead() -> None:
     problem = Regression(1, STEPS, DOUBLE)
-    real = ended(1, SlowMo(period=5, outer=Outer("SGD", lr=0.5)), problem, STEPS, adamw(0.01))
+    real = ended(1, SlowMo(period=5, outer=OuterOptimizer("SGD", lr=0.5)), problem, STEPS, adamw(0.01))
     start, worker = problem.start.expand(1, -1), Adam(0.01)
     ahead = oracles.lookahead(problem.gradient, start, lambda x, g, k: worker(x, g), STEPS, period=5, pull=0.5)  # type: ignore[arg-type]
     assert distance(real, ahead) < 1e-12
@@ -89,7 +90,10 @@ def test_slow_momentum_is_outer_descent_with_momentum_while_the_learning_rate_re
     problem = Regression(3, STEPS, DOUBLE)
     real, outer = (
         ended(3, strategy, problem, STEPS, sgd(0.05))
-        for strategy in (SlowMo(period=5, momentum=0.5), SlowMo(period=5, outer=Outer("SGD", lr=1.0, momentum=0.5)))
+        for strategy in (
+            SlowMo(period=5, momentum=0.5),
+            SlowMo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.5)),
+        )
     )
     assert distance(real, outer) < 1e-12
 
@@ -101,7 +105,7 @@ def test_slow_momentum_is_outer_descent_with_momentum_while_the_learning_rate_re
         DILOCO,
         SlowMo(PushSum(), period=5, momentum=0.5, buffers="reset"),
         SlowMo(period=5, buffers="average", shard=True),
-        SlowMo(period=5, outer=Outer("Adam", lr=0.05), shard=True, device="cpu"),
+        SlowMo(period=5, outer=OuterOptimizer("Adam", lr=0.05), shard=True, device="cpu"),
     ],
     ids=str,
 )
@@ -118,7 +122,7 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(
         again = begin(comm, strategy, problem, adamw())
         again.load(tmp_path)
         go_on(again, problem, range(saved, STEPS))
-        return tuple({"x": r.x, **r.state} for attached in (whole, again) for r in attached.replicas)  # type: ignore[return-value]
+        return tuple({"x": r.x, **r.state} for worker in (whole, again) for r in worker.replicas)  # type: ignore[return-value]
 
     for whole, again in thinwire.run_threads(3, body):
         assert whole.keys() == again.keys()
@@ -135,7 +139,7 @@ def test_the_outer_optimizer_s_memory_is_among_the_strategy_s_state() -> None:
     "name", ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor"]
 )
 def test_every_dense_optimizer_of_torch_goes_on_where_it_stopped(name: str) -> None:
-    outer, x, y = Outer(name, lr=0.1), torch.ones(3), torch.ones(3)
+    outer, x, y = OuterOptimizer(name, lr=0.1), torch.ones(3), torch.ones(3)
     state: dict[str, Tensor] = {}
     parameter = torch.nn.Parameter(y)
     kept = getattr(torch.optim, name)([parameter], lr=0.1)
@@ -150,20 +154,20 @@ def test_every_dense_optimizer_of_torch_goes_on_where_it_stopped(name: str) -> N
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Outer("SDG"), "torch.optim has no such optimizer; did you mean SGD"),
-        (lambda: Outer("Optimizer"), "no such optimizer"),
-        (lambda: Outer("SGD", lr=0.0), "outer lr=0.0: must be positive"),
-        (lambda: Outer("SGD", momentum=-1.0), "Invalid momentum value"),
-        (lambda: Outer("SGD", nesterov=True), "Nesterov momentum requires a momentum"),
-        (lambda: Outer("AdamW", momentum=0.9), "unexpected keyword argument 'momentum'"),
-        (lambda: Outer("LBFGS"), "its step asks for more than a gradient"),
-        (lambda: Outer("SparseAdam"), "its step asks for more than a gradient"),
-        (lambda: Outer("Adam", options="betas=open('x')"), "cannot be read"),
-        (lambda: Outer("Adam", options="0.9"), "they have no names"),
-        (lambda: Outer("Adam", options="betas=(0.9"), "cannot be read"),
-        (lambda: Outer(lr="1"), "lr must be a number"),  # type: ignore[arg-type]
-        (lambda: SlowMo(outer=Outer(), momentum=0.4), "the slow step is the outer optimizer's alone"),
-        (lambda: SlowMo(outer="SGD"), "outer must be a Outer or None"),  # type: ignore[arg-type]
+        (lambda: OuterOptimizer("SDG"), "torch.optim has no such optimizer; did you mean SGD"),
+        (lambda: OuterOptimizer("Optimizer"), "no such optimizer"),
+        (lambda: OuterOptimizer("SGD", lr=0.0), "outer lr=0.0: must be positive"),
+        (lambda: OuterOptimizer("SGD", momentum=-1.0), "Invalid momentum value"),
+        (lambda: OuterOptimizer("SGD", nesterov=True), "Nesterov momentum requires a momentum"),
+        (lambda: OuterOptimizer("AdamW", momentum=0.9), "unexpected keyword argument 'momentum'"),
+        (lambda: OuterOptimizer("LBFGS"), "its step asks for more than a gradient"),
+        (lambda: OuterOptimizer("SparseAdam"), "its step asks for more than a gradient"),
+        (lambda: OuterOptimizer("Adam", options="betas=open('x')"), "cannot be read"),
+        (lambda: OuterOptimizer("Adam", options="0.9"), "they have no names"),
+        (lambda: OuterOptimizer("Adam", options="betas=(0.9"), "cannot be read"),
+        (lambda: OuterOptimizer(lr="1"), "lr must be a number"),  # type: ignore[arg-type]
+        (lambda: SlowMo(outer=OuterOptimizer(), momentum=0.4), "the slow step is the outer optimizer's alone"),
+        (lambda: SlowMo(outer="SGD"), "outer must be a OuterOptimizer or None"),  # type: ignore[arg-type]
         (lambda: SlowMo(buffers="drop"), "'maintain' or 'reset' or 'average'"),  # type: ignore[arg-type]
         (lambda: SlowMo(shard=True, exact=False), "nothing to share out"),
         (lambda: SlowMo(device="cuda"), "device must be 'cpu' or None"),  # type: ignore[arg-type]
@@ -177,4 +181,4 @@ def test_outer_optimizers_that_cannot_work_are_refused_with_the_reason(make: Any
 @pytest.mark.parametrize("strategy", [SERVER, DILOCO, SlowMo(Local(), buffers="reset", exact=False)], ids=str)
 def test_recipes_with_outer_optimizers_are_made_again_from_their_text(strategy: SlowMo) -> None:
     assert thinwire.parse(repr(strategy)) == strategy
-    assert hash(thinwire.parse(thinwire.brief(strategy))) == hash(strategy)
+    assert hash(thinwire.parse(brief(strategy))) == hash(strategy)

@@ -15,16 +15,16 @@ from tests.strategies.local_runs import begin, ended, go_on, run, sent, sgd
 from thinwire import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
 from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
-from thinwire.strategies.local.means import mean_part, part_of, ring_sum_, spread_, weighted_mean_
-from thinwire.strategies.local.outer_optimizer import Outer
+from thinwire.strategies.local.means import all_gather_, part_of, reduce_scatter, ring_sum_, weighted_mean_
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 
 DOUBLE = torch.float64
 STEPS = 13
 STRATEGIES: list[dict[str, Any]] = [
     {"momentum": 0.6, "lr": 0.9},
     {"momentum": 0.0},
-    {"outer": Outer("SGD", lr=0.7, momentum=0.9, nesterov=True)},
-    {"outer": Outer("Adam", lr=0.05), "buffers": "average"},
+    {"outer": OuterOptimizer("SGD", lr=0.7, momentum=0.9, nesterov=True)},
+    {"outer": OuterOptimizer("Adam", lr=0.05), "buffers": "average"},
     {"base": PushSum(Irregular())},
     {"base": Gossip()},
     {"base": LocalSGD(2)},
@@ -74,7 +74,7 @@ def test_shared_out_slow_steps_go_as_far_on_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [SlowMo(period=4, shard=True), SlowMo(period=4, shard=True, outer=Outer())], ids=str
+    "strategy", [SlowMo(period=4, shard=True), SlowMo(period=4, shard=True, outer=OuterOptimizer())], ids=str
 )
 def test_sharing_out_sends_as_much_and_keeps_a_share(strategy: Strategy) -> None:
     problem = Regression(2, 8, torch.float32)
@@ -88,7 +88,7 @@ def test_sharing_out_sends_as_much_and_keeps_a_share(strategy: Strategy) -> None
 
     assert (
         thinwire.run_threads(2, kept)
-        == [17 * 4 * (1 if strategy == SlowMo(period=4, shard=True, outer=Outer()) else 2)] * 2
+        == [17 * 4 * (1 if strategy == SlowMo(period=4, shard=True, outer=OuterOptimizer()) else 2)] * 2
     )
 
 
@@ -124,7 +124,7 @@ def test_explain_counts_the_bytes_and_the_memory_of_shared_out_state(settings: d
 
 
 def test_the_host_keeps_the_slow_state_where_it_is_told_to() -> None:
-    strategy = SlowMo(period=2, device="cpu", outer=Outer("Adam", lr=0.1))
+    strategy = SlowMo(period=2, device="cpu", outer=OuterOptimizer("Adam", lr=0.1))
     meta = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
     strategy.start(meta)
     assert meta.state["anchor"].device.type == "cpu"
@@ -141,13 +141,13 @@ def test_the_host_takes_the_slow_steps_of_a_model_on_a_gpu(settings: dict[str, A
         model.cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         strategy = SlowMo(period=2, shard=shard, **{**settings, "device": device})
-        attached = thinwire.attach(model, optimizer, strategy)
+        worker = thinwire.attach(model, optimizer, strategy)
         for step in range(6):
             optimizer.zero_grad()
             model(torch.full((1, 3), step + 1.0, device="cuda")).square().sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        return flat(model).cpu(), {x.device.type for x in attached.replicas[0].state.values() if x.dim()}
+        return flat(model).cpu(), {x.device.type for x in worker.replicas[0].state.values() if x.dim()}
 
     on_gpu, on_host = body(None), body("cpu")
     assert torch.allclose(on_gpu[0], on_host[0], rtol=0, atol=1e-6)
@@ -183,9 +183,9 @@ def means_on_processes() -> list[list[float]]:
     comm = thinwire.GroupComm()
     ring = ring_sum_(comm, drawn(comm.rank, 7), range(3))
     x = drawn(comm.rank, 7)
-    spread_(comm, mean_part(comm, x), x)
+    all_gather_(comm, reduce_scatter(comm, x), x)
     y = drawn(comm.rank, 7)
-    weighted_mean_(y, torch.tensor(float(comm.rank)), lambda v: comm.sum_(v).wait())
+    weighted_mean_(y, torch.tensor(float(comm.rank)), lambda v: comm.all_reduce_(v).wait())
     return [ring.tolist(), x.tolist(), y.tolist()]
 
 
@@ -207,7 +207,7 @@ def test_parts_of_a_vector_are_all_of_it() -> None:
 
 def test_where_nobody_has_any_weight_the_mean_is_the_plain_one() -> None:
     def body(comm: Comm) -> Tensor:
-        return weighted_mean_(drawn(comm.rank, 5), torch.zeros(()), lambda v: comm.sum_(v).wait())
+        return weighted_mean_(drawn(comm.rank, 5), torch.zeros(()), lambda v: comm.all_reduce_(v).wait())
 
     plain = torch.stack([drawn(rank, 5) for rank in range(3)]).mean(0)
     assert torch.allclose(thinwire.run_threads(3, body)[0], plain, rtol=0, atol=1e-12)

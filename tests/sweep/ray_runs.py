@@ -1,8 +1,8 @@
 """What runs under Ray, and a guard that ends all of it: when it has ended, when the test has, or at a deadline.
 
-`python -m tests.sweep.ray_runs` prints what came of Ray's runs as JSON; `python -m tests.sweep.ray_runs COMMAND ...` guards another
-command. Ray's servers and workers have sessions of their own and outlive whoever is killed, so the guard adopts what
-loses its parent, kills by process id whatever descends from it, and removes the folder it made.
+`python -m tests.sweep.ray_runs` prints what came of Ray's runs as JSON; `python -m tests.sweep.ray_runs COMMAND ...`
+guards another command. Ray's servers and workers have sessions of their own and outlive whoever is killed, so the
+guard adopts what loses its parent, kills by process id whatever descends from it, and removes the folder it made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-DEADLINE_SECONDS = 140.0
+TIMEOUT_SECONDS = 140.0
 _ADOPT, _DIE_WITH_PARENT = 36, 1
 HOME = "THINWIRE_RAY_HOME"
 SETTINGS = {
@@ -48,7 +48,7 @@ def main() -> int:
 
 def guard(command: list[str]) -> int:
     """Run a command; nothing that it started, and no file, outlives this."""
-    parent, end = os.getppid(), time.monotonic() + DEADLINE_SECONDS
+    parent, end = os.getppid(), time.monotonic() + TIMEOUT_SECONDS
     _control(_ADOPT, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _remove_orphans()

@@ -57,8 +57,11 @@ def plan() -> Plan:
     return planned()
 
 
-def drawn(count: int, **knobs: str | float) -> list[Trial]:
-    return [Trial(each.number, {**each.knobs, **knobs}) for each in RandomSampler(SPACE, seed=2).ask(count)]
+def drawn(count: int, **hyperparameters: str | float) -> list[Trial]:
+    return [
+        Trial(each.number, {**each.hyperparameters, **hyperparameters})
+        for each in RandomSampler(SPACE, seed=2).ask(count)
+    ]
 
 
 def outcomes(*losses: float) -> list[Outcome]:
@@ -108,9 +111,9 @@ def test_a_copy_has_parameters_state_and_knobs_of_its_source_and_the_others_are_
         if place != copy:
             assert run.rates[place] == rates[place] and run.live[place] == live[place] and not run.copies[place]
     assert float(run.rates[copy] / rates[sources[copy]]) in (pytest.approx(0.5), pytest.approx(1.5))
-    knobs = {**live[sources[copy]].knobs, "lr": float(run.rates[copy])}
-    assert run.live[copy].knobs == knobs
-    assert run.copies[copy] == (Copy(3, live[sources[copy]].number, knobs),)
+    hyperparameters = {**live[sources[copy]].hyperparameters, "lr": float(run.rates[copy])}
+    assert run.live[copy].hyperparameters == hyperparameters
+    assert run.copies[copy] == (Copy(3, live[sources[copy]].number, hyperparameters),)
     assert run.optimizer.extract(copy)["state"][0]["momentum_buffer"].equal(
         run.optimizer.extract(sources[copy])["state"][0]["momentum_buffer"]
     )
@@ -120,11 +123,11 @@ def one_by_one(
     plan: Plan, trials: list[Trial], population: Population
 ) -> list[tuple[float, dict[str, Any], list[Any]]]:
     """The same population as plain models with torch's own optimizers, copied by their state dicts."""
-    task, batch_size = plan.task, plan.setting(trials[0].knobs).batch_size
+    task, batch_size = plan.task, plan.setting(trials[0].hyperparameters).batch_size
     (shard,) = task.shards(1, seed=plan.seed)
     models = [task.model(seed=plan.seed) for _ in trials]
-    movers = [plain_optimizer_of(m, plan.setting(t.knobs)) for m, t in zip(models, trials, strict=True)]
-    knobs, history = [dict(each.knobs) for each in trials], [list[Any]() for _ in trials]
+    movers = [plain_optimizer_of(m, plan.setting(t.hyperparameters)) for m, t in zip(models, trials, strict=True)]
+    hyperparameters, history = [dict(each.hyperparameters) for each in trials], [list[Any]() for _ in trials]
 
     def judged() -> list[float]:
         found = list[float]()
@@ -134,7 +137,7 @@ def one_by_one(
         return found
 
     for step in range(1, plan.steps + 1):
-        for model, mover, own in zip(models, movers, knobs, strict=True):
+        for model, mover, own in zip(models, movers, hyperparameters, strict=True):
             mover.zero_grad()
             task.loss(model, task.batch(shard, step - 1, batch_size=batch_size, seed=plan.seed, rank=0)).backward()
             mover.param_groups[0].update(lr=own["lr"] * plan.factor(step - 1), momentum=own["momentum"])
@@ -148,26 +151,28 @@ def one_by_one(
         for place, source in sorted(copied.items()):
             models[place].load_state_dict(models[source].state_dict())
             movers[place].load_state_dict(deepcopy(movers[source].state_dict()))
-            knobs[place] = dict(knobs[source])
+            hyperparameters[place] = dict(hyperparameters[source])
             for name in population.perturbed:
                 up = draws.random() < 0.5
-                value = knobs[place][name] if name == "lr" else 1 - knobs[place][name]
+                value = hyperparameters[place][name] if name == "lr" else 1 - hyperparameters[place][name]
                 value *= 1 + population.change if up else 1 - population.change
-                knobs[place][name] = value if name == "lr" else max(0.0, 1 - value)
+                hyperparameters[place][name] = value if name == "lr" else max(0.0, 1 - value)
             history[place].append((step, trials[source].number))
-    return list(zip(judged(), knobs, history, strict=True))
+    return list(zip(judged(), hyperparameters, history, strict=True))
 
 
 def test_a_population_is_one_of_plain_models_that_are_copied_by_their_state_dicts(plan: Plan) -> None:
-    trials = [Trial(each.number + 5, each.knobs) for each in drawn(5)]
+    trials = [Trial(each.number + 5, each.hyperparameters) for each in drawn(5)]
     found = train_together(plan, trials)
     assert sum(len(each.copies) for each in found) == 2 * 3
-    for outcome, (loss, knobs, history) in zip(found, one_by_one(plan, trials, POPULATION), strict=True):
+    for outcome, (loss, hyperparameters, history) in zip(found, one_by_one(plan, trials, POPULATION), strict=True):
         assert outcome.loss == pytest.approx(loss, abs=1e-5) and outcome.steps == plan.steps
         assert [(each.step, each.source) for each in outcome.copies] == history
-        assert {name: outcome.trial.knobs[name] for name in knobs} == pytest.approx(knobs, rel=1e-12)
+        assert {name: outcome.trial.hyperparameters[name] for name in hyperparameters} == pytest.approx(
+            hyperparameters, rel=1e-12
+        )
         if outcome.copies:
-            assert outcome.copies[-1].knobs == outcome.trial.knobs
+            assert outcome.copies[-1].hyperparameters == outcome.trial.hyperparameters
 
 
 def test_a_population_without_exchanges_is_the_same_trials_by_themselves(plan: Plan) -> None:
@@ -233,8 +238,8 @@ def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
     owner, name = {
         "copied, not yet perturbed": (Together, "_move"),
         "tensors written, their names not": (part, "write_aside"),
-        "written aside, not in place": (part.Part, "commit"),
-        "in place, the old not removed": (part.Part, "tidy"),
+        "written aside, not in place": (part.RankFile, "commit"),
+        "in place, the old not removed": (part.RankFile, "tidy"),
     }[moment]
     setattr(owner, name, dying(getattr(owner, name)))
     swept(planned(), folder, resume)
@@ -299,8 +304,8 @@ def test_the_command_goes_on_with_a_population(
     assert json.loads(capsys.readouterr().out)["trials"] == whole["trials"]
     copies = [copy for trial in whole["trials"] for copy in trial["copies"]]
     assert [copy["step"] for copy in sorted(copies, key=lambda copy: copy["step"])] == [3, 6]
-    assert all(set(copy["knobs"]) == {"lr", "momentum"} for copy in copies)
-    best = ranked([Outcome(Trial(t["trial"], t["knobs"]), t["loss"], 0, t["steps"]) for t in whole["trials"]])
+    assert all(set(copy["hyperparameters"]) == {"lr", "momentum"} for copy in copies)
+    best = ranked([Outcome(Trial(t["trial"], t["hyperparameters"]), t["loss"], 0, t["steps"]) for t in whole["trials"]])
     assert [each.trial.number for each in best] == [trial["trial"] for trial in whole["trials"]]
     page = (tmp_path / "part" / "report.html").read_text()
     assert "copy of" in page
@@ -348,8 +353,8 @@ def test_only_what_an_optimizer_has_is_perturbed() -> None:
     space = Space({"lr": parse_domain("log:1e-3:1e-1"), "optimizer": parse_domain("sgd,adamw")})
     both = planned(Population(every=4, perturbed=("lr", "momentum", "beta1")), schedule="constant")
     found = sweep(both, RandomSampler(space, seed=0), 6, together=6)
-    moved = {name for each in found for copy in each.copies for name in copy.knobs}
+    moved = {name for each in found for copy in each.copies for name in copy.hyperparameters}
     assert moved == {"lr", "momentum", "beta1", "optimizer"}
     for each in found:
         for copy in each.copies:
-            assert ("momentum" in copy.knobs) == (copy.knobs["optimizer"] == "sgd")
+            assert ("momentum" in copy.hyperparameters) == (copy.hyperparameters["optimizer"] == "sgd")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.sweep.ray_runs import DEADLINE_SECONDS
+from tests.sweep.ray_runs import TIMEOUT_SECONDS
 from thinwire.errors import ConfigError
 from thinwire.fusion import autotune as choice
 from thinwire.sweep import ray_tune
@@ -88,7 +88,7 @@ def test_packs_train_under_tune_as_their_members_do_alone_and_go_on_after_a_fail
 
 def guarded(command: list[str], then: Callable[[subprocess.Popen[str]], None] = lambda guard: None) -> Any:
     """Run a command under guard; whatever ends this leaves the guard the time to end all that was started."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.sweep.ray_runs", *command],
         cwd=root,
@@ -99,7 +99,7 @@ def guarded(command: list[str], then: Callable[[subprocess.Popen[str]], None] = 
     ) as guard:
         try:
             then(guard)
-            out, err = guard.communicate(timeout=DEADLINE_SECONDS + 10)
+            out, err = guard.communicate(timeout=TIMEOUT_SECONDS + 10)
         except BaseException:
             guard.terminate()
             guard.communicate(timeout=20)
@@ -156,7 +156,7 @@ def test_nothing_outlives_the_guard(how: str) -> None:
 def test_nothing_outlives_a_test_that_was_killed() -> None:
     command = [sys.executable, "-c", STUBBORN.format(waits=True)]
     test = f"import subprocess; subprocess.run({[sys.executable, '-m', 'tests.sweep.ray_runs', *command]!r})"
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", test], cwd=root, stdout=subprocess.PIPE, text=True) as killed:
         process, home = told_by(killed)
         killed.kill()
@@ -165,7 +165,7 @@ def test_nothing_outlives_a_test_that_was_killed() -> None:
 
 def test_what_a_killed_guard_has_left_is_ended_by_the_next_one() -> None:
     command = [sys.executable, "-m", "tests.sweep.ray_runs", sys.executable, "-c", STUBBORN.format(waits=True)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as killed:
         process, home = told_by(killed)
         killed.kill()
@@ -179,7 +179,7 @@ def _compare(config: Any, metrics: Any) -> None:
     trials = members_of(config)
     groups: dict[Any, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(trial.knobs["batch_size"], []).append(trial)
+        groups.setdefault(trial.hyperparameters["batch_size"], []).append(trial)
     expected = [outcome for group in groups.values() for outcome in train_together(PLAN(), group)]
     assert metrics["members"] == summary(expected, 0)["members"]
     assert metrics["steps"] == len(groups) * PLAN().steps

@@ -128,7 +128,7 @@ def test_another_sweep_is_not_gone_on_with(plan: Plan, tmp_path: Path) -> None:
     assert facts_in(tmp_path) == {"seed": 1}
     with pytest.raises(CheckpointError, match="seed was 1 and is 2 now"):
         Journal(tmp_path, {"seed": 2}, resume=True)
-    with pytest.raises(CheckpointError, match="other knobs than the sampler proposes"):
+    with pytest.raises(CheckpointError, match="other hyperparameters than the sampler proposes"):
         sweep(plan, RandomSampler(SPACE, seed=2), 4, journal=Journal(tmp_path, {"seed": 1}, resume=True))
     with pytest.raises(CheckpointError, match="without a folder"):
         Journal(resume=True)

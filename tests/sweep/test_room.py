@@ -106,18 +106,20 @@ def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
     space = Space({name: parse_domain(domain) for name, domain in text.items()})
     drawn = RandomSampler(space, seed=3).ask(40)
     groups = partition(drawn, FUSIBLE)
-    kinds = [{(each.knobs["batch_size"], each.knobs["optimizer"]) for each in group} for group in groups]
+    kinds = [
+        {(each.hyperparameters["batch_size"], each.hyperparameters["optimizer"]) for each in group} for group in groups
+    ]
     assert len(groups) == 4 and all(len(kind) == 1 for kind in kinds)
     assert sorted(each.number for group in groups for each in group) == list(range(40))
     for group in groups:
-        assert Together(plan, group[:2]).batch_size == group[0].knobs["batch_size"]
+        assert Together(plan, group[:2]).batch_size == group[0].hyperparameters["batch_size"]
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("hyperparameters", "words"),
     [
         ({"lr": -0.1}, "lr=-0.1: must be finite and not negative"),
         ({"eps": float("inf")}, "eps=inf"),
@@ -128,9 +130,9 @@ def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
         ({"model_size": "huge"}, "model_size='huge': digits has"),
     ],
 )
-def test_a_knob_out_of_its_range_is_refused_by_name(knobs: Any, words: str, plan: Plan) -> None:
+def test_a_knob_out_of_its_range_is_refused_by_name(hyperparameters: Any, words: str, plan: Plan) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan.setting(knobs)
+        plan.setting(hyperparameters)
 
 
 def test_a_setting_holds_only_what_can_be_trained() -> None:
@@ -164,8 +166,11 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--eval-limit 0", "eval_limit=0: at least 1 held-out example"),
         ("--threads 0", "--threads 0: at least 1"),
         ("--batch-size 8:64", "batch_size=linear:8:64: examples are whole"),
-        ("--beta1 0.5:0.9", "sgd has no such knob; leave it out, or use adamw"),
-        ("--optimizer adamw --momentum 0.9", "momentum=0.9: adamw has no such knob; leave it out, or use sgd"),
+        ("--beta1 0.5:0.9", "sgd has no such hyperparameter; leave it out, or use adamw"),
+        (
+            "--optimizer adamw --momentum 0.9",
+            "momentum=0.9: adamw has no such hyperparameter; leave it out, or use sgd",
+        ),
         ("--task nothing", "nothing"),
     ],
 )

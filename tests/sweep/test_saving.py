@@ -23,7 +23,7 @@ from tests.pool import run_processes
 from thinwire import AllReduce, Bf16, Comm, Gossip, LocalSGD, PushSum, SlowMo, Strategy, fusion
 from thinwire.errors import CheckpointError
 from thinwire.fusion import autotune as choice
-from thinwire.storage.rank_file import Part
+from thinwire.storage.rank_file import RankFile
 from thinwire.sweep.parallel import ParallelArray, attach_array
 
 SAVED, STEPS = 4, 9
@@ -64,7 +64,7 @@ class Run:
         self.schedules = fusion.Schedules(optimizer, factories)
         self.scaler = fusion.GradScaler(count, 8.0, growth_interval=3)
         self.parallel = attach_array(array, optimizer, strategy, comm=comm, scaler=self.scaler, **more)
-        self.rank = self.parallel.attached.comm.rank
+        self.rank = self.parallel.worker.comm.rank
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -85,10 +85,10 @@ class Run:
         self.scaler.insert(1)
 
     def everything(self) -> list[Any]:
-        array, optimizer, attached = self.parallel.array, self.parallel.optimizer, self.parallel.attached
+        array, optimizer, worker = self.parallel.array, self.parallel.optimizer, self.parallel.worker
         slots = [whole(array, optimizer, index) for index in range(array.size)]
-        kept = [{"x": r.x, **r.state} for r in attached.replicas]
-        told = repr([self.schedules.state_dict(), self.scaler.state_dict(), attached.step, attached.comm.step])
+        kept = [{"x": r.x, **r.state} for r in worker.replicas]
+        told = repr([self.schedules.state_dict(), self.scaler.state_dict(), worker.step, worker.comm.step])
         return [*slots, *kept, told]
 
 
@@ -114,7 +114,7 @@ def test_training_goes_on_bit_for_bit_from_the_middle_of_a_period(
         run.train(range(SAVED, STEPS))
         again = Run(comm, strategy, seed=0)
         assert again.parallel.load(tmp_path, **again.parts) == {"rank": comm.rank}
-        assert again.parallel.attached.step == SAVED
+        assert again.parallel.worker.step == SAVED
         again.train(range(SAVED, STEPS))
         return run.everything(), again.everything()
 
@@ -183,7 +183,7 @@ def test_another_number_of_workers_goes_on_where_all_agreed(
 ) -> None:
     def held(run: Run) -> tuple[Tensor, dict[str, Tensor]]:
         buffers = {name: buffer.clone() for name, buffer in run.parallel.array.named_buffers()}
-        return run.parallel.attached.replicas[0].x.clone(), buffers
+        return run.parallel.worker.replicas[0].x.clone(), buffers
 
     def saved(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
         run = Run(comm, strategy)
@@ -196,11 +196,11 @@ def test_another_number_of_workers_goes_on_where_all_agreed(
         generators = run.parallel.array.generators or ()
         states = [each.get_state() for each in generators]
         assert run.parallel.load(tmp_path, **run.parts) == {"rank": 0}
-        assert run.parallel.attached.step == SAVED and run.parallel.attached.comm.size == now
+        assert run.parallel.worker.step == SAVED and run.parallel.worker.comm.size == now
         assert all(torch.equal(state, each.get_state()) for state, each in zip(states, generators, strict=True))
         found = held(run)
         run.train(range(SAVED, SAVED + 4))
-        return *found, run.parallel.attached.replicas[0].x.clone()
+        return *found, run.parallel.worker.replicas[0].x.clone()
 
     wrote = thinwire.run_threads(before, saved)
     went_on = thinwire.run_threads(now, loaded)
@@ -270,7 +270,7 @@ def test_a_step_counts_where_every_rank_has_its_part_and_old_ones_go(tmp_path: P
         assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
         comm.broadcast_(torch.zeros(1), 0).wait()
         if comm.rank == 1:
-            Part(tmp_path / "step-00000005", 1).path.unlink()
+            RankFile(tmp_path / "step-00000005", 1).path.unlink()
         comm.broadcast_(torch.zeros(1), 1).wait()
         assert Run(comm, AllReduce()).parallel.load(tmp_path, **run.parts) == {"step": 4}
 
@@ -306,7 +306,7 @@ def test_what_belongs_elsewhere_is_refused_by_name_on_all_ranks(tmp_path: Path) 
         run = Run(comm, AllReduce())
         run.train(range(2))
         run.parallel.save(tmp_path / "one", **run.parts)
-        run.parallel.attached.save(tmp_path / "plain")
+        run.parallel.worker.save(tmp_path / "plain")
         for words, other, parts in (
             (r"the strategy is AllReduce\(\) in the checkpoint and LocalSGD", Run(comm, LocalSGD(2)), None),
             ("the strategy is .* make it alike", Run(comm, LocalSGD(2), FACTORIES[:2]), None),

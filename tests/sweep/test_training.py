@@ -40,8 +40,8 @@ def trials(count: int, **more: str) -> list[Trial]:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_an_array_of_trials_ends_as_they_do_one_by_one(plan: Plan, optimizer: str, schedule: str) -> None:
-    knob = {"momentum": "0:0.9"} if optimizer == "sgd" else {"beta1": "0.5:0.95", "eps": "log:1e-8:1e-3"}
-    drawn = trials(3, optimizer=optimizer, weight_decay="0:0.1", **knob)
+    hyperparameter = {"momentum": "0:0.9"} if optimizer == "sgd" else {"beta1": "0.5:0.95", "eps": "log:1e-8:1e-3"}
+    drawn = trials(3, optimizer=optimizer, weight_decay="0:0.1", **hyperparameter)
     own = Plan(plan.task, plan.steps, schedule=schedule, eval_limit=plan.eval_limit)  # type: ignore[arg-type]
     for together, trial in zip(train_together(own, drawn), drawn, strict=True):
         alone = train_alone(own, trial)
@@ -77,7 +77,7 @@ def test_a_sweep_trains_what_cannot_be_fused_apart(plan: Plan) -> None:
     found = sweep(plan, RandomSampler(space, seed=1), 6, together=2, told=news.append)
     assert [each.trial.number for each in found] == list(range(6))
     assert max(each.members for each in news) <= 2
-    sizes = [each.trial.knobs["batch_size"] for each in found]
+    sizes = [each.trial.hyperparameters["batch_size"] for each in found]
     assert set(sizes) == {8, 16}
     assert found[0].loss == pytest.approx(train_alone(plan, found[0].trial).loss, abs=1e-5)
 
@@ -110,12 +110,14 @@ def test_a_sampler_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("hyperparameters", "words"),
     [({"dropout": 0.1}, "there are batch_size"), ({"lr": "fast"}, "must be a number"), ({"optimizer": "lion"}, "lion")],
 )
-def test_knobs_that_do_not_exist_are_refused_by_name(plan: Plan, knobs: dict[str, float | str], words: str) -> None:
+def test_knobs_that_do_not_exist_are_refused_by_name(
+    plan: Plan, hyperparameters: dict[str, float | str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan.setting(knobs)
+        plan.setting(hyperparameters)
 
 
 def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
@@ -136,7 +138,7 @@ def test_the_command_sweeps_and_writes_what_came_of_it(tmp_path: Path, capsys: p
     assert told["largest_difference"] < 1e-4
     assert told["given_up"] == 3
     assert (folder / "plots" / "sweep.png").stat().st_size > 5_000
-    assert "What each knob did" in (folder / "report.html").read_text()
+    assert "What each hyperparameter did" in (folder / "report.html").read_text()
 
 
 def test_a_knob_that_is_no_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:

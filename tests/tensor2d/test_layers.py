@@ -318,7 +318,7 @@ def test_the_first_failure_of_any_rank_is_the_one_that_is_raised() -> None:
     def work(mesh: Mesh2D) -> Tensor:
         if mesh.whole.rank == 4:
             raise KeyError("only here")
-        return mesh.along_row.sum_(mesh.along_column.sum_(torch.ones(3)).wait()).wait()
+        return mesh.along_row.all_reduce_(mesh.along_column.all_reduce_(torch.ones(3)).wait()).wait()
 
     for _ in range(20):
         with pytest.raises(KeyError, match="only here"):

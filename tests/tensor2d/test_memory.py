@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from reproductions.optimus.meter import Counted
 from reproductions.optimus.race import formula_payload_bytes, formula_peak_bytes
 from reproductions.optimus.scaling import scaling
 from reproductions.optimus.transformer_layers import SCHEMES, Stem
 from reproductions.optimus.worker import Race, run
-from torch import Tensor, nn
-
 from tests.oracles.tensor2d import drawn
 from tests.oracles.tensor2d import run as run_threads
 from tests.pool import run_processes

@@ -258,7 +258,7 @@ def test_gradients_of_vectors_travel_in_one_message() -> None:
         model = laid_out(mesh, gpt())
         mesh_loss(model, mesh).backward()
         sums = mesh.along_column.meter
-        return sums.by_operation["sum"] / 8
+        return sums.by_operation["all_reduce"] / 8
 
     elements = sum(p.numel() for p in gpt().parameters() if p.dim() == 1) + LENGTH * 24
     assert run(2, 2, work)[0] == elements / 2 + 2  # and two scalars of the loss

@@ -26,11 +26,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def gather(self, x: Tensor) -> Work[list[Tensor]]:
-        return self._noted("gather", self._inner.gather(x))
+    def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        return self._noted("all_gather", self._inner.all_gather(x))
 
-    def scatter(self, xs: Any, sizes: Any) -> Work[list[Tensor]]:
-        return self._noted("scatter", self._inner.scatter(xs, sizes))
+    def all_to_all(self, xs: Any, sizes: Any) -> Work[list[Tensor]]:
+        return self._noted("all_to_all", self._inner.all_to_all(xs, sizes))
 
     def _noted(self, what: str, work: Work[list[Tensor]]) -> Work[list[Tensor]]:
         self._notes.append(f"{what} {self._name}")
@@ -62,23 +62,23 @@ def notes_of_backward(multiply: Any, panels: Panels) -> list[str]:
 
 def test_the_weight_s_operand_travels_while_the_input_s_gradient_is_multiplied() -> None:
     assert notes_of_backward(multiply_ab, Panels()) == [
-        *("gather column", "gather row"),  # of B for the input, of A for the weight
-        *("wait gather column", "scatter row"),  # the input's terms are on their way
-        *("wait gather row", "scatter column", "wait scatter row", "wait scatter column"),
+        *("all_gather column", "all_gather row"),  # of B for the input, of A for the weight
+        *("wait all_gather column", "all_to_all row"),  # the input's terms are on their way
+        *("wait all_gather row", "all_to_all column", "wait all_to_all row", "wait all_to_all column"),
     ]
 
 
 def test_without_overlap_one_message_is_under_way_at_a_time() -> None:
     assert notes_of_backward(multiply_ab, Panels(overlap=False)) == [
-        *("gather column", "wait gather column", "scatter row", "wait scatter row"),
-        *("gather row", "wait gather row", "scatter column", "wait scatter column"),
+        *("all_gather column", "wait all_gather column", "all_to_all row", "wait all_to_all row"),
+        *("all_gather row", "wait all_gather row", "all_to_all column", "wait all_to_all column"),
     ]
 
 
 def test_one_gather_of_the_output_s_gradient_serves_both_of_its_products() -> None:
     assert notes_of_backward(multiply_abt, Panels()) == [
-        *("gather row", "gather column", "wait gather row", "wait gather column"),
-        *("scatter column", "wait scatter column"),
+        *("all_gather row", "all_gather column", "wait all_gather row", "wait all_gather column"),
+        *("all_to_all column", "wait all_to_all column"),
     ]
 
 

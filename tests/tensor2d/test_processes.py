@@ -73,7 +73,7 @@ def products_equal_dtensor_s(mesh: Mesh2D) -> None:
 
 
 def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
-    mesh = mesh_2d((2, 2), panels=Panels(2), deadline_seconds=20)
+    mesh = mesh_2d((2, 2), panels=Panels(2), timeout=20)
     rank = dist.get_rank()
     assert (mesh.row, mesh.column) == divmod(rank, 2)
     assert dist.get_process_group_ranks(init_device_mesh("cpu", (2, 2)).get_group(1)) == [
@@ -110,7 +110,7 @@ def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> No
 
 def on_meshes(shapes: list[tuple[int, int]]) -> list[tuple[Arrays, dict[str, float], float, Arrays]]:
     """On each mesh in turn: the products with their gradients, what they sent, and one step of a model."""
-    return [on_mesh(mesh_2d(shape, panels=Panels(2), deadline_seconds=20)) for shape in shapes]
+    return [on_mesh(mesh_2d(shape, panels=Panels(2), timeout=20)) for shape in shapes]
 
 
 def on_mesh(mesh: Mesh2D) -> tuple[Arrays, dict[str, float], float, Arrays]:
@@ -171,7 +171,7 @@ def odd_meshes() -> None:
         else:
             raise AssertionError(shape)
     devices = init_device_mesh("cpu", (2, 1), mesh_dim_names=("row", "column"))
-    mesh = mesh_2d(devices, deadline_seconds=20)
+    mesh = mesh_2d(devices, timeout=20)
     assert (mesh.rows, mesh.columns, mesh.row) == (2, 1, dist.get_rank())
     try:
         mesh_2d(devices["row"])

@@ -93,7 +93,7 @@ def whole(recipe: str, comm: Comm) -> tuple[list[Tensor], dict[str, Tensor], dic
     strategy, make = RECIPES[recipe]
     model = gpt()
     optimizer = make(model, None)
-    attached = attach(model, optimizer, strategy, comm=comm)
+    worker = attach(model, optimizer, strategy, comm=comm)
     losses = trained(
         model,
         optimizer,
@@ -102,7 +102,7 @@ def whole(recipe: str, comm: Comm) -> tuple[list[Tensor], dict[str, Tensor], dic
         copy=comm.rank,
     )
     own = {name: x.clone() for name, x in model.state_dict().items()}
-    with attached.consensus():
+    with worker.consensus():
         return losses, own, {name: x.clone() for name, x in model.state_dict().items()}
 
 
@@ -111,7 +111,7 @@ def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dic
     strategy, make = RECIPES[recipe]
     model = laid_out(mesh.block)
     optimizer = make(model, mesh.block)
-    attached = attach(model, optimizer, strategy, mesh=mesh)
+    worker = attach(model, optimizer, strategy, mesh=mesh)
     losses = trained(
         model,
         optimizer,
@@ -120,7 +120,7 @@ def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dic
         copy=mesh.data.rank,
     )
     own = whole_state(model, mesh.block)
-    with attached.consensus():
+    with worker.consensus():
         return losses, own, whole_state(model, mesh.block)
 
 
@@ -135,13 +135,13 @@ def assert_equal(found: list[Any], wanted: list[Any], blocks: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_on_meshes_train_like_whole_ones(recipe: str) -> None:
-    wanted = run_threads(2, lambda comm: whole(recipe, comm), deadline_seconds=20)
-    found = run_mesh_3d_threads(2, 2, 2, lambda mesh: cut(recipe, mesh), deadline_seconds=20)
+    wanted = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)
+    found = run_mesh_3d_threads(2, 2, 2, lambda mesh: cut(recipe, mesh), timeout=20)
     assert_equal(found, wanted, 4)
 
 
 def in_processes(rows: int, columns: int) -> list[Any]:
-    mesh = mesh_3d((2, rows, columns), deadline_seconds=20)
+    mesh = mesh_3d((2, rows, columns), timeout=20)
     return [_as_arrays(cut(recipe, mesh)) for recipe in RECIPES]
 
 
@@ -164,7 +164,7 @@ def _as_tensors(found: Any) -> Any:
 def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns: int) -> None:
     found = run_processes(4, in_processes, rows, columns)
     for k, recipe in enumerate(RECIPES):
-        wanted = run_threads(2, lambda comm, recipe=recipe: whole(recipe, comm), deadline_seconds=20)
+        wanted = run_threads(2, lambda comm, recipe=recipe: whole(recipe, comm), timeout=20)
         assert_equal([_as_tensors(each[k]) for each in found], wanted, 2)
 
 
@@ -177,7 +177,7 @@ def test_what_rows_hold_alike_keeps_the_same_bits_under_a_codec_with_scales() ->
         alike = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 1 or "table" in name}
         return alike, torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    found = run_mesh_3d_threads(2, 2, 2, work, deadline_seconds=20)
+    found = run_mesh_3d_threads(2, 2, 2, work, timeout=20)
     for rank, (alike, everything) in enumerate(found):
         for name, x in alike.items():
             assert torch.equal(x, found[rank % 2][0][name]), name
@@ -196,7 +196,7 @@ def test_blocks_say_to_other_copies_their_share_of_the_model() -> None:
         return sent, sum(p.numel() for p in model.parameters())
 
     held = 0.0
-    for sent, held in run_mesh_3d_threads(2, 2, 2, work, deadline_seconds=20):
+    for sent, held in run_mesh_3d_threads(2, 2, 2, work, timeout=20):
         assert sent == 8 * held  # 2 (d - 1) / d of fp64, for d = 2
     serial = gpt()
     vectors = sum(p.numel() for p in serial.parameters() if p.dim() == 1) + LENGTH * 24
@@ -223,16 +223,16 @@ def test_a_run_goes_on_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Pa
                 steps=steps,
             )
 
-        model, optimizer, attached = fresh()
+        model, optimizer, worker = fresh()
         go(model, optimizer, 0, 3)
-        attached.save(tmp_path)
+        worker.save(tmp_path)
         go(model, optimizer, 3, 6)
         again, other, resumed = fresh()
         resumed.load(tmp_path)
         go(again, other, 3, 6)
         return dict(model.named_parameters()), dict(again.named_parameters()), [p.name for p in tmp_path.iterdir()]
 
-    for straight, resumed, folders in run_mesh_3d_threads(2, 2, 1, work, deadline_seconds=20):
+    for straight, resumed, folders in run_mesh_3d_threads(2, 2, 1, work, timeout=20):
         assert all(torch.equal(x, resumed[name]) for name, x in straight.items())
         assert sorted(folders) == ["mesh-2x1-row-0-column-0", "mesh-2x1-row-1-column-0"]
 
@@ -253,7 +253,7 @@ def test_what_would_tear_blocks_apart_is_refused(strategy: Strategy, make: Make,
         attach(model, make(model, None), strategy, mesh=mesh)
 
     with pytest.raises(ConfigError, match=message):
-        run_mesh_3d_threads(1, 2, 2, work, deadline_seconds=20)
+        run_mesh_3d_threads(1, 2, 2, work, timeout=20)
 
 
 def test_a_scaler_is_refused_on_blocks() -> None:
@@ -262,7 +262,7 @@ def test_a_scaler_is_refused_on_blocks() -> None:
         attach(model, sgd(model, None), AllReduce(), mesh=mesh, scaler=torch.amp.GradScaler("cpu"))
 
     with pytest.raises(ConfigError, match="train in bf16"):
-        run_mesh_3d_threads(1, 1, 2, work, deadline_seconds=20)
+        run_mesh_3d_threads(1, 1, 2, work, timeout=20)
 
 
 def test_blocks_of_one_copy_must_be_started_alike() -> None:
@@ -271,7 +271,7 @@ def test_blocks_of_one_copy_must_be_started_alike() -> None:
         attach(model, sgd(model, None), AllReduce(), mesh=mesh, seed=mesh.block.row)
 
     with pytest.raises(MismatchError, match="the seed"):
-        run_mesh_3d_threads(2, 2, 1, work, deadline_seconds=20)
+        run_mesh_3d_threads(2, 2, 1, work, timeout=20)
 
 
 def test_lamb_without_a_mesh_is_lamb_and_half_a_mesh_is_refused() -> None:

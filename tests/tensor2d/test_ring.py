@@ -140,7 +140,7 @@ def test_a_layer_that_goes_round_is_the_serial_layer(rows: int, columns: int, ch
 def in_processes() -> list[Any]:
     from thinwire.tensor2d import mesh_2d
 
-    mesh = mesh_2d((2, 2), deadline_seconds=20)
+    mesh = mesh_2d((2, 2), timeout=20)
     return [x.numpy() for x in ringed(mesh, 2, True)]
 
 

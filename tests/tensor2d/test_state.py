@@ -119,7 +119,7 @@ def test_blocks_are_saved_and_found_again_with_dropout_s_counters(tmp_path: Path
     def work(mesh: Mesh2D) -> bool:
         model = trained(mesh, laid_out(mesh, Encoder(dropout=0.2).double()))
         write_blocks(model, tmp_path, mesh)
-        mesh.whole.sum_(torch.zeros(1)).wait()
+        mesh.whole.all_reduce_(torch.zeros(1)).wait()
         again = laid_out(mesh, Encoder(dropout=0.2).double())
         read_blocks_(again, tmp_path, mesh)
         return torch.equal(mesh_loss(model, mesh), mesh_loss(again, mesh))

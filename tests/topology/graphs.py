@@ -77,7 +77,7 @@ def mixings(topology: Topology, n: int) -> list[Matrix]:
     for ranks in seen(topology, n):
         mixing = np.diag([peers.own for peers in ranks])
         for rank, peers in enumerate(ranks):
-            mixing[rank, list(peers.frm)] += peers.weights
+            mixing[rank, list(peers.src)] += peers.weights
         found.append(mixing)
     return found
 

@@ -13,7 +13,7 @@ from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
 from tests.problems import Breathing, Irregular
 from tests.topology.graphs import GRAPHS, KEEPING, exists, mixings, product
-from thinwire import Comm, ConfigError, GroupComm, OnePeerExponential, Peers, PushSum, Ring, Topology, run_threads
+from thinwire import Comm, ConfigError, GroupComm, OnePeerExponential, PushSum, Ring, Topology, run_threads
 from thinwire.reduce.compressed_all_reduce import gossip_
 from thinwire.strategies.recipe import brief
 from thinwire.topology import (
@@ -24,6 +24,7 @@ from thinwire.topology import (
     FromGraph,
     Hierarchical,
     Hypercube,
+    Peers,
     RandomMatching,
     Star,
 )
@@ -165,8 +166,8 @@ def test_results_that_are_kept_cannot_be_changed() -> None:
 def test_messages_are_counted_per_worker_and_step() -> None:
     for n in (1, 2, 9, 16):
         for graph in [graph for graph in GRAPHS if exists(graph, n)]:
-            sent = np.array([[len(graph.peers(i, n, s).to) for i in range(n)] for s in range(graph.period(n))])
-            got = np.array([[len(graph.peers(i, n, s).frm) for i in range(n)] for s in range(graph.period(n))])
+            sent = np.array([[len(graph.peers(i, n, s).dst) for i in range(n)] for s in range(graph.period(n))])
+            got = np.array([[len(graph.peers(i, n, s).src) for i in range(n)] for s in range(graph.period(n))])
             found = traffic(graph, n)
             assert found.mean == pytest.approx(sent.mean())
             assert found.busiest == pytest.approx(max(sent.mean(0).max(), got.mean(0).max()))
@@ -210,13 +211,13 @@ def mixed(comm: Comm, graphs: list[Topology]) -> list[list[float]]:
 
 
 def over_gloo(graphs: list[Topology]) -> list[list[float]]:
-    return mixed(GroupComm(deadline_seconds=20), graphs)
+    return mixed(GroupComm(timeout=20), graphs)
 
 
 @pytest.mark.parametrize("n", [4, 6, 9])
 def test_threads_mix_as_the_matrices_say(n: int) -> None:
     graphs = [graph for graph in GRAPHS if exists(graph, n)]
-    rows = run_threads(n, lambda comm: mixed(comm, graphs), deadline_seconds=30)
+    rows = run_threads(n, lambda comm: mixed(comm, graphs), timeout=30)
     for place, graph in enumerate(graphs):
         assert np.allclose([row[place] for row in rows], product(graph, n), rtol=0, atol=1e-14), graph
 
@@ -246,7 +247,7 @@ def test_push_sum_without_updates_finds_the_average_on_every_graph(topology: Top
         still.detach()
         return torch.stack([start, end])
 
-    found = torch.stack(run_threads(n, work, deadline_seconds=30))
+    found = torch.stack(run_threads(n, work, timeout=30))
     check_edges(topology, n)
     assert torch.allclose(found[:, 1], found[:, 0].mean(0).expand_as(found[:, 1]), atol=1e-5)
     assert not torch.allclose(found[0, 0], found[1, 0])

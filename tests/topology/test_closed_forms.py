@@ -84,8 +84,8 @@ def test_eigenvalues_are_those_of_the_formulas() -> None:
 def test_the_middle_of_a_star_has_everyones_messages() -> None:
     for weights in ("metropolis", "push-sum"):
         star = Star(weights)
-        assert star.peers(0, 6, 0).to == star.peers(0, 6, 0).frm == (1, 2, 3, 4, 5)
-        assert all(star.peers(rank, 6, 0).to == (0,) for rank in range(1, 6))
+        assert star.peers(0, 6, 0).dst == star.peers(0, 6, 0).src == (1, 2, 3, 4, 5)
+        assert all(star.peers(rank, 6, 0).dst == (0,) for rank in range(1, 6))
     leaf = [[1 / 6, 1 / 6], [1 / 2, 1 / 6]]
     assert [
         [star.peers(0, 6, 0).weights[0], star.peers(1, 6, 0).weights[0]] for star in (Star(), Star("push-sum"))
@@ -157,19 +157,19 @@ def test_across_the_sides_of_a_bipartite_graph_everyone_has_one_partner() -> Non
         met: set[int] = set()
         for step in range(graph.period(n)):
             for rank in range(n):
-                (partner,) = graph.peers(rank, n, step).to
+                (partner,) = graph.peers(rank, n, step).dst
                 assert graph.active(partner) != graph.active(rank)
-                assert graph.peers(partner, n, step).to == (rank,)
-            met.add(graph.peers(0, n, step).to[0])
+                assert graph.peers(partner, n, step).dst == (rank,)
+            met.add(graph.peers(0, n, step).dst[0])
         assert len(met) == graph.period(n)
-    assert [graph.peers(0, 16, step).to[0] for step in range(8)] == [1, 15, 3, 13, 5, 11, 9, 7]
+    assert [graph.peers(0, 16, step).dst[0] for step in range(8)] == [1, 15, 3, 13, 5, 11, 9, 7]
 
 
 # -- random pairs ------------------------------------------------------------------------------------------------------
 
 
 def pairs(graph: RandomMatching, n: int, step: int) -> list[tuple[int, ...]]:
-    return [graph.peers(rank, n, step).to for rank in range(n)]
+    return [graph.peers(rank, n, step).dst for rank in range(n)]
 
 
 def test_random_matchings_pair_everyone_but_one_of_an_odd_number() -> None:
@@ -182,10 +182,10 @@ def test_random_matchings_pair_everyone_but_one_of_an_odd_number() -> None:
 
 
 def test_random_matchings_are_the_same_in_every_process_and_in_any_order_of_asking() -> None:
-    asked = "[RandomMatching(7).peers(rank, 9, step).to for step in (5, 2) for rank in range(9)]"
+    asked = "[RandomMatching(7).peers(rank, 9, step).dst for step in (5, 2) for rank in range(9)]"
     code = f"from thinwire.topology import RandomMatching; print({asked})"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    here = [RandomMatching(7).peers(rank, 9, step).to for rank in range(9) for step in (2, 5)]
+    here = [RandomMatching(7).peers(rank, 9, step).dst for rank in range(9) for step in (2, 5)]
     assert elsewhere.stdout.strip() == str(here[1::2] + here[::2])
     assert pairs(RandomMatching(), 6, 0) == [(5,), (4,), (3,), (2,), (1,), (0,)]
 
@@ -227,12 +227,12 @@ def test_a_period_of_a_hierarchy_is_the_product_of_its_parts(inside: Topology, b
 def test_nodes_of_a_hierarchy_speak_to_each_other_every_so_many_steps() -> None:
     graph = Hierarchical(4, every=3)
     for step in range(graph.period(16)):
-        crossing = [i // 4 != j // 4 for i in range(16) for j in graph.peers(i, 16, step).to]
+        crossing = [i // 4 != j // 4 for i in range(16) for j in graph.peers(i, 16, step).dst]
         assert all(crossing) if step % 3 == 2 else not any(crossing)
 
 
 def test_fewer_workers_than_a_node_has_are_one_node() -> None:
-    assert [Hierarchical(8).peers(1, 3, step).to for step in range(2)] == [(0, 2), ()]
+    assert [Hierarchical(8).peers(1, 3, step).dst for step in range(2)] == [(0, 2), ()]
 
 
 # -- mistakes that others have made ------------------------------------------------------------------------------------
@@ -242,13 +242,13 @@ def test_no_hop_leads_back_to_its_start_or_to_one_peer_twice() -> None:
     for n in range(1, 65):
         for degree in range(1, 9):
             for step in range(PPeerExponential(degree).period(n)):
-                to = PPeerExponential(degree).peers(n // 2, n, step).to
-                assert n // 2 not in to and len(set(to)) == len(to)
+                dst = PPeerExponential(degree).peers(n // 2, n, step).dst
+                assert n // 2 not in dst and len(set(dst)) == len(dst)
     for n, degree in [(6, 2), (8, 3), (32, 3), (10, 4)]:
         full_turns = [j * (degree + 1) ** i for i in range(4) for j in range(1, degree + 1)]
         assert n in full_turns
-    assert PPeerExponential(2).peers(0, 6, 1).to == (3,)
-    assert [OnePeerExponential().peers(0, 4, step).to for step in range(4)] == [(1,), (2,), (1,), (2,)]
+    assert PPeerExponential(2).peers(0, 6, 1).dst == (3,)
+    assert [OnePeerExponential().peers(0, 4, step).dst for step in range(4)] == [(1,), (2,), (1,), (2,)]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 9])
@@ -256,7 +256,7 @@ def test_the_longest_hop_is_not_lost_to_rounding(degree: int) -> None:
     base = degree + 1
     for power in (base**3, base**5):
         n, graph = power + 1, PPeerExponential(degree)
-        assert power in graph.peers(0, n, graph.period(n) - 1).to
+        assert power in graph.peers(0, n, graph.period(n) - 1).dst
         assert graph.period(power) == graph.period(n) - 1
     assert PPeerExponential(2).period(244) == 6
     assert [
@@ -269,7 +269,7 @@ def test_two_dtypes_that_speak_in_turn_both_see_the_whole_graph() -> None:
     heard: list[list[tuple[int, ...]]] = [[], []]
     for step in range(4):
         for dtype in (0, 1):
-            heard[dtype].append(graph.peers(0, 16, step).to)
+            heard[dtype].append(graph.peers(0, 16, step).dst)
     assert heard[0] == heard[1] == [(1,), (2,), (4,), (8,)]
 
 

@@ -80,7 +80,7 @@ def test_json_has_the_facts_of_the_analysis(capsys: Capture) -> None:
 
 
 def test_the_figures_of_the_documentation_are_those_of_the_graphs() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "explanation" / "graphs.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "graphs.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+\(.*?\))` \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == 14
     for name, vectors, cells in rows:

@@ -22,8 +22,8 @@ from tests.topology.graphs import (
     seen,
     sizes_of,
 )
-from thinwire import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Peers, Ring, Topology
-from thinwire.topology import BipartiteExponential, Hierarchical
+from thinwire import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Ring, Topology
+from thinwire.topology import BipartiteExponential, Hierarchical, Peers
 from thinwire.topology.base import check_edges, doubly_stochastic
 
 
@@ -31,8 +31,8 @@ from thinwire.topology.base import check_edges, doubly_stochastic
 def test_both_ends_of_every_edge_know_of_it(topology: Topology) -> None:
     for n in sizes_of(topology):
         for ranks in seen(topology, n):
-            sent = [(rank, j) for rank, peers in enumerate(ranks) for j in peers.to]
-            expected = [(j, rank) for rank, peers in enumerate(ranks) for j in peers.frm]
+            sent = [(rank, j) for rank, peers in enumerate(ranks) for j in peers.dst]
+            expected = [(j, rank) for rank, peers in enumerate(ranks) for j in peers.src]
             edges = set(sent)
             assert edges == set(expected) and len(edges) == len(sent) == len(expected)
             assert all(i != j and 0 <= j < n for i, j in edges)

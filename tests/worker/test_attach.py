@@ -49,8 +49,8 @@ def shares_memory(parameter: Tensor, vector: Tensor) -> bool:
 def test_parameters_become_views_of_one_vector_and_keep_their_values() -> None:
     model = net(3)
     before = [p.detach().clone() for p in model.parameters()]
-    attached = attach(None, AllReduce(), model=model)
-    (replica,) = attached.replicas
+    worker = attach(None, AllReduce(), model=model)
+    (replica,) = worker.replicas
     assert replica.x.numel() == sum(p.numel() for p in before)
     assert all(shares_memory(p, replica.x) for p in model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -65,13 +65,13 @@ def test_channels_last_parameters_stay_channels_last() -> None:
     )
     weight = model[0].weight
     before, stride = weight.detach().clone(), weight.stride()
-    attached = thinwire.attach(model, momentum(model), AllReduce())
+    worker = thinwire.attach(model, momentum(model), AllReduce())
     assert weight.stride() == stride
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(weight, before)
-    assert shares_memory(weight, attached.replicas[0].x)
+    assert shares_memory(weight, worker.replicas[0].x)
     model(torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))).sum().backward()
-    attached.optimizer.step()
+    worker.optimizer.step()
     assert not torch.equal(weight, before)
 
 
@@ -79,9 +79,9 @@ def test_tied_parameters_stay_tied_and_are_sent_once() -> None:
     def work(comm: Comm) -> bool:
         model = drawn(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)))
         model[2].weight = model[0].weight
-        attached = steps(attach(comm, AllReduce(), model=model), batches(comm.rank, 3))
-        assert attached.replicas[0].x.numel() == 9 + 3 + 3 + 8
-        return model[2].weight is model[0].weight and shares_memory(model[2].weight, attached.replicas[0].x)
+        worker = steps(attach(comm, AllReduce(), model=model), batches(comm.rank, 3))
+        assert worker.replicas[0].x.numel() == 9 + 3 + 3 + 8
+        return model[2].weight is model[0].weight and shares_memory(model[2].weight, worker.replicas[0].x)
 
     assert run_threads(2, work) == [True, True]
 
@@ -91,11 +91,11 @@ def test_frozen_parameters_start_equal_and_never_move() -> None:
         model = net(seed=comm.rank)
         for parameter in model[0].parameters():
             parameter.requires_grad_(False)
-        attached = attach(comm, AllReduce(), model=model)
+        worker = attach(comm, AllReduce(), model=model)
         frozen = model[0].weight.detach().clone()
-        steps(attached, batches(comm.rank, 3))
+        steps(worker, batches(comm.rank, 3))
         assert torch.equal(frozen, model[0].weight)
-        assert attached.replicas[0].x.numel() == 12
+        assert worker.replicas[0].x.numel() == 12
         return frozen, flat(model)
 
     (frozen, x), (other_frozen, y) = run_threads(2, work)
@@ -106,10 +106,10 @@ def test_frozen_parameters_start_equal_and_never_move() -> None:
 
 def test_several_dtypes_are_several_replicas_and_train_alike() -> None:
     def work(comm: Comm) -> Tensor:
-        attached = steps(attach(comm, AllReduce(), model=drawn(Mixed())), batches(comm.rank, 5))
-        assert [r.x.dtype for r in attached.replicas] == [torch.float32, torch.float64]
-        assert [r.x.numel() for r in attached.replicas] == [30, 24]
-        return flat(attached.model)
+        worker = steps(attach(comm, AllReduce(), model=drawn(Mixed())), batches(comm.rank, 5))
+        assert [r.x.dtype for r in worker.replicas] == [torch.float32, torch.float64]
+        assert [r.x.numel() for r in worker.replicas] == [30, 24]
+        return flat(worker.model)
 
     x, y = run_threads(2, work)
     assert torch.equal(x, y)
@@ -126,9 +126,9 @@ def test_several_dtypes_are_several_replicas_and_train_alike() -> None:
 
 def test_every_dtype_of_a_model_has_its_own_strategy_state() -> None:
     def work(comm: Comm) -> Tensor:
-        attached = steps(attach(comm, SlowMo(LocalSGD(3), period=2), model=drawn(Mixed())), batches(comm.rank, 4))
-        assert [r.state["anchor"].dtype for r in attached.replicas] == [torch.float32, torch.float64]
-        return flat(attached.model)
+        worker = steps(attach(comm, SlowMo(LocalSGD(3), period=2), model=drawn(Mixed())), batches(comm.rank, 4))
+        assert [r.state["anchor"].dtype for r in worker.replicas] == [torch.float32, torch.float64]
+        return flat(worker.model)
 
     x, y = run_threads(2, work)
     assert torch.equal(x, y)
@@ -179,16 +179,16 @@ def test_one_worker_alone_trains_bitwise_as_the_bare_loop(strategy: Strategy, ki
 
     model = net()
     expected = bare(model, optimizer(model), 10)
-    attached = steps(attach(None, strategy, optimizer=optimizer), batches(0, 10))
-    assert torch.equal(flat(attached.model), expected)
-    assert attached.comm.meter.payload_bytes == 0
+    worker = steps(attach(None, strategy, optimizer=optimizer), batches(0, 10))
+    assert torch.equal(flat(worker.model), expected)
+    assert worker.comm.meter.payload_bytes == 0
 
 
 def test_slow_momentum_without_momentum_alone_is_the_bare_loop() -> None:
     model = net()
     expected = bare(model, momentum(model), 10)
-    attached = steps(attach(None, SlowMo(period=3, momentum=0.0)), batches(0, 10))
-    assert torch.equal(flat(attached.model), expected)
+    worker = steps(attach(None, SlowMo(period=3, momentum=0.0)), batches(0, 10))
+    assert torch.equal(flat(worker.model), expected)
 
 
 # -- unused parameters -------------------------------------------------------------------------------------------------
@@ -196,13 +196,13 @@ def test_slow_momentum_without_momentum_alone_is_the_bare_loop() -> None:
 
 def picky(comm: Comm, *, find_unused: bool, set_to_none: bool = True) -> tuple[Tensor, bool]:
     model = drawn(Picky())
-    attached = attach(comm, AllReduce(), model=model, find_unused=find_unused)
+    worker = attach(comm, AllReduce(), model=model, find_unused=find_unused)
     for step in range(3):
         model.use_left = comm.rank == 0
-        attached.optimizer.zero_grad(set_to_none=set_to_none)
+        worker.optimizer.zero_grad(set_to_none=set_to_none)
         x, y = batch(comm.rank, step)
         (model(x) - y).square().mean().backward()
-        attached.optimizer.step()
+        worker.optimizer.step()
     return flat(model), model.never.weight.grad is None
 
 
@@ -248,11 +248,11 @@ def two_rates(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_the_learning_rate_is_a_vector_where_groups_differ_and_a_number_where_they_do_not() -> None:
-    attached = attach(None, AllReduce(), optimizer=two_rates)
-    (replica,) = attached.replicas
+    worker = attach(None, AllReduce(), optimizer=two_rates)
+    (replica,) = worker.replicas
     assert isinstance(replica.lr, Tensor)
     assert replica.lr.tolist() == pytest.approx([0.1] * 20 + [0.02] * 12)
-    for group in attached.optimizer.param_groups:
+    for group in worker.optimizer.param_groups:
         group["lr"] = 0.5
     assert replica.lr == 0.5
 
@@ -286,14 +286,12 @@ def test_slow_momentum_uses_each_group_s_own_rate() -> None:
 )
 def test_a_schedule_may_reach_zero_and_come_back(strategy: Strategy) -> None:
     def work(comm: Comm) -> Tensor:
-        attached = attach(comm, strategy)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            attached.optimizer, lambda k: [1.0, 0.5, 0.0, 0.0, 0.0, 1.0][k % 6]
-        )
+        worker = attach(comm, strategy)
+        schedule = torch.optim.lr_scheduler.LambdaLR(worker.optimizer, lambda k: [1.0, 0.5, 0.0, 0.0, 0.0, 1.0][k % 6])
         for x, y in batches(comm.rank, 9):
-            steps(attached, [(x, y)])
+            steps(worker, [(x, y)])
             schedule.step()
-        return flat(attached.model)
+        return flat(worker.model)
 
     x, y = run_threads(2, work)
     assert bool(torch.isfinite(x).all())
@@ -303,11 +301,11 @@ def test_a_schedule_may_reach_zero_and_come_back(strategy: Strategy) -> None:
 
 def test_a_round_at_learning_rate_zero_moves_nothing() -> None:
     def work(comm: Comm) -> bool:
-        attached = attach(comm, SlowMo(period=2, momentum=0.0))
-        attached.optimizer.param_groups[0]["lr"] = 0.0
-        before = flat(attached.model)
-        steps(attached, batches(comm.rank, 4))
-        return torch.equal(before, flat(attached.model))
+        worker = attach(comm, SlowMo(period=2, momentum=0.0))
+        worker.optimizer.param_groups[0]["lr"] = 0.0
+        before = flat(worker.model)
+        steps(worker, batches(comm.rank, 4))
+        return torch.equal(before, flat(worker.model))
 
     assert run_threads(2, work) == [True, True]
 
@@ -319,15 +317,15 @@ def test_a_round_at_learning_rate_zero_moves_nothing() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulated_gradients_equal_one_big_batch(strategy: Strategy, set_to_none: bool) -> None:
     def work(comm: Comm, parts: int) -> tuple[Tensor, float]:
-        attached = attach(comm, strategy)
+        worker = attach(comm, strategy)
         for step in range(4):
             x, y = batch(comm.rank, step, rows=8)
-            attached.optimizer.zero_grad(set_to_none=set_to_none)
+            worker.optimizer.zero_grad(set_to_none=set_to_none)
             for i, (inputs, targets) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-                with attached.no_sync() if i < parts - 1 else nullcontext():
-                    ((attached.model(inputs) - targets).square().mean() / parts).backward()
-            attached.optimizer.step()
-        return flat(attached.model), attached.comm.meter.payload_bytes
+                with worker.no_sync() if i < parts - 1 else nullcontext():
+                    ((worker.model(inputs) - targets).square().mean() / parts).backward()
+            worker.optimizer.step()
+        return flat(worker.model), worker.comm.meter.payload_bytes
 
     (whole, nbytes), _ = run_threads(2, lambda c: work(c, 1))
     (parts, nbytes_in_parts), _ = run_threads(2, lambda c: work(c, 4))
@@ -337,11 +335,11 @@ def test_accumulated_gradients_equal_one_big_batch(strategy: Strategy, set_to_no
 
 def test_backward_twice_without_no_sync_adds_up_two_means() -> None:
     def work(comm: Comm) -> Tensor:
-        attached = attach(comm, AllReduce())
+        worker = attach(comm, AllReduce())
         for step in range(2):
             x, y = batch(comm.rank, step)
-            (attached.model(x) - y).square().mean().backward()
-        return torch.cat([p.grad.reshape(-1) for p in attached.model.parameters() if p.grad is not None])
+            (worker.model(x) - y).square().mean().backward()
+        return torch.cat([p.grad.reshape(-1) for p in worker.model.parameters() if p.grad is not None])
 
     found = run_threads(2, work)
     model = net()
@@ -357,13 +355,13 @@ def test_backward_twice_without_no_sync_adds_up_two_means() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_clipping_after_backward_clips_the_mean_gradient(set_to_none: bool) -> None:
     def work(comm: Comm) -> tuple[Tensor, list[float]]:
-        attached, norms = attach(comm, AllReduce()), []
+        worker, norms = attach(comm, AllReduce()), []
         for x, y in batches(comm.rank, 4):
-            attached.optimizer.zero_grad(set_to_none=set_to_none)
-            (attached.model(x) - y).square().mean().backward()
-            norms.append(float(nn.utils.clip_grad_norm_(attached.model.parameters(), 0.3)))
-            attached.optimizer.step()
-        return flat(attached.model), norms
+            worker.optimizer.zero_grad(set_to_none=set_to_none)
+            (worker.model(x) - y).square().mean().backward()
+            norms.append(float(nn.utils.clip_grad_norm_(worker.model.parameters(), 0.3)))
+            worker.optimizer.step()
+        return flat(worker.model), norms
 
     (x, norms), (y, other_norms) = run_threads(2, work)
     assert torch.equal(x, y)
@@ -384,11 +382,11 @@ def test_clipping_after_backward_clips_the_mean_gradient(set_to_none: bool) -> N
 def test_sparse_gradients_are_exchanged_too() -> None:
     def work(comm: Comm) -> Tensor:
         model = drawn(nn.EmbeddingBag(6, 2, sparse=True))
-        attached = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), comm=comm)
+        worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), comm=comm)
         for step in range(3):
-            attached.optimizer.zero_grad()
+            worker.optimizer.zero_grad()
             model(torch.tensor([[comm.rank, step, step]])).square().sum().backward()
-            attached.optimizer.step()
+            worker.optimizer.step()
         return flat(model)
 
     x, y = run_threads(2, work)
@@ -421,8 +419,8 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_run_again_within_backward_change_nothing(reentrant: bool) -> None:
     def work(comm: Comm, how: bool | None) -> Tensor:
-        attached = attach(comm, AllReduce(), model=drawn(Checkpointed(how)))
-        return flat(steps(attached, batches(comm.rank, 4)).model)
+        worker = attach(comm, AllReduce(), model=drawn(Checkpointed(how)))
+        return flat(steps(worker, batches(comm.rank, 4)).model)
 
     plain = run_threads(2, lambda comm: work(comm, None))
     again = run_threads(2, lambda comm: work(comm, reentrant))
@@ -433,17 +431,17 @@ def test_layers_that_run_again_within_backward_change_nothing(reentrant: bool) -
 
 
 def with_closure(comm: Comm | None, strategy: Strategy, make: Callable[[nn.Module], Any], count: int) -> Tensor:
-    attached = attach(comm, strategy, optimizer=make)
-    for x, y in batches(attached.comm.rank, count):
+    worker = attach(comm, strategy, optimizer=make)
+    for x, y in batches(worker.comm.rank, count):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            attached.optimizer.zero_grad()
-            loss = (attached.model(x) - y).square().mean()
+            worker.optimizer.zero_grad()
+            loss = (worker.model(x) - y).square().mean()
             loss.backward()
             return loss
 
-        assert attached.optimizer.step(closure) is not None
-    return flat(attached.model)
+        assert worker.optimizer.step(closure) is not None
+    return flat(worker.model)
 
 
 @pytest.mark.parametrize("strategy", [*ALONE, SlowMo(Gossip(), period=2)], ids=repr)
@@ -503,10 +501,10 @@ def test_a_strategy_may_rewrite_the_gradient_before_the_step(closed: bool) -> No
 
 def test_rounded_gradients_train_nearly_alike_and_cost_half() -> None:
     def work(comm: Comm, strategy: Strategy) -> tuple[Tensor, float]:
-        attached = attach(comm, strategy)
+        worker = attach(comm, strategy)
         before = comm.meter.payload_bytes
-        steps(attached, batches(comm.rank, 10))
-        return flat(attached.model), comm.meter.payload_bytes - before
+        steps(worker, batches(comm.rank, 10))
+        return flat(worker.model), comm.meter.payload_bytes - before
 
     (exact, nbytes), _ = run_threads(2, lambda c: work(c, AllReduce()))
     (rounded, half), (other, _) = run_threads(2, lambda c: work(c, AllReduce(Bf16())))
@@ -518,9 +516,9 @@ def test_rounded_gradients_train_nearly_alike_and_cost_half() -> None:
 
 def test_errors_and_intervals_name_the_step_that_is_under_way() -> None:
     def work(comm: Comm) -> list[int]:
-        attached = attach(comm, AllReduce())
+        worker = attach(comm, AllReduce())
         comm.meter.tracing = True
-        steps(attached, batches(comm.rank, 3))
+        steps(worker, batches(comm.rank, 3))
         return sorted({interval.step for interval in comm.meter.intervals})
 
     assert run_threads(2, work) == [[0, 1, 2]] * 2
@@ -531,15 +529,15 @@ def test_errors_and_intervals_name_the_step_that_is_under_way() -> None:
 
 def test_detach_removes_every_hook_and_leaves_a_model_that_trains_alone() -> None:
     def work(comm: Comm) -> tuple[float, Tensor]:
-        attached = steps(attach(comm, AllReduce()), batches(comm.rank, 2))
-        attached.detach()
+        worker = steps(attach(comm, AllReduce()), batches(comm.rank, 2))
+        worker.detach()
         spoken = comm.meter.payload_bytes
-        steps(attached, batches(comm.rank, 2))
-        assert not attached.optimizer._optimizer_step_pre_hooks
-        assert not attached.optimizer._optimizer_step_post_hooks
-        assert not any(p._post_accumulate_grad_hooks for p in attached.model.parameters())
-        assert attached.step == 2
-        return comm.meter.payload_bytes - spoken, flat(attached.model)
+        steps(worker, batches(comm.rank, 2))
+        assert not worker.optimizer._optimizer_step_pre_hooks
+        assert not worker.optimizer._optimizer_step_post_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in worker.model.parameters())
+        assert worker.step == 2
+        return comm.meter.payload_bytes - spoken, flat(worker.model)
 
     (spoken, x), (other_spoken, y) = run_threads(2, work)
     assert spoken == other_spoken == 0
@@ -548,9 +546,9 @@ def test_detach_removes_every_hook_and_leaves_a_model_that_trains_alone() -> Non
 
 def test_a_detached_model_can_be_attached_again() -> None:
     def work(comm: Comm) -> Tensor:
-        attached = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 4))
-        attached.detach()
-        again = thinwire.attach(attached.model, momentum(attached.model), AllReduce(), comm=comm)
+        worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 4))
+        worker.detach()
+        again = thinwire.attach(worker.model, momentum(worker.model), AllReduce(), comm=comm)
         return flat(steps(again, batches(comm.rank, 4)).model)
 
     x, y = run_threads(2, work)

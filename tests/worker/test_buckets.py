@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, drawn, flat, momentum
 from thinwire import AllReduce, Comm, CountingComm, run_threads
-from thinwire.comm.work import Work, arrived
+from thinwire.comm.work import Work, completed
 from thinwire.replica.flat import lay_out, views
 from thinwire.replica.replica import Replica
 from thinwire.worker.buckets import Backward, cut
@@ -34,7 +34,7 @@ class Recorder:
 
     def __call__(self, r: Replica, part: slice) -> Work[Tensor]:
         self.parts.append((part.start, part.stop))
-        return arrived(r.g[part])
+        return completed(r.g[part])
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 400))
@@ -126,12 +126,12 @@ class Contrary(nn.Module):
 
 def contrary(comm: Comm) -> Tensor:
     """Each rank's gradients are ready in an order of their own."""
-    attached = attach(comm, AllReduce(), model=drawn(Contrary(comm.rank)))
+    worker = attach(comm, AllReduce(), model=drawn(Contrary(comm.rank)))
     for x, y in batches(comm.rank, 3):
-        attached.optimizer.zero_grad()
-        (attached.model(x) - y).square().mean().backward()
-        attached.optimizer.step()
-    return flat(attached.model)
+        worker.optimizer.zero_grad()
+        (worker.model(x) - y).square().mean().backward()
+        worker.optimizer.step()
+    return flat(worker.model)
 
 
 def oracle_contrary(size: int) -> Tensor:
@@ -148,6 +148,6 @@ def oracle_contrary(size: int) -> Tensor:
 
 
 def test_ranks_whose_layers_run_in_opposite_orders_still_meet() -> None:
-    found = run_threads(3, contrary, deadline_seconds=20)
+    found = run_threads(3, contrary, timeout=20)
     assert all(torch.equal(found[0], x) for x in found)
     torch.testing.assert_close(found[0], oracle_contrary(3), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,6 @@ from tests.pool import run_processes
 from tests.problems import Irregular
 from thinwire import (
     AllReduce,
-    Attached,
     Bf16,
     CheckpointError,
     Comm,
@@ -31,6 +30,7 @@ from thinwire import (
     PushSum,
     SlowMo,
     Strategy,
+    Worker,
     run_threads,
 )
 
@@ -69,13 +69,11 @@ def normed(seed: int = 0) -> nn.Sequential:
     return model
 
 
-def everything(attached: Attached) -> list[Tensor]:
+def everything(worker: Worker) -> list[Tensor]:
     """All that a run consists of, as tensors."""
-    momenta = [
-        x.float() for state in attached.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
-    ]
-    states = [x for replica in attached.replicas for x in replica.state.values()]
-    return [*(x.clone() for x in attached.model.state_dict().values()), *momenta, *states]
+    momenta = [x.float() for state in worker.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    states = [x for replica in worker.replicas for x in replica.state.values()]
+    return [*(x.clone() for x in worker.model.state_dict().values()), *momenta, *states]
 
 
 def equal(xs: list[Tensor], ys: list[Tensor]) -> bool:
@@ -121,13 +119,13 @@ def test_models_of_several_dtypes_and_rates_go_on_bitwise(strategy: Strategy) ->
 
 
 def test_a_state_stays_as_it_was_taken() -> None:
-    attached = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
-    state = attached.state_dict()
+    worker = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
+    state = worker.state_dict()
     taken = plain(state)
-    steps(attached, batches(0, 3))
+    steps(worker, batches(0, 3))
     assert plain(state) == taken
-    attached.load_state_dict(state)
-    steps(attached, batches(0, 3))
+    worker.load_state_dict(state)
+    steps(worker, batches(0, 3))
     assert plain(state) == taken
 
 
@@ -164,25 +162,25 @@ def interrupted(folder: str, strategies: list[Strategy]) -> list[bool]:
 
 
 def resumes(folder: Path, strategy: Strategy) -> bool:
-    def begin(seed: int) -> tuple[Attached, Any]:
+    def begin(seed: int) -> tuple[Worker, Any]:
         model = drawn(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)), seed)
-        attached = attach(None, strategy, model=model, optimizer=adamw)
-        return attached, torch.optim.lr_scheduler.CosineAnnealingLR(attached.optimizer, 12)
+        worker = attach(None, strategy, model=model, optimizer=adamw)
+        return worker, torch.optim.lr_scheduler.CosineAnnealingLR(worker.optimizer, 12)
 
-    def go_on(attached: Attached, schedule: Any, first: int, count: int) -> list[Tensor]:
-        for data in batches(attached.comm.rank, count, first=first):
-            steps(attached, [data])
+    def go_on(worker: Worker, schedule: Any, first: int, count: int) -> list[Tensor]:
+        for data in batches(worker.comm.rank, count, first=first):
+            steps(worker, [data])
             schedule.step()
-        return everything(attached)
+        return everything(worker)
 
-    attached, schedule = begin(0)
-    go_on(attached, schedule, 0, 5)
-    attached.save(folder, extra={"schedule": schedule.state_dict()})
-    expected = go_on(attached, schedule, 5, 5)
+    worker, schedule = begin(0)
+    go_on(worker, schedule, 0, 5)
+    worker.save(folder, extra={"schedule": schedule.state_dict()})
+    expected = go_on(worker, schedule, 5, 5)
     torch.rand(17)
-    attached, schedule = begin(1)
-    schedule.load_state_dict(attached.load(folder)["schedule"])
-    return equal(go_on(attached, schedule, 5, 5), expected)
+    worker, schedule = begin(1)
+    schedule.load_state_dict(worker.load(folder)["schedule"])
+    return equal(go_on(worker, schedule, 5, 5), expected)
 
 
 def test_processes_with_dropout_and_a_schedule_go_on_bitwise(tmp_path: Path) -> None:
@@ -203,12 +201,12 @@ def test_one_worker_with_dropout_goes_on_bitwise(strategy: Strategy, tmp_path: P
 def test_what_the_caller_adds_comes_back(strategy: Strategy, tmp_path: Path) -> None:
     def work(comm: Comm) -> bool:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-        attached = attach(comm, strategy, scaler=scaler)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(attached.optimizer, 0.1, total_steps=20)
+        worker = attach(comm, strategy, scaler=scaler)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(worker.optimizer, 0.1, total_steps=20)
         for x, y in batches(comm.rank, 4):
-            attached.optimizer.zero_grad()
-            scaler.scale((attached.model(x) - y).square().mean()).backward()
-            scaler.step(attached.optimizer)
+            worker.optimizer.zero_grad()
+            scaler.scale((worker.model(x) - y).square().mean()).backward()
+            scaler.step(worker.optimizer)
             scaler.update()
             schedule.step()
         extra = {
@@ -218,8 +216,8 @@ def test_what_the_caller_adds_comes_back(strategy: Strategy, tmp_path: Path) -> 
             "order": torch.arange(4 + comm.rank),
             "by step": {0: 0.5, 1: 0.25},
         }
-        attached.save(tmp_path, extra=extra)
-        back = attached.load(tmp_path)
+        worker.save(tmp_path, extra=extra)
+        back = worker.load(tmp_path)
         torch.testing.assert_close(back.pop("order"), extra.pop("order"), rtol=0, atol=0)
         return back == extra
 
@@ -228,8 +226,8 @@ def test_what_the_caller_adds_comes_back(strategy: Strategy, tmp_path: Path) -> 
 
 def test_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
-        attached = steps(attach(comm, SlowMo(Gossip(), period=3), optimizer=adamw), batches(comm.rank, 4))
-        attached.save(tmp_path, extra={"tensor": torch.ones(2)})
+        worker = steps(attach(comm, SlowMo(Gossip(), period=3), optimizer=adamw), batches(comm.rank, 4))
+        worker.save(tmp_path, extra={"tensor": torch.ones(2)})
 
     run_threads(2, work)
     files = sorted((tmp_path / "step-00000004").iterdir())
@@ -251,10 +249,10 @@ def names(folder: Path) -> list[str]:
 
 def test_the_newest_three_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
     def work(comm: Comm) -> int:
-        attached = attach(comm, LocalSGD(2))
+        worker = attach(comm, LocalSGD(2))
         for data in batches(comm.rank, 6):
-            steps(attached, [data])
-            attached.save(tmp_path, extra={"step": attached.step})
+            steps(worker, [data])
+            worker.save(tmp_path, extra={"step": worker.step})
         again = attach(comm, LocalSGD(2))
         assert again.load(tmp_path) == {"step": 6}
         return again.step
@@ -264,21 +262,21 @@ def test_the_newest_three_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> N
 
 
 def test_saving_a_step_twice_keeps_the_second(tmp_path: Path) -> None:
-    attached = steps(attach(None, LocalSGD(2)), batches(0, 3))
-    attached.save(tmp_path, extra={"try": torch.tensor(1)})
-    attached.save(tmp_path, extra={"try": torch.tensor(2)})
-    assert int(attached.load(tmp_path)["try"]) == 2
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 3))
+    worker.save(tmp_path, extra={"try": torch.tensor(1)})
+    worker.save(tmp_path, extra={"try": torch.tensor(2)})
+    assert int(worker.load(tmp_path)["try"]) == 2
     assert len(names(tmp_path / "step-00000003")) == 2
 
 
 def test_a_checkpoint_that_one_rank_has_not_finished_is_ignored(tmp_path: Path) -> None:
     def work(comm: Comm) -> int:
-        attached = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 3))
-        attached.save(tmp_path)
-        steps(attached, batches(comm.rank, 2, first=3)).save(tmp_path)
+        worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 3))
+        worker.save(tmp_path)
+        steps(worker, batches(comm.rank, 2, first=3)).save(tmp_path)
         if comm.rank == 1:
             (tmp_path / "step-00000005" / "rank-0001.json").unlink()
-        comm.gather(torch.zeros(1)).wait()
+        comm.all_gather(torch.zeros(1)).wait()
         again = attach(comm, LocalSGD(2))
         again.load(tmp_path)
         return again.step
@@ -287,18 +285,18 @@ def test_a_checkpoint_that_one_rank_has_not_finished_is_ignored(tmp_path: Path) 
 
 
 def test_what_a_killed_writer_left_is_ignored_and_cleared_away(tmp_path: Path) -> None:
-    attached = steps(attach(None, LocalSGD(2)), batches(0, 2))
-    attached.save(tmp_path)
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
+    worker.save(tmp_path)
     killed = tmp_path / "step-00000003"
     killed.mkdir()
     for name in ["rank-0000-0123456789abcdef.safetensors", ".rank-0000.json.x1y2z3"]:
         (killed / name).write_bytes(b"half")
     (tmp_path / "step-00000002" / ".rank-0000.json.a1b2c3").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("not ours")
-    assert attached.load(tmp_path) == {}
-    assert attached.step == 2
+    assert worker.load(tmp_path) == {}
+    assert worker.step == 2
     for data in batches(0, 4, first=2):
-        steps(attached, [data]).save(tmp_path)
+        steps(worker, [data]).save(tmp_path)
     assert names(tmp_path) == ["notes.txt", "step-00000004", "step-00000005", "step-00000006"]
     for step in (4, 5, 6):
         assert len(names(tmp_path / f"step-{step:08d}")) == 2
@@ -319,7 +317,7 @@ def test_a_folder_without_a_checkpoint_is_refused(where: str, tmp_path: Path) ->
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def other(comm: Comm | None, **settings: Any) -> Attached:
+def other(comm: Comm | None, **settings: Any) -> Worker:
     strategy = settings.pop("strategy", LocalSGD(2))
     return attach(comm, strategy, **{"model": normed(), "optimizer": adamw, **settings})
 
@@ -375,12 +373,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(kind: str, t
     def work(comm: Comm) -> None:
         steps(other(comm), batches(comm.rank, 3)).save(tmp_path)
         make, difference = STRANGERS[kind]
-        attached = other(comm, **make())
-        before = everything(attached)
+        worker = other(comm, **make())
+        before = everything(worker)
         with pytest.raises(CheckpointError, match=difference) as refused:
-            attached.load(tmp_path)
+            worker.load(tmp_path)
         assert "step-00000003" in str(refused.value)
-        assert equal(everything(attached), before)
+        assert equal(everything(worker), before)
 
     run_threads(2, work)
 
@@ -410,15 +408,15 @@ def test_parameters_that_are_not_finite_are_refused_and_the_last_good_checkpoint
     value: float, tmp_path: Path
 ) -> None:
     def work(comm: Comm) -> int:
-        attached = steps(attach(comm, LocalSGD(8)), batches(comm.rank, 2))
-        attached.save(tmp_path)
-        steps(attached, batches(comm.rank, 1))
+        worker = steps(attach(comm, LocalSGD(8)), batches(comm.rank, 2))
+        worker.save(tmp_path)
+        steps(worker, batches(comm.rank, 1))
         if comm.rank == 1:
-            attached.replicas[0].x[22] = value
+            worker.replicas[0].x[22] = value
         with pytest.raises(NonFiniteError, match=r"rank 1: parameter 2\.weight is not finite"):
-            attached.save(tmp_path)
-        attached.load(tmp_path)
-        return attached.step
+            worker.save(tmp_path)
+        worker.load(tmp_path)
+        return worker.step
 
     assert run_threads(2, work) == [2, 2]
     assert names(tmp_path) == ["step-00000002"]
@@ -440,7 +438,7 @@ def test_a_strategy_s_vector_of_rates_goes_on(tmp_path: Path) -> None:
 def test_a_checkpoint_is_read_without_the_library_that_wrote_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    attached = steps(thinwire.attach(model := net(), momentum(model), LocalSGD(2)), batches(0, 3))
-    home = attached.save(tmp_path)
+    worker = steps(thinwire.attach(model := net(), momentum(model), LocalSGD(2)), batches(0, 3))
+    home = worker.save(tmp_path)
     tensors = load_file(next(home.glob("*.safetensors")))
-    assert torch.equal(tensors["/state/replicas/0/x"], attached.replicas[0].x)
+    assert torch.equal(tensors["/state/replicas/0/x"], worker.replicas[0].x)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.engine import attach, batches, flat, net, steps
 from tests.pool import start_processes
-from thinwire import Attached, CheckpointError, Comm, LocalSGD, SlowMo, run_threads
+from thinwire import CheckpointError, Comm, LocalSGD, SlowMo, Worker, run_threads
 from thinwire.storage.files import write_atomically
 
 RECIPE = SlowMo(LocalSGD(2), period=3)
@@ -29,15 +29,15 @@ def saved(folder: Path, size: int = 2, count: int = 3) -> None:
 
 def load(comm: Comm, folder: Path) -> str | int:
     """What loading says on this rank, and that a refusal changes nothing."""
-    attached = attach(comm, RECIPE, model=net(9))
-    before = flat(attached.model)
+    worker = attach(comm, RECIPE, model=net(9))
+    before = flat(worker.model)
     try:
-        attached.load(folder)
+        worker.load(folder)
     except CheckpointError as error:
-        assert torch.equal(flat(attached.model), before)
-        assert attached.step == 0
+        assert torch.equal(flat(worker.model), before)
+        assert worker.step == 0
         return str(error)
-    return attached.step
+    return worker.step
 
 
 def tensors_of(folder: Path, rank: int) -> Path:
@@ -165,13 +165,13 @@ CALLS: dict[str, tuple[Any, str]] = {
 
 def save_with_fault(comm: Comm, folder: Path, fault: Faulty) -> tuple[str, int, list[str]]:
     """Save, break on rank 1, save again, and load what is there."""
-    attached = steps(attach(comm, RECIPE), batches(comm.rank, 3))
-    attached.save(folder)
-    steps(attached, batches(comm.rank, 1, first=3))
+    worker = steps(attach(comm, RECIPE), batches(comm.rank, 3))
+    worker.save(folder)
+    steps(worker, batches(comm.rank, 1, first=3))
     if comm.rank == 1:
         fault.threads.add(threading.get_ident())
     try:
-        attached.save(folder)
+        worker.save(folder)
         told = ""
     except CheckpointError as error:
         told = str(error)
@@ -225,27 +225,27 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path, monkey
 
 
 def test_a_half_written_file_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached = steps(attach(None, RECIPE), batches(0, 3))
-    attached.save(tmp_path)
-    steps(attached, batches(0, 1))
+    worker = steps(attach(None, RECIPE), batches(0, 3))
+    worker.save(tmp_path)
+    steps(worker, batches(0, 1))
     whole = os.fdopen
     monkeypatch.setattr(os, "fdopen", lambda *arguments: Full(whole(*arguments)))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        attached.save(tmp_path)
+        worker.save(tmp_path)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.glob("step-00000004/*")] == []
-    attached.load(tmp_path)
-    assert attached.step == 3
-    steps(attached, batches(0, 1)).save(tmp_path)
-    attached.load(tmp_path)
-    assert attached.step == 4
+    worker.load(tmp_path)
+    assert worker.step == 3
+    steps(worker, batches(0, 1)).save(tmp_path)
+    worker.load(tmp_path)
+    assert worker.step == 4
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     def work(comm: Comm) -> str:
-        attached = steps(attach(comm, RECIPE), batches(comm.rank, 3))
+        worker = steps(attach(comm, RECIPE), batches(comm.rank, 3))
         with pytest.raises(CheckpointError) as refused:
-            attached.save(tmp_path, extra={"odd": object() if comm.rank == 1 else 0})
+            worker.save(tmp_path, extra={"odd": object() if comm.rank == 1 else 0})
         return str(refused.value)
 
     told = run_threads(2, work)
@@ -255,16 +255,16 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_failed_second_saving_of_a_step_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached = steps(attach(None, RECIPE), batches(0, 3))
-    attached.save(tmp_path, extra={"try": torch.tensor(1)})
+    worker = steps(attach(None, RECIPE), batches(0, 3))
+    worker.save(tmp_path, extra={"try": torch.tensor(1)})
     fault = Faulty(os.fsync, 3, errno.ENOSPC)
     fault.threads.add(threading.get_ident())
     monkeypatch.setattr(os, "fsync", fault)
     with pytest.raises(CheckpointError, match="No space left"):
-        attached.save(tmp_path, extra={"try": torch.tensor(2)})
+        worker.save(tmp_path, extra={"try": torch.tensor(2)})
     monkeypatch.undo()
     assert fault.struck
-    assert int(attached.load(tmp_path)["try"]) == 1
+    assert int(worker.load(tmp_path)["try"]) == 1
     assert len(list((tmp_path / "step-00000003").iterdir())) == 2
 
 
@@ -273,9 +273,9 @@ def test_a_failed_second_saving_of_a_step_leaves_the_first(tmp_path: Path, monke
 
 def suicidal(folder: str, turn: int) -> None:
     """Save one checkpoint; be killed at the given call to the disk while saving the next."""
-    attached = steps(attach(None, RECIPE), batches(0, 3))
-    attached.save(Path(folder))
-    steps(attached, batches(0, 1, first=3))
+    worker = steps(attach(None, RECIPE), batches(0, 3))
+    worker.save(Path(folder))
+    steps(worker, batches(0, 1, first=3))
     turns = [turn]
 
     def dying(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,7 +289,7 @@ def suicidal(folder: str, turn: int) -> None:
 
     os.fsync, os.fdopen, os.open = dying(os.fsync), dying(os.fdopen), dying(os.open)
     Path.replace, Path.mkdir = dying(Path.replace), dying(Path.mkdir)  # type: ignore[method-assign]
-    attached.save(Path(folder))
+    worker.save(Path(folder))
 
 
 def expected(count: int) -> Tensor:
@@ -300,16 +300,16 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -
     import time
 
     turns = range(1, 13)
-    workers = [(turn, start_processes(1, suicidal, str(tmp_path / str(turn)), turn)[0]) for turn in turns]
+    processes = [(turn, start_processes(1, suicidal, str(tmp_path / str(turn)), turn)[0]) for turn in turns]
     deadline = time.monotonic() + 60
     outcomes: list[int] = []
-    for turn, worker in workers:
-        worker.finish(deadline)
-        attached: Attached = attach(None, RECIPE, model=net(9))
-        attached.load(tmp_path / str(turn))
-        outcomes.append(attached.step)
-        assert torch.equal(flat(attached.model), expected(attached.step))
-        killed = worker.error is not None
-        assert killed or attached.step == 4
+    for turn, process in processes:
+        process.finish(deadline)
+        worker: Worker = attach(None, RECIPE, model=net(9))
+        worker.load(tmp_path / str(turn))
+        outcomes.append(worker.step)
+        assert torch.equal(flat(worker.model), expected(worker.step))
+        killed = process.error is not None
+        assert killed or worker.step == 4
     assert outcomes[0] == 3 and outcomes[-1] == 4
     assert outcomes == sorted(outcomes)

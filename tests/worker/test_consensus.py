@@ -31,12 +31,12 @@ def normed() -> nn.Sequential:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_consensus_is_equal_on_all_ranks_and_is_put_back(strategy: Strategy) -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor, bool]:
-        attached = steps(attach(comm, strategy), batches(comm.rank, 7))
-        before = flat(attached.model)
-        with attached.consensus() as model:
+        worker = steps(attach(comm, strategy), batches(comm.rank, 7))
+        before = flat(worker.model)
+        with worker.consensus() as model:
             agreed = flat(model)
-            assert model is attached.model
-        return before, agreed, torch.equal(before, flat(attached.model))
+            assert model is worker.model
+        return before, agreed, torch.equal(before, flat(worker.model))
 
     found = run_threads(3, work)
     assert all(restored for *_, restored in found)
@@ -48,13 +48,13 @@ def test_consensus_is_equal_on_all_ranks_and_is_put_back(strategy: Strategy) -> 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_looking_at_the_consensus_does_not_change_the_training(strategy: Strategy) -> None:
     def work(comm: Comm, look: bool) -> Tensor:
-        attached = attach(comm, strategy)
+        worker = attach(comm, strategy)
         for data in batches(comm.rank, 7):
-            steps(attached, [data])
+            steps(worker, [data])
             if look:
-                with attached.consensus():
+                with worker.consensus():
                     pass
-        return flat(attached.model)
+        return flat(worker.model)
 
     seen = run_threads(3, lambda c: work(c, True))
     unseen = run_threads(3, lambda c: work(c, False))
@@ -63,11 +63,11 @@ def test_looking_at_the_consensus_does_not_change_the_training(strategy: Strateg
 
 def test_an_error_during_evaluation_still_puts_everything_back() -> None:
     def work(comm: Comm) -> bool:
-        attached = steps(attach(comm, Local(), model=normed()), batches(comm.rank, 3))
-        before = [x.clone() for x in attached.model.state_dict().values()]
-        with pytest.raises(ZeroDivisionError), attached.consensus():
+        worker = steps(attach(comm, Local(), model=normed()), batches(comm.rank, 3))
+        before = [x.clone() for x in worker.model.state_dict().values()]
+        with pytest.raises(ZeroDivisionError), worker.consensus():
             _ = 1 / 0
-        return all(torch.equal(x, y) for x, y in zip(before, attached.model.state_dict().values(), strict=True))
+        return all(torch.equal(x, y) for x, y in zip(before, worker.model.state_dict().values(), strict=True))
 
     assert run_threads(2, work) == [True, True]
 
@@ -83,19 +83,19 @@ class Halfway(Strategy):
 
 def test_an_error_on_the_way_to_the_consensus_puts_everything_back() -> None:
     model = drawn(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double()))
-    attached = attach(None, Halfway(), model=model)
+    worker = attach(None, Halfway(), model=model)
     before = flat(model)
-    with pytest.raises(ZeroDivisionError), attached.consensus():
+    with pytest.raises(ZeroDivisionError), worker.consensus():
         pytest.fail("there is no consensus")
     assert torch.equal(before, flat(model))
 
 
 def test_batch_statistics_are_each_worker_s_own_and_averaged_in_the_consensus() -> None:
     def work(comm: Comm) -> tuple[Tensor, ...]:
-        attached = steps(attach(comm, AllReduce(), model=normed()), batches(comm.rank, 4))
-        norm = attached.model[1]
+        worker = steps(attach(comm, AllReduce(), model=normed()), batches(comm.rank, 4))
+        norm = worker.model[1]
         own, seen = norm.running_mean.clone(), norm.num_batches_tracked.clone()
-        with attached.consensus():
+        with worker.consensus():
             shared, shared_seen = norm.running_mean.clone(), norm.num_batches_tracked.clone()
         assert torch.equal(own, norm.running_mean)
         return own, shared, seen, shared_seen
@@ -111,9 +111,9 @@ def test_batch_statistics_are_each_worker_s_own_and_averaged_in_the_consensus() 
 def test_counters_in_the_consensus_are_those_of_rank_zero() -> None:
     def work(comm: Comm) -> tuple[int, int]:
         model = normed()
-        attached = attach(comm, Local(), model=model)
+        worker = attach(comm, Local(), model=model)
         model[1].num_batches_tracked.fill_(10 + comm.rank)
-        with attached.consensus():
+        with worker.consensus():
             shared = int(model[1].num_batches_tracked)
         return shared, int(model[1].num_batches_tracked)
 
@@ -122,9 +122,9 @@ def test_counters_in_the_consensus_are_those_of_rank_zero() -> None:
 
 def test_the_wire_carries_nothing_of_batch_statistics_while_training() -> None:
     def work(comm: Comm) -> float:
-        attached = attach(comm, AllReduce(), model=normed())
+        worker = attach(comm, AllReduce(), model=normed())
         before = comm.meter.payload_bytes
-        steps(attached, batches(comm.rank, 3))
+        steps(worker, batches(comm.rank, 3))
         return comm.meter.payload_bytes - before
 
     trained = sum(p.numel() for p in normed().parameters())

@@ -23,26 +23,26 @@ Report = tuple[str, str, float, str]
 
 
 def train(
-    strategy: Strategy, victims: Sequence[int], sign: int, deadline_seconds: float, groups: Sequence[Sequence[int]] = ()
+    strategy: Strategy, victims: Sequence[int], sign: int, timeout: float, groups: Sequence[Sequence[int]] = ()
 ) -> Report:
     """Train until something happens to the victims, in the midst of a backward pass; what is told to this rank."""
     rank = dist.get_rank()
     made = {tuple(members): dist.new_group(members) for members in groups}
     group = next((made[members] for members in made if rank in members), None)
-    attached = attach(None, strategy, group=group, deadline_seconds=deadline_seconds)
-    steps(attached, batches(rank, SICK_STEP))
+    worker = attach(None, strategy, group=group, timeout=timeout)
+    steps(worker, batches(rank, SICK_STEP))
     dist.barrier()
     last = time.monotonic()
     if rank in victims:
-        weight = attached.model[2].weight
+        weight = worker.model[2].weight
         weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), sign))
     report = "nothing", f"step {SICK_STEP + 30}", 0.0, ""
     try:
-        steps(attached, batches(rank, 30, first=SICK_STEP))
-        assert attached.step == SICK_STEP + 30
+        steps(worker, batches(rank, 30, first=SICK_STEP))
+        assert worker.step == SICK_STEP + 30
     except CommError as error:
         waited = time.monotonic() - last
-        report = type(error).__name__, str(error), waited, afterwards(attached.comm)
+        report = type(error).__name__, str(error), waited, afterwards(worker.comm)
     if groups:
         stay_for_others(victims)
     return report
@@ -61,7 +61,7 @@ def afterwards(comm: Any) -> str:
     """A second call on the same comm."""
     start = time.monotonic()
     try:
-        comm.sum_(torch.ones(1)).wait()
+        comm.all_reduce_(torch.ones(1)).wait()
     except CommError as error:
         assert time.monotonic() - start < 1
         return str(error)
@@ -70,13 +70,13 @@ def afterwards(comm: Any) -> str:
 
 def careless() -> Report:
     """Rank 1 has an error of its own."""
-    attached = attach(None, AllReduce(), deadline_seconds=30.0)
+    worker = attach(None, AllReduce(), timeout=30.0)
     start = time.monotonic()
     try:
         for step, data in enumerate(batches(dist.get_rank(), 10)):
             if step == 2 and dist.get_rank() == 1:
                 raise ZeroDivisionError
-            steps(attached, [data])
+            steps(worker, [data])
     except CommError as error:
         return type(error).__name__, str(error), time.monotonic() - start, ""
     return "nothing", "", 0.0, ""
@@ -89,7 +89,7 @@ def absent() -> Report:
     if dist.get_rank() == 1:
         time.sleep(60)
     try:
-        GroupComm(deadline_seconds=1.5)
+        GroupComm(timeout=1.5)
     except CommError as error:
         return type(error).__name__, str(error), time.monotonic() - start, ""
     return "nothing", "", 0.0, ""
@@ -97,14 +97,14 @@ def absent() -> Report:
 
 def late() -> Report:
     """Rank 1 comes to the second call after the others have given up."""
-    comm = GroupComm(deadline_seconds=1.0)
-    comm.sum_(torch.ones(1)).wait()
+    comm = GroupComm(timeout=1.0)
+    comm.all_reduce_(torch.ones(1)).wait()
     comm.step = 9
     if comm.rank == 1:
         time.sleep(1.8)
     start = time.monotonic()
     try:
-        comm.sum_(torch.ones(1)).wait()
+        comm.all_reduce_(torch.ones(1)).wait()
     except CommError as error:
         return type(error).__name__, str(error), time.monotonic() - start, ""
     return "nothing", "", 0.0, ""
@@ -112,13 +112,13 @@ def late() -> Report:
 
 def around() -> Report:
     """Several messages fly around a ring when rank 2 is killed; rank 0 is not its neighbour."""
-    comm = GroupComm(deadline_seconds=30.0)
+    comm = GroupComm(timeout=30.0)
     ends = [(comm.rank - 1) % 4, (comm.rank + 1) % 4]
     dist.barrier()
     start = time.monotonic()
     try:
         for comm.step in range(30):
-            flying = [comm.exchange(torch.ones(1000), ends, ends) for _ in range(3)]
+            flying = [comm.send_recv(torch.ones(1000), ends, ends) for _ in range(3)]
             if comm.rank == 2 and comm.step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             for work in flying:
@@ -138,8 +138,8 @@ class Scenario:
     arguments: tuple[Any, ...] = ()
 
 
-def fault(strategy: Strategy, victims: Sequence[int], sign: int, deadline_seconds: float, *groups: Any) -> Scenario:
-    return Scenario(4, victims, train, (strategy, victims, sign, deadline_seconds, *groups))
+def fault(strategy: Strategy, victims: Sequence[int], sign: int, timeout: float, *groups: Any) -> Scenario:
+    return Scenario(4, victims, train, (strategy, victims, sign, timeout, *groups))
 
 
 KILLED = {
@@ -150,7 +150,7 @@ KILLED = {
 }
 STOPPED = {
     f"{name} {victim}": (fault(strategy, [victim], signal.SIGSTOP, 1.5), victim)
-    for name, strategy in {"sum": AllReduce(), "exchange": Gossip(order="after")}.items()
+    for name, strategy in {"all_reduce": AllReduce(), "send_recv": Gossip(order="after")}.items()
     for victim in (1, 0)
 }
 SCENARIOS = {
@@ -203,7 +203,7 @@ def test_a_stopped_rank_ends_all_others_at_the_deadline_by_its_name(
     name: str, told: dict[str, dict[int, Report]]
 ) -> None:
     for rank, (kind, text, seconds, _) in told[name].items():
-        assert kind == "DeadlineError"
+        assert kind == "CommTimeoutError"
         assert text.startswith(f"rank {rank}, step ")
         assert f"no answer within 1.5 s; rank {STOPPED[name][1]} is not answering" in text
         assert 1.2 < seconds < 10
@@ -212,14 +212,14 @@ def test_a_stopped_rank_ends_all_others_at_the_deadline_by_its_name(
 def test_a_lost_rank_ends_its_own_group_only_and_goes_by_both_its_ranks(told: dict[str, dict[int, Report]]) -> None:
     reports = told["one group of two"]
     assert reports[1][0] == "PeerLostError"
-    assert "rank 0, step 5, sum: rank 1 (rank 3 of the whole job) is lost" in reports[1][1]
+    assert "rank 0, step 5, all_reduce: rank 1 (rank 3 of the whole job) is lost" in reports[1][1]
     assert reports[0][:2] == reports[2][:2] == ("nothing", "step 35")
 
 
 def test_a_rank_that_ends_with_an_error_of_its_own_ends_the_others(told: dict[str, dict[int, Report]]) -> None:
     for kind, text, *_ in told["careless"].values():
         assert kind == "PeerLostError"
-        assert "step 2, sum: rank 1 is lost" in text
+        assert "step 2, all_reduce: rank 1 is lost" in text
 
 
 def test_a_failure_reaches_ranks_that_are_no_neighbours_past_messages_in_flight(
@@ -233,13 +233,13 @@ def test_a_failure_reaches_ranks_that_are_no_neighbours_past_messages_in_flight(
 
 def test_a_rank_that_never_attaches_is_named(told: dict[str, dict[int, Report]]) -> None:
     for kind, text, *_ in told["absent"].values():
-        assert kind == "DeadlineError"
+        assert kind == "CommTimeoutError"
         assert "connecting: no answer within 1.5 s; rank 1 is not answering" in text
 
 
 def test_a_rank_that_comes_too_late_learns_that_the_others_gave_up(told: dict[str, dict[int, Report]]) -> None:
     reports = told["late"]
     for kind, text, *_ in reports.values():
-        assert kind == "DeadlineError"
-        assert "step 9, sum: no answer within 1 s" in text
+        assert kind == "CommTimeoutError"
+        assert "step 9, all_reduce: no answer within 1 s" in text
     assert reports[1][2] < 1

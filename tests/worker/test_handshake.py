@@ -154,7 +154,7 @@ def refusal(comm: Comm | None, odd: bool, name: str) -> str:
 
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_every_rank_is_told_two_ranks_and_the_first_difference(name: str) -> None:
-    told = run_threads(4, lambda comm: refusal(comm, comm.rank == 2, name), deadline_seconds=10)
+    told = run_threads(4, lambda comm: refusal(comm, comm.rank == 2, name), timeout=10)
     assert len(set(told)) == 1
     assert told[0].startswith("ranks 0 and 2 were started differently: ")
     assert re.search(MUTATIONS[name][2], told[0]), told[0]

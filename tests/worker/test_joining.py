@@ -35,25 +35,25 @@ def some_known(rank: int, data: list[Batch]) -> Iterable[Batch]:
 
 
 def joined(comm: Comm, strategy: Strategy, lengths: list[int], kind: str, **settings: Any) -> tuple[Tensor, int, int]:
-    attached = attach(comm, strategy, **settings)
-    schedule = torch.optim.lr_scheduler.StepLR(attached.optimizer, 2, gamma=0.5)
+    worker = attach(comm, strategy, **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(worker.optimizer, 2, gamma=0.5)
     data: Iterable[Batch] = batches(comm.rank, lengths[comm.rank])
     if kind != "known":
         data = unsized(data) if kind == "unknown" else some_known(comm.rank, list(data))
     seen = 0
-    for x, y in attached.join(data, after_step=schedule.step):
-        steps(attached, [(x, y)])
+    for x, y in worker.join(data, after_step=schedule.step):
+        steps(worker, [(x, y)])
         schedule.step()
         seen += 1
-    assert schedule.last_epoch == attached.step
-    assert all(replica.active == comm.size for replica in attached.replicas)
-    return flat(attached.model), seen, attached.step
+    assert schedule.last_epoch == worker.step
+    assert all(replica.active == comm.size for replica in worker.replicas)
+    return flat(worker.model), seen, worker.step
 
 
 @pytest.mark.parametrize("kind", ["known", "unknown", "partly known"])
 @pytest.mark.parametrize("strategy", EVERYONE, ids=repr)
 def test_every_rank_takes_every_step_and_sees_its_own_batches(strategy: Strategy, kind: str) -> None:
-    found = run_threads(3, lambda c: joined(c, strategy, LENGTHS, kind), deadline_seconds=20)
+    found = run_threads(3, lambda c: joined(c, strategy, LENGTHS, kind), timeout=20)
     assert [seen for _, seen, _ in found] == LENGTHS
     assert [step for *_, step in found] == [5, 5, 5]
 
@@ -91,13 +91,13 @@ def test_nobody_has_a_batch_and_nobody_takes_a_step() -> None:
 
 def test_epochs_follow_each_other() -> None:
     def work(comm: Comm) -> tuple[Tensor, int]:
-        attached = attach(comm, AllReduce())
+        worker = attach(comm, AllReduce())
         for epoch in range(3):
             length = 2 + (comm.rank + epoch) % 2
-            for data in attached.join(batches(comm.rank, length, first=10 * epoch)):
-                steps(attached, [data])
-        steps(attached, batches(comm.rank, 1))
-        return flat(attached.model), attached.step
+            for data in worker.join(batches(comm.rank, length, first=10 * epoch)):
+                steps(worker, [data])
+        steps(worker, batches(comm.rank, 1))
+        return flat(worker.model), worker.step
 
     (x, step), (y, _) = run_threads(2, work)
     assert torch.equal(x, y)
@@ -106,41 +106,41 @@ def test_epochs_follow_each_other() -> None:
 
 def test_even_lengths_cost_one_message_and_unknown_ones_four_bytes_a_step() -> None:
     def work(comm: Comm, known: bool) -> dict[str, float]:
-        attached = attach(comm, Local())
+        worker = attach(comm, Local())
         comm.meter.by_operation.clear()
-        for data in attached.join(batches(comm.rank, 4) if known else unsized(batches(comm.rank, 4))):
-            steps(attached, [data])
+        for data in worker.join(batches(comm.rank, 4) if known else unsized(batches(comm.rank, 4))):
+            steps(worker, [data])
         return comm.meter.by_operation
 
-    assert run_threads(2, lambda c: work(c, True)) == [{"gather": 8.0}] * 2
-    assert run_threads(2, lambda c: work(c, False)) == [{"gather": 8.0, "sum": 5 * 4.0}] * 2
+    assert run_threads(2, lambda c: work(c, True)) == [{"all_gather": 8.0}] * 2
+    assert run_threads(2, lambda c: work(c, False)) == [{"all_gather": 8.0, "all_reduce": 5 * 4.0}] * 2
 
 
 def test_leaving_the_loop_early_restores_the_mean_over_all() -> None:
     def work(comm: Comm) -> int:
-        attached = attach(comm, AllReduce())
-        loop = attached.join(batches(comm.rank, 1 + 2 * comm.rank))
+        worker = attach(comm, AllReduce())
+        loop = worker.join(batches(comm.rank, 1 + 2 * comm.rank))
         if comm.rank == 1:
             for index, data in enumerate(loop):
-                steps(attached, [data])
+                steps(worker, [data])
                 if index == 1:
                     break
             loop.close()
         else:
-            steps(attached, [next(loop)])
-            answer(attached)
+            steps(worker, [next(loop)])
+            answer(worker)
             loop.close()
-        return attached.replicas[0].active
+        return worker.replicas[0].active
 
     assert run_threads(2, work) == [2, 2]
 
 
 def test_several_dtypes_take_part() -> None:
     def work(comm: Comm) -> Tensor:
-        attached = attach(comm, AllReduce(), model=drawn(Mixed()))
-        for data in attached.join(batches(comm.rank, LENGTHS[comm.rank])):
-            steps(attached, [data])
-        return flat(attached.model)
+        worker = attach(comm, AllReduce(), model=drawn(Mixed()))
+        for data in worker.join(batches(comm.rank, LENGTHS[comm.rank])):
+            steps(worker, [data])
+        return flat(worker.model)
 
     found = run_threads(3, work)
     assert all(torch.equal(found[0], x) for x in found)
@@ -150,14 +150,14 @@ def test_several_dtypes_take_part() -> None:
 def test_scalers_stay_equal_on_ranks_that_only_answer(strategy: Strategy) -> None:
     def work(comm: Comm) -> tuple[Tensor, float, int]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        attached = attach(comm, strategy, scaler=scaler)
-        for step, (x, y) in enumerate(attached.join(batches(comm.rank, [0, 5, 2][comm.rank]))):
-            attached.optimizer.zero_grad()
-            loss = (attached.model(x) - y).square().mean()
+        worker = attach(comm, strategy, scaler=scaler)
+        for step, (x, y) in enumerate(worker.join(batches(comm.rank, [0, 5, 2][comm.rank]))):
+            worker.optimizer.zero_grad()
+            loss = (worker.model(x) - y).square().mean()
             scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
-            scaler.step(attached.optimizer)
+            scaler.step(worker.optimizer)
             scaler.update()
-        return flat(attached.model), scaler.get_scale(), attached.step
+        return flat(worker.model), scaler.get_scale(), worker.step
 
     found = run_threads(3, work)
     assert [scale for _, scale, _ in found] == [8.0] * 3

@@ -17,7 +17,7 @@ from tests.pool import run_processes
 from tests.worker.test_attach import Picky
 from tests.worker.test_buckets import contrary, oracle_contrary
 from tests.worker.test_joining import LENGTHS, joined
-from thinwire import AllReduce, Attached, Bf16, Gossip, LocalSGD, PushSum, SlowMo, Strategy
+from thinwire import AllReduce, Bf16, Gossip, LocalSGD, PushSum, SlowMo, Strategy, Worker
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -59,10 +59,8 @@ def with_ddp(make_model: Callable[[], nn.Module], make: Make, parts: int, **sett
 
 
 def with_thinwire(make_model: Callable[[], nn.Module], make: Make, parts: int, **settings: Any) -> list[Tensor]:
-    attached = attach(
-        None, settings.pop("strategy", AllReduce()), model=drawn(make_model()), optimizer=make, **settings
-    )
-    return go(attached.model, attached.optimizer, attached.no_sync, parts)
+    worker = attach(None, settings.pop("strategy", AllReduce()), model=drawn(make_model()), optimizer=make, **settings)
+    return go(worker.model, worker.optimizer, worker.no_sync, parts)
 
 
 def apart(xs: list[Tensor], ys: list[Tensor]) -> float:
@@ -95,27 +93,27 @@ def test_all_reduce_equals_ddp_after_twenty_steps() -> None:
 def skipped(strategy: Strategy) -> tuple[list[float], float, int]:
     """Five steps with a scaler; the third overflows on rank 1."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    attached = attach(None, strategy, scaler=scaler)
+    worker = attach(None, strategy, scaler=scaler)
     for step, (x, y) in enumerate(batches(dist.get_rank(), 5)):
-        attached.optimizer.zero_grad()
-        loss = (attached.model(x) - y).square().mean()
+        worker.optimizer.zero_grad()
+        loss = (worker.model(x) - y).square().mean()
         scaler.scale(loss * float("inf") if step == 2 and dist.get_rank() == 1 else loss).backward()
-        scaler.step(attached.optimizer)
+        scaler.step(worker.optimizer)
         scaler.update()
-    with attached.consensus():
-        agreed = flat(attached.model).tolist()
-    return agreed, scaler.get_scale(), attached.step
+    with worker.consensus():
+        agreed = flat(worker.model).tolist()
+    return agreed, scaler.get_scale(), worker.step
 
 
-def agreed(attached: Attached) -> list[float]:
-    with attached.consensus() as model:
+def agreed(worker: Worker) -> list[float]:
+    with worker.consensus() as model:
         return flat(model).tolist()
 
 
 def the_rest() -> dict[str, Any]:
     """What needs no yardstick but the other ranks."""
     rank = dist.get_rank()
-    comm = thinwire.GroupComm(deadline_seconds=20)
+    comm = thinwire.GroupComm(timeout=20)
     strategies = [AllReduce(), LocalSGD(2), SlowMo(PushSum(), period=3), Gossip(), Gossip(order="after"), PushSum()]
     uneven: list[Strategy] = [AllReduce(), LocalSGD(2), PushSum(), Gossip()]
     found: dict[str, Any] = {

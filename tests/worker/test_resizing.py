@@ -14,7 +14,7 @@ import thinwire
 from tests.optimizers.one_bit_runs import begun, parameters_of, taken
 from tests.pool import run_processes
 from tests.problems import Regression
-from thinwire import AllReduce, Attached, Comm, LocalSGD, Strategy
+from thinwire import AllReduce, Comm, LocalSGD, Strategy, Worker
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import CheckpointError
 from thinwire.optimizers.one_bit_adam import OneBitAdam
@@ -42,7 +42,7 @@ def owed_by_codes(states: list[dict[str, Tensor]]) -> Tensor:
     return total
 
 
-def unsaid(states: list[dict[str, Tensor]]) -> Tensor:
+def residual(states: list[dict[str, Tensor]]) -> Tensor:
     return torch.stack([torch.cat([state["unsent"], state["momentum"]]) for state in states]).double().sum(0)
 
 
@@ -62,8 +62,8 @@ CASES: dict[str, tuple[Strategy, Any, Owed]] = {
         ZeroOneAdam,
         owed_by_codes,
     ),
-    "Sketched SGD": (SketchedSGD(0.1, columns=4, rows=1, dense_below=0, recovery="sketch"), SGD, unsaid),
-    "FetchSGD": (FetchSGD(0.1, columns=4, conserving=True), SGD, unsaid),
+    "Sketched SGD": (SketchedSGD(0.1, columns=4, rows=1, dense_below=0, recovery="sketch"), SGD, residual),
+    "FetchSGD": (FetchSGD(0.1, columns=4, conserving=True), SGD, residual),
     "SGD": (AllReduce(), SGD, nothing),
 }
 
@@ -76,17 +76,17 @@ def stage(
     problem = Regression(4, 40, torch.float32)
 
     def body(comm: Comm) -> dict[str, Any]:
-        attached = begun(comm, strategy, problem.model(), kind, lr=0.02)
-        extra = load(attached, folder) if resume else {}
-        assert attached.step == first
-        found = {"extra": extra, "before": memory(attached)}
-        taken(attached, problem, first, last)
-        found["after"] = memory(attached)
-        attached.save(folder, extra={"told": size})
-        attached.detach()
+        worker = begun(comm, strategy, problem.model(), kind, lr=0.02)
+        extra = load(worker, folder) if resume else {}
+        assert worker.step == first
+        found = {"extra": extra, "before": memory(worker)}
+        taken(worker, problem, first, last)
+        found["after"] = memory(worker)
+        worker.save(folder, extra={"told": size})
+        worker.detach()
         return found
 
-    found = thinwire.run_threads(size, body, deadline_seconds=20)
+    found = thinwire.run_threads(size, body, timeout=20)
     joined: dict[str, Any] = {"extra": [each["extra"] for each in found]}
     for when in ("before", "after"):
         joined[when] = [each[when][0] for each in found]
@@ -95,32 +95,32 @@ def stage(
     return joined
 
 
-def memory(attached: Attached) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def memory(worker: Worker) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """A rank's strategy state, parameters and what its optimizer remembers."""
-    moments = [x.reshape(-1).float() for s in attached.optimizer.state.values() for x in s.values() if x is not None]
-    state = {name: x.clone() for name, x in attached.replicas[0].state.items()}
-    return state, parameters_of(attached).clone(), torch.cat([torch.zeros(1), *moments])
+    moments = [x.reshape(-1).float() for s in worker.optimizer.state.values() for x in s.values() if x is not None]
+    state = {name: x.clone() for name, x in worker.replicas[0].state.items()}
+    return state, parameters_of(worker).clone(), torch.cat([torch.zeros(1), *moments])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_workers_become_two_and_four_again_and_owe_what_they_owed(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    owed = case[2]
+    residual = case[2]
     four = stage(4, case, tmp_path, 0, 8, resume=False)
     assert saved_size(tmp_path) == 4
     two = stage(2, case, tmp_path, 8, 16, resume=True)
     assert saved_size(tmp_path) == 2
     last = stage(4, case, tmp_path, 16, 24, resume=True)
     for before, after in ((four, two), (two, last)):
-        assert (owed(before["after"]) - owed(after["before"])).abs().max() < 1e-6
+        assert (residual(before["after"]) - residual(after["before"])).abs().max() < 1e-6
         for kind in ("x", "memory"):
             assert torch.equal(before[f"{kind} after"][0], after[f"{kind} before"][0])
             assert (after[f"{kind} before"] == after[f"{kind} before"][0]).all()
         assert (after["x after"] == after["x after"][0]).all()
         assert not torch.equal(after["x after"], after["x before"])
     assert [each["told"] for each in last["extra"]] == [2] * 4
-    if owed is not nothing:
-        assert owed(four["after"]).abs().max() > 1e-4, "there must be something to lose"
+    if residual is not nothing:
+        assert residual(four["after"]).abs().max() > 1e-4, "there must be something to lose"
 
 
 def test_with_the_same_number_it_is_bitwise_the_uninterrupted_run(tmp_path: Path) -> None:
@@ -164,16 +164,16 @@ def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
     """Workers of whom every one has a momentum that is no number."""
 
     def body(comm: Comm) -> Tensor:
-        attached = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
+        worker = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
         if load_it:
-            load(attached, folder)
-            return memory(attached)[2]
-        taken(attached, Regression(4, 40, torch.float32), 0, 2)
-        next(iter(attached.optimizer.state.values()))["momentum_buffer"].view(-1)[0] = torch.nan
-        attached.save(folder)
-        return memory(attached)[2]
+            load(worker, folder)
+            return memory(worker)[2]
+        taken(worker, Regression(4, 40, torch.float32), 0, 2)
+        next(iter(worker.optimizer.state.values()))["momentum_buffer"].view(-1)[0] = torch.nan
+        worker.save(folder)
+        return memory(worker)[2]
 
-    return thinwire.run_threads(size, body, deadline_seconds=20)
+    return thinwire.run_threads(size, body, timeout=20)
 
 
 def test_what_is_no_number_on_every_worker_is_the_same_on_all(tmp_path: Path) -> None:

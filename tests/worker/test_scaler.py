@@ -21,23 +21,23 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 def scaled(comm: Comm, strategy: Strategy, *, bad_rank: int, clip: bool = False, **settings: Any) -> tuple[Any, ...]:
     """Five steps; on one rank the loss of the third is infinite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    attached = attach(comm, strategy, scaler=scaler, **settings)
+    worker = attach(comm, strategy, scaler=scaler, **settings)
     scales, moved = list[float](), list[bool]()
     for step, (x, y) in enumerate(batches(comm.rank, 5)):
-        before = flat(attached.model)
-        attached.optimizer.zero_grad()
-        loss = (attached.model(x) - y).square().mean()
+        before = flat(worker.model)
+        worker.optimizer.zero_grad()
+        loss = (worker.model(x) - y).square().mean()
         if step == 2 and comm.rank == bad_rank:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         if clip:
-            scaler.unscale_(attached.optimizer)
-            nn.utils.clip_grad_norm_(attached.model.parameters(), 1e6)
-        scaler.step(attached.optimizer)
+            scaler.unscale_(worker.optimizer)
+            nn.utils.clip_grad_norm_(worker.model.parameters(), 1e6)
+        scaler.step(worker.optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        moved.append(not torch.equal(before, flat(attached.model)))
-    return flat(attached.model), scales, moved, attached.step
+        moved.append(not torch.equal(before, flat(worker.model)))
+    return flat(worker.model), scales, moved, worker.step
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -67,13 +67,13 @@ def test_scaling_by_powers_of_two_changes_no_bit(strategy: Strategy) -> None:
 def test_a_disabled_scaler_changes_nothing() -> None:
     def work(comm: Comm) -> Tensor:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        attached = attach(comm, LocalSGD(2), scaler=scaler)
+        worker = attach(comm, LocalSGD(2), scaler=scaler)
         for x, y in batches(comm.rank, 5):
-            attached.optimizer.zero_grad()
-            scaler.scale((attached.model(x) - y).square().mean()).backward()
-            scaler.step(attached.optimizer)
+            worker.optimizer.zero_grad()
+            scaler.scale((worker.model(x) - y).square().mean()).backward()
+            scaler.step(worker.optimizer)
             scaler.update()
-        return flat(attached.model)
+        return flat(worker.model)
 
     plain = threads(2, LocalSGD(2), 5)
     assert all(torch.equal(x, y) for x, y in zip(run_threads(2, work), plain, strict=True))
@@ -98,15 +98,15 @@ def test_one_scaler_serves_other_optimizers_alone() -> None:
 def test_detach_gives_the_scaler_back() -> None:
     def work(comm: Comm) -> bool:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        attached = attach(comm, LocalSGD(2), scaler=scaler)
-        attached.detach()
+        worker = attach(comm, LocalSGD(2), scaler=scaler)
+        worker.detach()
         spoken = comm.meter.payload_bytes
         x, y = batch(comm.rank, 0)
-        scaler.scale((attached.model(x) - y).square().mean() * (float("inf") if comm.rank else 1.0)).backward()
-        before = flat(attached.model)
-        scaler.step(attached.optimizer)
+        scaler.scale((worker.model(x) - y).square().mean() * (float("inf") if comm.rank else 1.0)).backward()
+        before = flat(worker.model)
+        scaler.step(worker.optimizer)
         assert comm.meter.payload_bytes == spoken
-        return torch.equal(before, flat(attached.model))
+        return torch.equal(before, flat(worker.model))
 
     assert run_threads(2, work) == [False, True]
 

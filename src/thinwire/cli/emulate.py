@@ -45,7 +45,7 @@ class Emulate:
             thinwire's own training, and by scripts that call Straggler.from_environment().pause(step, seconds).
         stall: [RANK:]PROBABILITY:DURATION, several by commas: 0.15:200ms stalls 15 % of the steps; kept as slow is.
         seed: which steps stall.
-        deadline_seconds: stop everything after so long.
+        timeout: stop everything after so long.
         json: print the table as JSON; what the workers say then goes to the standard error.
     """
 
@@ -55,7 +55,7 @@ class Emulate:
     slow: str | None = None
     stall: str | None = None
     seed: int = 0
-    deadline_seconds: float | None = None
+    timeout: float | None = None
     json: bool = False
 
     def __call__(self) -> int:
@@ -92,7 +92,7 @@ class Emulate:
             network=network,
             environment=straggler_environment(self.slow, self.stall, seed=self.seed),
             on_line=self._say,
-            deadline_seconds=self.deadline_seconds,
+            timeout=self.timeout,
         )
 
     def _say(self, rank: int, stream: Stream, line: str) -> None:

@@ -185,7 +185,7 @@ def _receivers(card: Card) -> str:
     words = [f"everyone: {nbytes(card.collective_bytes_per_step)}"] if card.collective_bytes_per_step else []
     ranks: dict[float, list[int]] = {}
     for link in card.links:
-        ranks.setdefault(link.bytes_per_step, []).append(link.to)
+        ranks.setdefault(link.bytes_per_step, []).append(link.dst)
     for each, named in ranks.items():
         who = f"{len(named)} others" if len(named) > _NAMED_LINKS else f"ranks {', '.join(map(str, named))}"
         words.append(f"rank {named[0]}: {nbytes(each)}" if len(named) == 1 else f"{who}: {nbytes(each)} each")

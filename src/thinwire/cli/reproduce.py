@@ -1,28 +1,25 @@
-"""`thinwire reproduce`: a paper's claim, checked at the scale of one machine."""
+"""`thinwire reproduce`: a paper's claim, checked at the scale of one machine, from a checkout of the repository."""
 
 from __future__ import annotations
 
-import json as json_text
-import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tyro.conf import Positional
 
-from thinwire.cli.console import out
-from thinwire.cli.progress import Watch
-
-if TYPE_CHECKING:
-    from reproductions.shared.claims import Claim, Result
+from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Reproduce:
     """Check a paper's claim against the paper's own baselines; without a name, list what can be checked.
 
-    The exit code is 1 when the claim does not hold.
+    The reproductions are not part of the installed package: run this in a checkout of the repository. The exit code is
+    1 when the claim does not hold.
 
     Args:
         name: of the reproduction.
@@ -38,71 +35,26 @@ class Reproduce:
 
     def __call__(self) -> int:
         """Check one, or list them all."""
-        from reproductions.shared.claims import claim, write_result
-
-        if self.name is None:
-            return self._list()
-        which = claim(self.name)
-        folder = self.out or _folder(self.name)
-        result = self._measure(which, folder)
-        page = write_result(folder, which, result, quick=self.quick, when=time.strftime("%Y-%m-%d"))
-        if self.json:
-            out.print(json_text.dumps({"name": which.name, **asdict(result)}), markup=False)
-        else:
-            _show(which, result, page)
-        return 0 if result.holds else 1
-
-    def _measure(self, which: Claim, folder: Path) -> Result:
-        from reproductions.shared.claims import Attempt
-
-        from thinwire.runs import RunFolder
-
-        RunFolder(folder).create()
-        with ExitStack() as contexts:
-            watches: list[Watch] = []
-
-            def begin(recipe: str, place: int) -> None:
-                contexts.close()
-                watches[:] = [contexts.enter_context(Watch(f"[{place + 1}] {recipe}", None, None))]
-
-            return which.run(Attempt(folder, self.quick, lambda event: watches[0](event), begin))
-
-    def _list(self) -> int:
-        from reproductions.shared.claims import MODULES, claim, last_result
-
-        rows = [(claim(name), last_result(name)) for name in MODULES]
-        if self.json:
-            content = [{"name": each.name, "claim": each.sentence, "last": last} for each, last in rows]
-            out.print(json_text.dumps(content), markup=False)
-            return 0
-        for each, last in rows:
-            out.print(f"{each.name}: {each.sentence}", markup=False)
-            out.print(f"  {each.paper}", markup=False)
-            out.print(f"  {_last(last)}", markup=False)
-        return 0
+        home = str(checkout())
+        # Workers that a reproduction starts import it too.
+        sys.path.insert(0, home)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        command: Any = import_module("reproductions.shared.command")
+        code: int = command.reproduce(self.name, quick=self.quick, folder=self.out, json=self.json)
+        return code
 
 
-def _folder(name: str) -> Path:
-    return Path("runs") / f"reproduce-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def checkout() -> Path:
+    """The checkout that the reproductions lie in: around the current folder, or around this file.
 
-
-def _last(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "no committed result"
-    verdict = "holds" if result["holds"] else "does not hold"
-    return f"{verdict}: {result['measured']} (thinwire {result['thinwire']}, {result['when']})"
-
-
-def _show(which: Claim, result: Result, page: Path) -> None:
-    lines = {
-        "claim": which.sentence,
-        "paper": which.paper,
-        "published": which.published,
-        "measured": result.measured,
-        "spread": f"{result.least:.4g} to {result.most:.4g}",
-        "rule": which.rule,
-        "verdict": "holds" if result.holds else "does not hold",
-        "report": str(page),
-    }
-    for name, words in lines.items():
-        out.print(f"{name:<10}{words}", markup=False)
+    Raises:
+        ConfigError: there is none.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents, *Path(__file__).resolve().parents):
+        if (folder / "reproductions" / "shared" / "claims.py").is_file():
+            return folder
+    raise ConfigError(
+        f"thinwire reproduce: {here} is not in a checkout of the repository, and the reproductions are not part of the "
+        "installed package; clone the repository, `pip install -e '.[all]'` there, and run this in it"
+    )

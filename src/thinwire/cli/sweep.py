@@ -36,9 +36,10 @@ class Sweep:
 
     Example: thinwire sweep --task digits --trials 64 --lr log:1e-4:1e-1 --momentum 0:0.95
 
-    A knob is given as a range (log:1e-4:1e-1, 0:0.95, whole:8:64), as a list (16,32,64) or as a value. Trials that
-    differ only in learning rate, momentum, weight decay, betas and eps share an array; others get one each. Without
-    --lr it is log:1e-4:1e-1. Writes trials.json, summary.json and report.html with a picture of every knob.
+    A hyperparameter is given as a range (log:1e-4:1e-1, 0:0.95, whole:8:64), as a list (16,32,64) or as a value.
+    Trials that differ only in learning rate, momentum, weight decay, betas and eps share an array; others get one
+    each. Without
+    --lr it is log:1e-4:1e-1. Writes trials.json, summary.json and report.html with a picture of every hyperparameter.
 
     Args:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
@@ -57,9 +58,9 @@ class Sweep:
         sampler: random, or optuna, which learns from trials that have ended: it is asked for a quarter at a time.
         halving: give trials up, for the first time after so many steps; at each rung the best go on.
         keep: with halving, of so many trials one goes on.
-        population: every so many steps the worst of an array go on as copies of the best, with other knobs.
+        population: every so many steps the worst of an array go on as copies of the best, with other hyperparameters.
         share: with a population, of its members that are replaced.
-        change: with a population, how far a copy's searched knobs are moved.
+        change: with a population, how far a copy's searched hyperparameters are moved.
         together: the most trials in one array, and the most that are proposed at a time; as many as fit unless given.
         check: train the trials one after another too, and compare losses and time.
         seed: of the draws, the first parameters and the order of data.
@@ -207,8 +208,8 @@ class Sweep:
             return None
         if self.sampler == "optuna":
             raise ConfigError(
-                "--sampler optuna with --population: a member ends with other knobs than were proposed, so that there "
-                "is nothing to learn from; use --sampler random"
+                "--sampler optuna with --population: a member ends with other hyperparameters than were proposed, so "
+                "that there is nothing to learn from; use --sampler random"
             )
         if self.check:
             raise ConfigError("--check with --population: members learn from each other; leave out --check")
@@ -245,7 +246,7 @@ class Sweep:
             "best": best[0].trial.number,
             "best_loss": best[0].loss,
             "best_metric": best[0].metric,
-            "best_knobs": dict(best[0].trial.knobs),
+            "best_knobs": dict(best[0].trial.hyperparameters),
             "given_up": sum(each.stopped for each in best),
             "diverged": sum(not math.isfinite(each.loss) for each in best),
             "command": command_line(),
@@ -284,7 +285,7 @@ class Sweep:
             return None
         return write_sweep(
             folder,
-            {name: [each.trial.knobs[name] for each in best] for name in space.domains},
+            {name: [each.trial.hyperparameters[name] for each in best] for name in space.domains},
             [each.loss for each in best],
             [each.stopped for each in best],
             logarithmic=[name for name, domain in space.domains.items() if getattr(domain, "scale", "") == "log"],

@@ -253,7 +253,7 @@ def sketch(graph: Graph, workers: int) -> Iterator[str]:
 
     period = 1 if static(graph, workers) else graph.period(workers)
     for step in range(min(period, _MOST_STEPS)):
-        sent = {(rank, to) for rank in range(workers) for to in graph.peers(rank, workers, step).to}
+        sent = {(rank, dst) for rank in range(workers) for dst in graph.peers(rank, workers, step).dst}
         edges = [f"{i}{'--' if (j, i) in sent else '->'}{j}" for i, j in sorted(sent) if i < j or (j, i) not in sent]
         more = f"  and {len(edges) - _MOST_EDGES} more" if len(edges) > _MOST_EDGES else ""
         name = "every step" if period == 1 else f"step {step}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from thinwire.sweep.space import Knobs, Space
+    from thinwire.sweep.space import Hyperparameters, Space
     from thinwire.sweep.sweeping import News
     from thinwire.sweep.trials import Outcome
 
@@ -34,8 +34,11 @@ def lines_of(best: Sequence[Outcome]) -> list[Fields]:
             "metric": each.metric if math.isfinite(each.metric) else None,
             "steps": each.steps,
             "given_up": each.stopped,
-            "knobs": dict(each.trial.knobs),
-            "copies": [{"step": copy.step, "source": copy.source, "knobs": dict(copy.knobs)} for copy in each.copies],
+            "hyperparameters": dict(each.trial.hyperparameters),
+            "copies": [
+                {"step": copy.step, "source": copy.source, "hyperparameters": dict(copy.hyperparameters)}
+                for copy in each.copies
+            ],
         }
         for each in best
     ]
@@ -51,7 +54,7 @@ def rows_of(space: Space, best: Sequence[Outcome]) -> list[list[str]]:
     return [
         [
             str(each.trial.number),
-            *(_short(each.trial.knobs[name]) for name in space.domains),
+            *(_short(each.trial.hyperparameters[name]) for name in space.domains),
             f"{each.loss:.4f}",
             f"{each.metric:.4f}",
             f"{each.steps}{', given up' if each.stopped else ''}{_lineage(each)}",
@@ -122,9 +125,9 @@ def watched(trials: int, steps: int) -> Generator[Callable[[News], None]]:
         yield seen
 
 
-def _running(news: News) -> list[tuple[int, float, Knobs]]:
+def _running(news: News) -> list[tuple[int, float, Hyperparameters]]:
     """Trials under way with their last batch's loss, the lowest first."""
-    found = [(trial.number, loss, trial.knobs) for trial, loss in news.running()]
+    found = [(trial.number, loss, trial.hyperparameters) for trial, loss in news.running()]
     return sorted(found, key=lambda each: (not math.isfinite(each[1]), each[1]))
 
 
@@ -142,14 +145,14 @@ def _live(news: News) -> Table:
 
     from thinwire.sweep.trials import ranked
 
-    table = Table("trial", "loss", "of", "knobs")
+    table = Table("trial", "loss", "of", "hyperparameters")
     for each in ranked(news.ended)[:_SHOWN]:
         of = f"held-out data, {each.steps} steps{', given up' if each.stopped else ''}"
-        table.add_row(str(each.trial.number), f"{each.loss:.4f}", of, _knobs(each.trial.knobs))
-    for number, loss, knobs in _running(news)[:_SHOWN]:
-        table.add_row(str(number), f"{loss:.4f}", f"the last batch, {news.step} steps", _knobs(knobs))
+        table.add_row(str(each.trial.number), f"{each.loss:.4f}", of, _knobs(each.trial.hyperparameters))
+    for number, loss, hyperparameters in _running(news)[:_SHOWN]:
+        table.add_row(str(number), f"{loss:.4f}", f"the last batch, {news.step} steps", _knobs(hyperparameters))
     return table
 
 
-def _knobs(knobs: Knobs) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in knobs.items())
+def _knobs(hyperparameters: Hyperparameters) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in hyperparameters.items())

@@ -36,7 +36,7 @@ class Codec(ABC):
         return False
 
     @property
-    def late(self) -> bool:
+    def residual_after_sum(self) -> bool:
         """Of a linear codec: what a payload left unsaid is known only when the sum of all of them is decoded."""
         return False
 
@@ -51,7 +51,7 @@ class Codec(ABC):
         return 0.0
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """Elements that are coded together: long vectors are cut at multiples of this."""
         return 1
 
@@ -77,28 +77,30 @@ class Codec(ABC):
     def nbytes(self, n: int) -> int:
         """Bytes of the payload of n elements."""
 
-    def take_(self, x: Tensor, owed: Tensor, key: int = 0) -> Tensor:
-        """The payload of `x + owed`; `x` becomes what that leaves unsaid.
+    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
+        """The payload of `x + residual`; `x` becomes what that leaves unsaid.
 
         Args:
             x: a vector in fp32.
-            owed: like it; not changed.
+            residual: like it; not changed.
             key: of the random draws.
         """
-        payload = self.encode(x.add_(owed), {}, key)
+        payload = self.encode(x.add_(residual), {}, key)
         x.sub_(self.decode(payload, x, key))
         return payload
 
-    def take_pieces_(self, x: Tensor, owed: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> list[Tensor]:
-        """The payloads of pieces of `x + owed`; `x` becomes what they leave unsaid.
+    def encode_pieces_with_residual_(
+        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
+    ) -> list[Tensor]:
+        """The payloads of pieces of `x + residual`; `x` becomes what they leave unsaid.
 
         Args:
             x: a vector in fp32.
-            owed: like it; not changed.
-            cuts: end to end, at multiples of `grain`.
+            residual: like it; not changed.
+            cuts: end to end, at multiples of `alignment`.
             keys: of the random draws, one for each piece.
         """
-        return [self.take_(x[cut], owed[cut], key) for cut, key in zip(cuts, keys, strict=True)]
+        return [self.encode_with_residual_(x[cut], residual[cut], key) for cut, key in zip(cuts, keys, strict=True)]
 
     def total(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """The sum of what payloads stand for, added up in their order; like `like`."""
@@ -189,7 +191,7 @@ def decoded(codec: Codec, payload: Tensor, like: Tensor, key: int) -> Tensor:
     return torch.empty_like(like) if like.is_meta else codec.decode(payload, like, key)
 
 
-def looked_over(x: Tensor) -> tuple[bool, float]:
+def norm_if_finite(x: Tensor) -> tuple[bool, float]:
     """Whether all elements are finite, and the sum of their squares."""
     if x.is_meta or not x.numel():
         return True, 0.0

@@ -114,7 +114,7 @@ class Fp8(Codec):
             raise ConfigError(f"block={self.block}: must be at least 1 element; 2048 is usual")
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """A block."""
         return self.block
 

@@ -61,20 +61,20 @@ class ErrorFeedback(Codec):
         return self.codec.dtype
 
     @property
-    def late(self) -> bool:
+    def residual_after_sum(self) -> bool:
         """As the codec."""
-        return self.codec.late
+        return self.codec.residual_after_sum
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """As the codec."""
-        return self.codec.grain
+        return self.codec.alignment
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The codec's payload of `x` and of what was owed; what it leaves unsaid is owed from now on."""
         error = error_of(state, x)
         rest = x.detach().to(torch.float32, copy=True)
-        payload = self.codec.take_(rest, error, key)
+        payload = self.codec.encode_with_residual_(rest, error, key)
         error.copy_(rest)
         return payload
 
@@ -146,14 +146,14 @@ def resize_errors(states: Sequence[State], size: int) -> list[dict[str, Tensor]]
     """
     if not states or size < 1:
         raise ConfigError(f"{len(states)} states for {size} workers: there must be at least one of each")
-    owed = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0] if _is_error(name)}
+    residual = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0] if _is_error(name)}
     for state in states:
         for name, x in state.items():
             match = _OWED.fullmatch(name)
             if match and match[2]:
-                owed[f"{match[1]}error"][int(match[2]) : int(match[3])] += x
+                residual[f"{match[1]}error"][int(match[2]) : int(match[3])] += x
     others = {name: x for name, x in states[0].items() if not _OWED.fullmatch(name)}
-    return [{name: x.clone() for name, x in {**others, **owed}.items()} for _ in range(size)]
+    return [{name: x.clone() for name, x in {**others, **residual}.items()} for _ in range(size)]
 
 
 def _is_error(name: str) -> bool:

@@ -30,7 +30,7 @@ class MajorityVote(Codec):
     """
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """Whole bytes of signs."""
         return 8
 

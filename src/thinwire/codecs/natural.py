@@ -34,7 +34,7 @@ class Natural(Codec):
         return 0.125
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """Whole bytes of signs."""
         return 8
 

@@ -55,7 +55,7 @@ class OneBit(Codec):
         return True
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """A block; whole bytes of signs where the scale is everyone's."""
         return 8 if self.whole else self.block
 
@@ -79,16 +79,18 @@ class OneBit(Codec):
         """An eighth of a byte an element, and 4 bytes a block."""
         return sign_nbytes(n, self._span(n), _SCALE_BYTES)
 
-    def take_(self, x: Tensor, owed: Tensor, key: int = 0) -> Tensor:
-        """Encode `x + owed` and leave the rest in `x`, in one pass."""
+    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
+        """Encode `x + residual` and leave the rest in `x`, in one pass."""
         payload = payload_like(x, self.nbytes(x.numel()))
         # The kernel leaves the rest where it found its second argument; a sum has no order.
-        encode_signs_(owed, x, payload, **self._how(x.numel()))
+        encode_signs_(residual, x, payload, **self._how(x.numel()))
         return payload
 
-    def take_pieces_(self, x: Tensor, owed: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> list[Tensor]:
+    def encode_pieces_with_residual_(
+        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
+    ) -> list[Tensor]:
         """One pass over all pieces, whose scales and signs lie end to end; a whole vector's scale goes to each."""
-        payload, span = self.take_(x, owed), self._span(x.numel())
+        payload, span = self.encode_with_residual_(x, residual), self._span(x.numel())
         scales, signs = payload.split([payload.numel() - -(-x.numel() // 8), -(-x.numel() // 8)])
         return [_piece(cut, scales, signs, span) for cut in cuts]
 

@@ -55,7 +55,7 @@ class QSGD(Codec):
         return min(self.bucket / levels**2, self.bucket**0.5 / levels)
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """A bucket."""
         return self.bucket
 

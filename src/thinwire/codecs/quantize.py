@@ -64,7 +64,7 @@ class Quantize(Codec):
         return self.block / (12 * levels**2) if self.dither else self.block**0.5 / (2 * levels)
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """A block."""
         return self.block
 

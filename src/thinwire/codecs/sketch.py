@@ -60,7 +60,7 @@ class Sketch(Codec):
         return True
 
     @property
-    def late(self) -> bool:
+    def residual_after_sum(self) -> bool:
         """Yes: which elements are read back depends on the sum."""
         return True
 

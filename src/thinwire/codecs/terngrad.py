@@ -52,7 +52,7 @@ class TernGrad(Codec):
         return self.block**0.5 / 2
 
     @property
-    def grain(self) -> int:
+    def alignment(self) -> int:
         """A block."""
         return self.block
 

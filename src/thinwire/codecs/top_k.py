@@ -61,9 +61,9 @@ class TopK(Codec):
         """Four bytes a value, and the places."""
         return _VALUE_BYTES * self.count(n) + packed_nbytes(self.count(n), n)
 
-    def take_(self, x: Tensor, owed: Tensor, key: int = 0) -> Tensor:
-        """Move the largest elements of `x + owed` into the payload, whole."""
-        places = top_k(x.add_(owed), self.count(x.numel()))
+    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
+        """Move the largest elements of `x + residual` into the payload, whole."""
+        places = top_k(x.add_(residual), self.count(x.numel()))
         payload = _message(x, places)
         x[places] = 0.0
         return payload

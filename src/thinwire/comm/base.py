@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
-from thinwire.comm.work import Meter, Work, arrived, nbytes_of
+from thinwire.comm.work import Meter, Work, completed, nbytes_of
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
@@ -25,59 +25,57 @@ T = TypeVar("T")
 class Comm(ABC):
     """The ranks that train together, as one of them sees them.
 
-    All ranks make the same calls in the same order (`exchange`: consistent edges).
+    All ranks make the same calls in the same order (`send_recv`: consistent edges).
 
     Attributes:
         rank: this worker, from 0.
         size: how many workers there are.
         step: the training step that errors name; kept by the engine.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
         meter: bytes and seconds so far.
     """
 
-    def __init__(self, rank: int, size: int, *, deadline_seconds: float = 60.0) -> None:
+    def __init__(self, rank: int, size: int, *, timeout: float = 60.0) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank={rank}: must lie in 0..{size - 1} for {size} workers")
-        if deadline_seconds <= 0:
-            raise ConfigError(f"deadline_seconds={deadline_seconds}: must be positive; 60 is usual")
+        if timeout <= 0:
+            raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
         self.rank = rank
         self.size = size
         self.step = 0
-        self.deadline_seconds = deadline_seconds
+        self.timeout = timeout
         self.meter = Meter()
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
         self._opened = 0
 
-    def sum_(self, x: Tensor) -> Work[Tensor]:
-        """Replace `x` on every rank by its sum over all ranks."""
-        if self.size == 1:
-            return arrived(x)
-        sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
-        return self._track("sum", sent, lambda: self._sum_(x))
+    def all_reduce_(self, x: Tensor, *, op: Literal["sum", "min"] = "sum") -> Work[Tensor]:
+        """Replace `x` on every rank by its sum over all ranks, or by the least of each element.
 
-    def min_(self, x: Tensor) -> Work[Tensor]:
-        """Replace `x` on every rank by the least over all ranks, element by element; for a few whole numbers.
-
-        As it is for numbers and not for vectors, its payload counts as one message of the size of `x`.
+        Args:
+            x: a vector; equal in size and dtype on all ranks.
+            op: "sum", or "min" for a few whole numbers: its payload counts as one message of the size of `x`.
         """
         if self.size == 1:
-            return arrived(x)
-        return self._track("min", nbytes_of(x), lambda: self._min_(x))
+            return completed(x)
+        if op == "min":
+            return self._track("all_reduce_min", nbytes_of(x), lambda: self._all_reduce_min_(x))
+        sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
+        return self._track("all_reduce", sent, lambda: self._all_reduce_(x))
 
-    def broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
-        """Replace `x` on every rank by the one of rank `source`."""
+    def broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        """Replace `x` on every rank by the one of rank `src`."""
         if self.size == 1:
-            return arrived(x)
+            return completed(x)
         sent = (self.size - 1) * nbytes_of(x) / self.size
-        return self._track("broadcast", sent, lambda: self._broadcast_(x, source))
+        return self._track("broadcast", sent, lambda: self._broadcast_(x, src))
 
-    def gather(self, x: Tensor) -> Work[list[Tensor]]:
+    def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         """Every rank's `x`, in the order of ranks; all have the same shape and dtype."""
         if self.size == 1:
-            return arrived([x])
-        return self._track("gather", (self.size - 1) * nbytes_of(x), lambda: self._gather(x))
+            return completed([x])
+        return self._track("all_gather", (self.size - 1) * nbytes_of(x), lambda: self._all_gather(x))
 
-    def scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+    def all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         """Send `xs[j]` to rank j and receive one vector from each rank (an all-to-all).
 
         Args:
@@ -85,21 +83,23 @@ class Comm(ABC):
             sizes: how many elements come from each rank.
         """
         if len(xs) != self.size or len(sizes) != self.size:
-            raise ConfigError(f"scatter of {len(xs)} vectors and {len(sizes)} sizes: {self.size} ranks need one each")
+            raise ConfigError(
+                f"all_to_all of {len(xs)} vectors and {len(sizes)} sizes: {self.size} ranks need one each"
+            )
         if self.size == 1:
-            return arrived([xs[0]])
+            return completed([xs[0]])
         sent = sum(nbytes_of(x) for j, x in enumerate(xs) if j != self.rank)
-        return self._track("scatter", sent, lambda: self._scatter(xs, sizes))
+        return self._track("all_to_all", sent, lambda: self._all_to_all(xs, sizes))
 
-    def exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
-        """Send `x` to each rank in `to`; receive one vector like `x` from each rank in `frm`, in that order."""
-        if self.rank in to or self.rank in frm:
-            raise ConfigError(f"exchange of rank {self.rank} with itself: a topology must not contain self-loops")
-        if not to and not frm:
-            return arrived([])
-        return self._track("exchange", len(to) * nbytes_of(x), lambda: self._exchange(x, to, frm))
+    def send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        """Send `x` to each rank in `dst`; receive one vector like `x` from each rank in `src`, in that order."""
+        if self.rank in dst or self.rank in src:
+            raise ConfigError(f"send_recv of rank {self.rank} with itself: a topology must not contain self-loops")
+        if not dst and not src:
+            return completed([])
+        return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
 
-    def aside(self) -> Comm:
+    def duplicate(self) -> Comm:
         """Connections of their own among the same ranks, which open them together; they carry tensors of the CPU.
 
         Calls on them belong to one thread, in one order on all ranks, whatever others call on this comm meanwhile.
@@ -113,15 +113,15 @@ class Comm(ABC):
         )
 
     def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
-        """Open the mailbox of `owner`, all ranks together; letters count as exchanges.
+        """Open the mailbox of `owner`, all ranks together; messages count as exchanges.
 
         Args:
             owner: whom it is for, such as a replica; one that it had before is closed.
-            like: a vector as long as the longest letter, on the device of all.
-            capacity: letters that may be under way from one rank to another; whoever posts one more waits.
+            like: a vector as long as the longest message, on the device of all.
+            capacity: messages that may be under way from one rank to another; whoever posts one more waits.
 
         Raises:
-            ConfigError: this wire carries no letters, or lacks a library for them.
+            ConfigError: this wire carries no messages, or lacks a library for them.
         """
         self.close_mailbox(owner)
         self._opened += 1
@@ -139,12 +139,12 @@ class Comm(ABC):
         return self._mailboxes[owner]
 
     def close_mailbox(self, owner: object) -> None:
-        """Close the mailbox of `owner`, where it has one; letters to it are lost from now on."""
+        """Close the mailbox of `owner`, where it has one; messages to it are lost from now on."""
         if owner in self._mailboxes:
             self._mailboxes.pop(owner).close()
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        raise ConfigError(f"{type(self).__name__} carries no letters; use a process group, threads or a counter")
+        raise ConfigError(f"{type(self).__name__} carries no messages; use a process group, threads or a counter")
 
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
         """Count the call, launch it, and time the wait for it."""
@@ -161,19 +161,19 @@ class Comm(ABC):
         return Work(finish)
 
     @abstractmethod
-    def _sum_(self, x: Tensor) -> Work[Tensor]: ...
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]: ...
 
     @abstractmethod
-    def _min_(self, x: Tensor) -> Work[Tensor]: ...
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]: ...
 
     @abstractmethod
-    def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]: ...
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]: ...
 
     @abstractmethod
-    def _gather(self, x: Tensor) -> Work[list[Tensor]]: ...
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]: ...
 
     @abstractmethod
-    def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]: ...
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]: ...
 
     @abstractmethod
-    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]: ...
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]: ...

@@ -23,7 +23,7 @@ from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.roll_call import RollCall
 from thinwire.comm.threads import alone
 from thinwire.comm.work import Work, nbytes_of
-from thinwire.errors import CommError, ConfigError, DeadlineError, PeerLostError
+from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -41,14 +41,14 @@ class GroupComm(Comm):
 
     Args:
         group: a process group; the default one when None.
-        deadline_seconds: how long one wait may last (on NCCL the group's own timeout holds).
+        timeout: how long one wait may last (on NCCL the group's own timeout holds).
 
     Raises:
         CommError: not all ranks of the group came to make theirs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, deadline_seconds: float = 60.0) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), deadline_seconds=deadline_seconds)
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         members = dist.get_process_group_ranks(group or _world())
         store = _own_store(members)
         self._roll_call = RollCall(store, members, self.rank)
@@ -66,7 +66,7 @@ class GroupComm(Comm):
     def _open(self, store: Store) -> None:
         start = time.monotonic()
         try:
-            self._own.append(_connect(store, self.rank, self.size, self.deadline_seconds))
+            self._own.append(_connect(store, self.rank, self.size, self.timeout))
         except RuntimeError as error:
             problem = _first_sentence(error)
         else:
@@ -74,50 +74,52 @@ class GroupComm(Comm):
             return
         raise self._failed("connecting", problem, time.monotonic() - start)
 
-    def _sum_(self, x: Tensor) -> Work[Tensor]:
-        return self._start("sum", x, lambda wire: wire.sum(x), lambda: x)
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        return self._start("all_reduce", x, lambda wire: wire.sum(x), lambda: x)
 
-    def _min_(self, x: Tensor) -> Work[Tensor]:
-        return self._start("min", x, lambda wire: wire.min(x), lambda: x)
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        return self._start("all_reduce_min", x, lambda wire: wire.min(x), lambda: x)
 
-    def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         if not x.is_contiguous():
-            return self._broadcast_(x.contiguous(), source).then(x.copy_)
+            return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
         def launch(wire: _Wire) -> Handles:
             if wire.timed and self.size > 2 and nbytes_of(x) > _LEAST_CHUNK_BYTES:
                 self._chains += 1
-                return wire.chain(x, (self.rank - source) % self.size, self.rank, self.size, tag=self._chains)
-            return wire.broadcast(x, source)
+                return wire.chain(x, (self.rank - src) % self.size, self.rank, self.size, tag=self._chains)
+            return wire.broadcast(x, src)
 
-        return self._start(f"broadcast from rank {source}", x, launch, lambda: x)
+        return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
 
-    def _gather(self, x: Tensor) -> Work[list[Tensor]]:
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
-        return self._start("gather", x, lambda wire: wire.gather(flat, rows), lambda: [r.view(x.shape) for r in rows])
+        return self._start(
+            "all_gather", x, lambda wire: wire.all_gather(flat, rows), lambda: [r.view(x.shape) for r in rows]
+        )
 
-    def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         sent, received = torch.cat(list(xs)), xs[0].new_empty(sum(sizes))
         counts = [x.numel() for x in xs]
         return self._start(
-            "scatter",
+            "all_to_all",
             sent,
-            lambda wire: wire.scatter(sent, counts, received, list(sizes)),
+            lambda wire: wire.all_to_all(sent, counts, received, list(sizes)),
             lambda: list(received.split(list(sizes))),
         )
 
-    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
-        received = [torch.empty_like(x) for _ in frm]
-        peers = ", ".join(str(j) for j in sorted({*to, *frm}))
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        received = [torch.empty_like(x) for _ in src]
+        peers = ", ".join(str(j) for j in sorted({*dst, *src}))
         return self._start(
-            f"exchange with ranks {peers}", x, lambda wire: wire.exchange(x, to, received, frm), lambda: received
+            f"send_recv with ranks {peers}", x, lambda wire: wire.send_recv(x, dst, received, src), lambda: received
         )
 
-    def aside(self) -> Comm:
+    def duplicate(self) -> Comm:
         """Another view of the group, with Gloo's connections of its own."""
         if torch.device("cpu").type not in self._gloo_devices:
-            return super().aside()
-        return GroupComm(self._group, deadline_seconds=self.deadline_seconds)
+            return super().duplicate()
+        return GroupComm(self._group, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         from thinwire.comm.mailbox.zeromq import ZeroMqMailbox
@@ -136,7 +138,7 @@ class GroupComm(Comm):
         def finish() -> T:
             start = time.monotonic()
             # On NCCL a timeout makes the wait block the host; its own watchdog keeps the deadline instead.
-            problem = _try_wait(handles, self.deadline_seconds if timed else None)
+            problem = _try_wait(handles, self.timeout if timed else None)
             self._inflight.pop(id(handles), None)
             if problem or self._fault is not None:
                 raise self._failed(operation, problem, time.monotonic() - start)
@@ -148,13 +150,13 @@ class GroupComm(Comm):
         """Hang up, call the roll, and say what happened; once."""
         if self._fault is not None:
             return self._closed(self._fault)
-        late = waited >= 0.95 * self.deadline_seconds or "timed out" in problem.lower()
+        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
         late, missing = self._roll_call.hold(late, self._hang_up)
         where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(missing)
         be = "is" if len(missing) == 1 else "are"
         if late:
             names = f"; {who} {be} not answering" if missing else ""
-            self._fault = DeadlineError(f"{where}: no answer within {self.deadline_seconds:g} s{names} ({problem})")
+            self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names} ({problem})")
         else:
             names = f"{who} {be} lost" if missing else "a connection was closed"
             self._fault = PeerLostError(f"{where}: {names} ({problem})")
@@ -207,24 +209,24 @@ class _Wire:
         ]
         return [*cast(Handles, relays), cast(dist.Work, _All(sent))]
 
-    def broadcast(self, x: Tensor, source: int) -> Handles:
+    def broadcast(self, x: Tensor, src: int) -> Handles:
         options = dist.BroadcastOptions()
-        options.rootRank = source
+        options.rootRank = src
         return [self._group.broadcast([x], options)]
 
-    def gather(self, x: Tensor, rows: list[Tensor]) -> Handles:
+    def all_gather(self, x: Tensor, rows: list[Tensor]) -> Handles:
         return [self._group.allgather([rows], [x])]
 
-    def scatter(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
+    def all_to_all(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
         return [self._group.alltoall_base(received, sent, sizes, counts)]
 
-    def exchange(self, x: Tensor, to: Sequence[int], received: list[Tensor], frm: Sequence[int]) -> Handles:
-        pairs = list(zip(frm, received, strict=True))
+    def send_recv(self, x: Tensor, dst: Sequence[int], received: list[Tensor], src: Sequence[int]) -> Handles:
+        pairs = list(zip(src, received, strict=True))
         if self.timed:
             # Receives first: a send that meets no receive waits for it, which doubles the time of mutual exchanges.
             receives = [self._group.recv([y], j, 0) for j, y in pairs]
-            return [*receives, *(self._group.send([x], j, 0) for j in to)]
-        sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in to]
+            return [*receives, *(self._group.send([x], j, 0) for j in dst)]
+        sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in dst]
         receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
         return list(dist.batch_isend_irecv(sends + receives))
 
@@ -262,9 +264,9 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _connect(store: Store, rank: int, size: int, deadline_seconds: float) -> _Wire:
+def _connect(store: Store, rank: int, size: int, timeout: float) -> _Wire:
     """New connections among the same ranks, with a deadline that no other user of their group will meet."""
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_seconds))
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
     # A backend has the calls of a group, which torch's stubs do not tell.
     return _Wire(cast(dist.ProcessGroup, group), timed=True)
 
@@ -305,17 +307,17 @@ def _try_wait(handles: Handles, seconds: float | None) -> str:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """What a wire says, without its place in the source and its advice."""
+    """What a wire says, without its place in the src and its advice."""
     line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
     return line.partition(". ")[0][:200]
 
 
-def comm_for(group: Group = None, *, deadline_seconds: float = 60.0) -> Comm:
+def comm_for(group: Group = None, *, timeout: float = 60.0) -> Comm:
     """The comm of a process group, of a one-dimensional `DeviceMesh`, or of a world of one.
 
     Args:
         group: None is the default group where one exists, and one worker alone where none does.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: several workers were started but no process group exists, or the mesh has several dimensions.
@@ -325,7 +327,7 @@ def comm_for(group: Group = None, *, deadline_seconds: float = 60.0) -> Comm:
             raise ConfigError(f"a mesh of shape {tuple(group.shape)}: name one dimension, as in mesh['replicate']")
         group = group.get_group()
     if group is not None or dist.is_initialized():
-        return GroupComm(group, deadline_seconds=deadline_seconds)
+        return GroupComm(group, timeout=timeout)
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1:
         raise ConfigError(

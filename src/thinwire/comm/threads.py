@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work, describe
-from thinwire.errors import DeadlineError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 
 T = TypeVar("T")
 U = TypeVar("U")
 Delay = Callable[[int, int, int], int]
-"""Steps that a letter is under way: of (from, to, step in which it is expected)."""
+"""Steps that a message is under way: of (from, to, step in which it is expected)."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Hub:
 
     Args:
         size: how many threads.
-        delay: lets letters be under way for whole steps; None hands them over at once.
+        delay: lets messages be under way for whole steps; None hands them over at once.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -52,7 +52,7 @@ class Hub:
         self.mailboxes: dict[tuple[int, int], ThreadMailbox] = {}
         self.changed = threading.Condition()
         self.meetings: dict[int, Meeting] = {}
-        self.letters: dict[tuple[int, int, int], Tensor] = {}
+        self.messages: dict[tuple[int, int, int], Tensor] = {}
         self.lost: tuple[int, BaseException] | None = None
 
     def lose(self, rank: int, reason: BaseException) -> None:
@@ -63,45 +63,45 @@ class Hub:
 
     def until(self, ready: Callable[[], bool], comm: ThreadComm, waiting_for: str) -> None:
         """Sleep until `ready()`; the condition's lock is held by the caller."""
-        end = time.monotonic() + comm.deadline_seconds
+        end = time.monotonic() + comm.timeout
         while not ready():
             if self.lost is not None:
                 rank, reason = self.lost
                 raise PeerLostError(f"rank {rank} was lost at step {comm.step} ({type(reason).__name__}: {reason})")
             if not self.changed.wait(end - time.monotonic()) and not ready():
-                raise DeadlineError(
-                    f"rank {comm.rank} waited {comm.deadline_seconds:g} s for {waiting_for} at step {comm.step}"
+                raise CommTimeoutError(
+                    f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
                 )
 
 
 class ThreadComm(Comm):
     """One thread's view of its `Hub`."""
 
-    def __init__(self, hub: Hub, rank: int, *, deadline_seconds: float = 60.0) -> None:
-        super().__init__(rank, hub.size, deadline_seconds=deadline_seconds)
+    def __init__(self, hub: Hub, rank: int, *, timeout: float = 60.0) -> None:
+        super().__init__(rank, hub.size, timeout=timeout)
         self._hub = hub
         self._calls = 0
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
-    def _sum_(self, x: Tensor) -> Work[Tensor]:
-        total = self._meet(f"sum of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        total = self._meet(f"all_reduce of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
         return total.then(x.copy_)
 
-    def _min_(self, x: Tensor) -> Work[Tensor]:
-        least = self._meet(f"min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        least = self._meet(f"all_reduce_min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
         return least.then(x.copy_)
 
-    def _broadcast_(self, x: Tensor, source: int) -> Work[Tensor]:
-        chosen = self._meet(f"broadcast of {describe(x)} from {source}", x, lambda xs: xs[source].clone())
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        chosen = self._meet(f"broadcast of {describe(x)} from {src}", x, lambda xs: xs[src].clone())
         return chosen.then(x.copy_)
 
-    def _gather(self, x: Tensor) -> Work[list[Tensor]]:
-        rows = self._meet(f"gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        rows = self._meet(f"all_gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
         return rows.then(lambda everyone: [row.clone() for row in everyone])
 
-    def _scatter(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        rows = self._meet("scatter", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        rows = self._meet("all_to_all", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
         return rows.then(lambda everyone: self._pick(everyone, sizes))
 
     def _pick(self, rows: list[list[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
@@ -111,29 +111,29 @@ class ThreadComm(Comm):
                 raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
         return mine
 
-    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         with self._hub.changed:
-            for peer in to:
-                self._hub.letters[self.rank, peer, self._sent[peer]] = x.clone()
+            for peer in dst:
+                self._hub.messages[self.rank, peer, self._sent[peer]] = x.clone()
                 self._sent[peer] += 1
             self._hub.changed.notify_all()
-        numbers = [(peer, self._expected[peer]) for peer in frm]
-        self._expected.update(frm)  # settled now, in whatever order the waits will be
+        numbers = [(peer, self._expected[peer]) for peer in src]
+        self._expected.update(src)  # settled now, in whatever order the waits will be
         return Work(lambda: [self._letter(peer, number, x) for peer, number in numbers])
 
     def _letter(self, peer: int, number: int, like: Tensor) -> Tensor:
         place = (peer, self.rank, number)
         with self._hub.changed:
-            self._hub.until(lambda: place in self._hub.letters, self, f"a message from rank {peer}")
-            letter = self._hub.letters.pop(place)
-        if letter.shape != like.shape or letter.dtype != like.dtype:
-            raise MismatchError(f"rank {peer} sent {describe(letter)}, rank {self.rank} expects {describe(like)}")
-        return letter
+            self._hub.until(lambda: place in self._hub.messages, self, f"a message from rank {peer}")
+            message = self._hub.messages.pop(place)
+        if message.shape != like.shape or message.dtype != like.dtype:
+            raise MismatchError(f"rank {peer} sent {describe(message)}, rank {self.rank} expects {describe(like)}")
+        return message
 
-    def aside(self) -> Comm:
+    def duplicate(self) -> Comm:
         """Another hub for the same threads."""
         hub = self._meet("opening of an aside", None, lambda _: Hub(self.size)).wait()
-        return ThreadComm(hub, self.rank, deadline_seconds=self.deadline_seconds)
+        return ThreadComm(hub, self.rank, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         box = ThreadMailbox(self, self._hub, epoch, like, capacity)
@@ -149,7 +149,7 @@ class ThreadComm(Comm):
             meeting = hub.meetings.setdefault(call, Meeting(label, self.rank))
             if meeting.label != label:
                 raise MismatchError(
-                    f"call {call} is a {meeting.label} on rank {meeting.first} and a {label} on rank {self.rank}"
+                    f"call {call} is {meeting.label} on rank {meeting.first} and {label} on rank {self.rank}"
                 )
             meeting.brought[self.rank] = brought
             if len(meeting.brought) == hub.size:
@@ -166,9 +166,9 @@ class ThreadComm(Comm):
 
 
 class ThreadMailbox(Mailbox):
-    """Letters between threads: the writer's thread hands each over, and has it answered.
+    """Messages between threads: the writer's thread hands each over, and has it answered.
 
-    With a scripted `delay` of the hub, a letter that is expected at step s is `ready` from step s + delay on, and then
+    With a scripted `delay` of the hub, a message that is expected at step s is `ready` from step s + delay on, and then
     always, whichever thread is the faster. Waiting for it takes it sooner.
     """
 
@@ -179,30 +179,30 @@ class ThreadMailbox(Mailbox):
         hub.mailboxes[epoch, comm.rank] = self
 
     def close(self) -> None:
-        """Take no more letters."""
+        """Take no more messages."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
 
-    def _carry(self, to: int, letter: Letter, number: int) -> None:
-        peer = self._hub.mailboxes[self._epoch, to]
+    def _carry(self, dst: int, message: Message, number: int) -> None:
+        peer = self._hub.mailboxes[self._epoch, dst]
         if not peer._closed:
-            peer._deliver(letter._replace(content=letter.content.clone()), number)
+            peer._deliver(message._replace(content=message.content.clone()), number)
 
-    def _make_room(self, frm: int, taken: int) -> None:
-        self._hub.mailboxes[self._epoch, frm]._room_was_made(self._rank, taken)
+    def _make_room(self, src: int, taken: int) -> None:
+        self._hub.mailboxes[self._epoch, src]._room_was_made(self._rank, taken)
 
-    def _has_come(self, frm: int, number: int, step: int) -> bool:
+    def _has_come(self, src: int, number: int, step: int) -> bool:
         if self._hub.delay is None:
-            return super()._has_come(frm, number, step)
-        return self._comm.step >= step + self._hub.delay(frm, self._rank, step)
+            return super()._has_come(src, number, step)
+        return self._comm.step >= step + self._hub.delay(src, self._rank, step)
 
-    def _complain(self, frm: Sequence[int]) -> None:
-        super()._complain(frm)
+    def _complain(self, src: Sequence[int]) -> None:
+        super()._complain(src)
         if self._hub.lost is not None:
             rank, reason = self._hub.lost
             raise PeerLostError(f"rank {rank} was lost at step {self._comm.step} ({type(reason).__name__}: {reason})")
-        for rank in frm:
+        for rank in src:
             if self._hub.mailboxes[self._epoch, rank]._closed:
                 raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
 
@@ -212,16 +212,14 @@ def alone() -> Comm:
     return ThreadComm(Hub(1), 0)
 
 
-def run_threads(
-    size: int, work: Callable[[Comm], T], *, deadline_seconds: float = 60.0, delay: Delay | None = None
-) -> list[T]:
+def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, delay: Delay | None = None) -> list[T]:
     """Run `work(comm)` on `size` threads and return the results in the order of ranks.
 
     Args:
         size: how many threads.
         work: what each does.
-        deadline_seconds: how long one wait may last.
-        delay: steps that a letter from one rank to another is under way, by (from, to, step); None hands letters over
+        timeout: how long one wait may last.
+        delay: steps that a message from one rank to another is under way, by (from, to, step); None hands messages over
             at once.
 
     Raises:
@@ -231,7 +229,7 @@ def run_threads(
 
     def body(rank: int) -> T:
         try:
-            return work(ThreadComm(hub, rank, deadline_seconds=deadline_seconds))
+            return work(ThreadComm(hub, rank, timeout=timeout))
         except BaseException as error:
             hub.lose(rank, error)
             raise

@@ -27,10 +27,10 @@ class Work(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `wait()` would return at once; without a wait known of letters only.
+        """Whether `wait()` would return at once; without a wait known of messages only.
 
         Raises:
-            CommError: of a letter that will not come, as `wait` would.
+            CommError: of a message that will not come, as `wait` would.
         """
         return self._finish is None or (self._is_here is not None and self._is_here())
 
@@ -38,7 +38,7 @@ class Work(Generic[T]):
         """Block until the message has arrived and been sent.
 
         Raises:
-            DeadlineError: nobody answered within the comm's deadline.
+            CommTimeoutError: nobody answered within the comm's deadline.
             PeerLostError: a peer's connection is gone.
         """
         if self._finish is not None:
@@ -51,7 +51,7 @@ class Work(Generic[T]):
         return Work(lambda: use(self.wait()), lambda: self.ready)
 
 
-def arrived(result: T) -> Work[T]:
+def completed(result: T) -> Work[T]:
     """A message that is already here."""
     work = Work(lambda: result)
     work.wait()

@@ -28,11 +28,11 @@ def shares(sizes: Sequence[int], budget: int) -> list[int]:
         )
     given = [max(1, size * budget // n) for size in sizes]
     while (over := sum(given) - budget) != 0:
-        owed = [(size * budget - n * share, -i) for i, (size, share) in enumerate(zip(sizes, given, strict=True))]
+        residual = [(size * budget - n * share, -i) for i, (size, share) in enumerate(zip(sizes, given, strict=True))]
         if over < 0:
-            chosen = max(debt for debt, size, share in zip(owed, sizes, given, strict=True) if share < size)
+            chosen = max(debt for debt, size, share in zip(residual, sizes, given, strict=True) if share < size)
         else:
-            chosen = min(debt for debt, share in zip(owed, given, strict=True) if share > 1)
+            chosen = min(debt for debt, share in zip(residual, given, strict=True) if share > 1)
         given[-chosen[1]] += 1 if over < 0 else -1
     return given
 

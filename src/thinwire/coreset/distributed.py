@@ -49,7 +49,7 @@ class SharedFacility(Facility):
         found: list[Gains] = []
         for part in torch.from_numpy(candidates).split(1024 if self._everything is not None else _BLOCK):
             partial = torch.from_numpy(self._nearest.gains(self._rows(part))).to(self._device)
-            found.append(self._comm.sum_(partial).wait().cpu().numpy())
+            found.append(self._comm.all_reduce_(partial).wait().cpu().numpy())
         return np.concatenate(found)
 
     def take(self, candidate: int, position: int) -> None:
@@ -61,12 +61,12 @@ class SharedFacility(Facility):
     def cost(self) -> float:
         """The sum of all ranks' points' distances to their nearest representatives."""
         own = torch.tensor([self._nearest.cost()], dtype=torch.float64, device=self._device)
-        return float(self._comm.sum_(own).wait())
+        return float(self._comm.all_reduce_(own).wait())
 
     def sizes(self, count: int) -> Tensor:
         """How many points of all ranks each representative speaks for."""
         own = torch.bincount(self._nearest.representatives(), minlength=count)
-        return self._comm.sum_(own.to(self._device)).wait().cpu()
+        return self._comm.all_reduce_(own.to(self._device)).wait().cpu()
 
     def _rows(self, candidates: Tensor) -> Tensor:
         """The candidates' coordinates: at hand, or sent by those who have them."""
@@ -77,7 +77,7 @@ class SharedFacility(Facility):
         rows = torch.zeros((len(candidates), self._width), device=self._device)
         if bool(mine.any()):
             rows[mine.to(self._device)] = self._nearest.of(own[mine])
-        return self._comm.sum_(rows).wait()
+        return self._comm.all_reduce_(rows).wait()
 
 
 def agreed_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
@@ -94,26 +94,26 @@ def agreed_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
     widths = facts[:, 1].tolist()
     if len(set(widths)) > 1:
         raise ConfigError(f"features of {widths} columns, by rank: all ranks need the same")
-    total = comm.sum_(rows.sum(0, dtype=torch.float64)).wait()
+    total = comm.all_reduce_(rows.sum(0, dtype=torch.float64)).wait()
     counts = facts[:, 0].tolist()
     return (rows - centre_of(total, sum(counts)).to(rows.dtype)).float(), counts
 
 
 def greatest(comm: Comm, value: float, device: torch.device) -> float:
     """The greatest of one number a rank."""
-    return float(torch.stack(comm.gather(torch.tensor([value], dtype=torch.float64, device=device)).wait()).max())
+    return float(torch.stack(comm.all_gather(torch.tensor([value], dtype=torch.float64, device=device)).wait()).max())
 
 
 def gathered_numbers(comm: Comm, values: list[int], device: torch.device) -> Tensor:
     """As many whole numbers from each rank, int64 [ranks, values]."""
-    return torch.stack(comm.gather(torch.tensor(values, dtype=torch.int64, device=device)).wait()).cpu()
+    return torch.stack(comm.all_gather(torch.tensor(values, dtype=torch.int64, device=device)).wait()).cpu()
 
 
 def gathered_rows(comm: Comm, rows: Tensor, counts: list[int]) -> Tensor:
     """The rows of all ranks, in the order of ranks."""
     filled = rows.new_zeros((max(counts), *rows.shape[1:]))
     filled[: len(rows)] = rows
-    everyone = comm.gather(filled).wait()
+    everyone = comm.all_gather(filled).wait()
     return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
 

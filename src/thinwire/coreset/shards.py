@@ -87,7 +87,7 @@ class Shards:
     def _classes(self, labels: NDArray[np.generic] | None, counts: list[int]) -> list[Tensor]:
         fits = labels is None or (len(labels) == len(self._rows) and labels.dtype.kind in "biu")
         kinds = torch.tensor([labels is not None, fits], dtype=torch.int64, device=self._rows.device)
-        facts = torch.stack(self._comm.gather(kinds).wait()).cpu()
+        facts = torch.stack(self._comm.all_gather(kinds).wait()).cpu()
         if not bool(facts[:, 1].all()) or len(facts[:, 0].unique()) > 1:
             raise ConfigError("labels: with comm all ranks need a whole number for each of their rows, or none does")
         if labels is None:
@@ -99,6 +99,6 @@ class Shards:
 
 def gathered(comm: Comm, own: Tensor) -> list[Tensor]:
     """Each rank's vector, of whatever length."""
-    counts = [int(count) for count in comm.gather(torch.tensor([len(own)])).wait()]
+    counts = [int(count) for count in comm.all_gather(torch.tensor([len(own)])).wait()]
     everything = gathered_rows(comm, own, counts)
     return list(everything.split(counts))

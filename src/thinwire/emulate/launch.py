@@ -16,7 +16,7 @@ from thinwire.emulate.namespaces import entrance
 from thinwire.emulate.network import Network
 from thinwire.emulate.rendezvous import meeting_place, worker_environment
 from thinwire.emulate.worker import Lines, OnLine, Stream, Worker, WorkerExit
-from thinwire.errors import ConfigError, DeadlineError
+from thinwire.errors import CommTimeoutError, ConfigError
 
 TICK_SECONDS = 0.1
 TERMINATE_SECONDS = 2.0
@@ -47,7 +47,7 @@ class Workers:
         environment: variables that win over the inherited and the chosen ones.
         on_line: called with the rank, `stdout` or `stderr`, and each line.
         grace_seconds: how long the others may take to end by themselves once a worker has failed.
-        deadline_seconds: how long the whole may take before it is stopped.
+        timeout: how long the whole may take before it is stopped.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -62,7 +62,7 @@ class Workers:
         environment: Mapping[str, str] | None = None,
         on_line: OnLine = ignore_line,
         grace_seconds: float = 5.0,
-        deadline_seconds: float | None = None,
+        timeout: float | None = None,
     ) -> None:
         _check(command, workers, network)
         self.workers = workers
@@ -73,7 +73,7 @@ class Workers:
         self._environment = dict(environment or {})
         self._on_line = on_line if network is None else _without_name_warnings(on_line)
         self._grace_seconds = grace_seconds
-        self._deadline_seconds = deadline_seconds
+        self._deadline_seconds = timeout
         self._all: list[Worker] = []
         self._running: list[Worker] = []
         self._stop_at = math.inf
@@ -137,14 +137,14 @@ class Workers:
         """Poll until all have ended; returns how, by rank.
 
         Raises:
-            DeadlineError: when the deadline passed and workers had to be stopped.
+            CommTimeoutError: when the deadline passed and workers had to be stopped.
         """
         while self.poll(1.0):
             pass
         if self.deadline_passed:
             late = ", ".join(str(record.rank) for record in self.exits if record.stopped)
-            asked = f"deadline_seconds={self._deadline_seconds:g}"
-            raise DeadlineError(f"{asked}: workers {late} had not ended by then and were stopped; allow more")
+            asked = f"timeout={self._deadline_seconds:g}"
+            raise CommTimeoutError(f"{asked}: workers {late} had not ended by then and were stopped; allow more")
         return self.exits
 
     def stop(self, grace_seconds: float = 0.0) -> None:
@@ -255,7 +255,7 @@ def run_workers(
     environment: Mapping[str, str] | None = None,
     on_line: OnLine = ignore_line,
     grace_seconds: float = 5.0,
-    deadline_seconds: float | None = None,
+    timeout: float | None = None,
 ) -> list[WorkerExit]:
     """Run workers to their end; the arguments are those of `Workers`.
 
@@ -264,7 +264,7 @@ def run_workers(
 
     Raises:
         ConfigError: when the arguments cannot work.
-        DeadlineError: when the deadline passed and workers had to be stopped.
+        CommTimeoutError: when the deadline passed and workers had to be stopped.
     """
     with Workers(
         command,
@@ -273,7 +273,7 @@ def run_workers(
         environment=environment,
         on_line=on_line,
         grace_seconds=grace_seconds,
-        deadline_seconds=deadline_seconds,
+        timeout=timeout,
     ) as job:
         return job.wait()
 

@@ -18,7 +18,7 @@ from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Scheduler, Schedules
 from thinwire.fusion.store import owner_of
-from thinwire.storage.rank_file import Part
+from thinwire.storage.rank_file import RankFile
 
 State = dict[str, Any]
 # What an outline has.
@@ -84,7 +84,7 @@ def write(folder: str | Path, content: State) -> Path:
         CheckpointError: there is something else in it.
         OSError: the disk refused.
     """
-    part = Part(Path(folder), 0)
+    part = RankFile(Path(folder), 0)
     part.commit(part.write_aside(content))
     part.tidy()
     return part.home
@@ -96,7 +96,7 @@ def read(folder: str | Path) -> State:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    found: State = Part(Path(folder), 0).read()
+    found: State = RankFile(Path(folder), 0).read()
     return found
 
 

@@ -89,8 +89,8 @@ class DdpHook:
         Args:
             names: the model's parameters, as `dict(model.named_parameters())`.
         """
-        owed = self.errors()
-        kept = {_OWED + name: owed[parameter].clone() for name, parameter in names.items() if parameter in owed}
+        residual = self.errors()
+        kept = {_OWED + name: residual[parameter].clone() for name, parameter in names.items() if parameter in residual}
         return {**kept, "step": torch.tensor(self.comm.step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
@@ -106,11 +106,11 @@ class DdpHook:
         self._buckets.clear()
         self._members.clear()
         for name in [name.removeprefix(_OWED) for name in state if name.startswith(_OWED)]:
-            owed = state[_OWED + name]
-            if name not in names or names[name].shape != owed.shape:
+            residual = state[_OWED + name]
+            if name not in names or names[name].shape != residual.shape:
                 raise CheckpointError(f"{name}: what is owed to it does not fit the model; load what belongs to it")
             self._members[key := (id(names[name]),)] = [names[name]]
-            self._buckets[key] = {"error": owed.reshape(-1).to(names[name].device, torch.float32, copy=True)}
+            self._buckets[key] = {"error": residual.reshape(-1).to(names[name].device, torch.float32, copy=True)}
         self.comm.step = int(state["step"])
 
     def _launch(self, bucket: Bucket) -> Future[Tensor]:
@@ -139,11 +139,11 @@ class DdpHook:
             self._part(members)
             singles = [self._buckets.pop((id(p),), None) for p in members]
             self._members = {single: kept for single, kept in self._members.items() if single in self._buckets}
-            owed = [
+            residual = [
                 torch.zeros(p.numel(), device=p.device) if single is None else single["error"]
                 for p, single in zip(members, singles, strict=True)
             ]
-            self._members[key], self._buckets[key] = members, {"error": torch.cat(owed)}
+            self._members[key], self._buckets[key] = members, {"error": torch.cat(residual)}
         return self._buckets[key]
 
     def _part(self, parameters: list[Tensor]) -> None:
@@ -171,7 +171,7 @@ class DdpHook:
         return state["error"]
 
 
-def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, deadline_seconds: float = 60.0) -> DdpHook:
+def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, timeout: float = 60.0) -> DdpHook:
     """A communication hook that averages the gradients of DistributedDataParallel in a codec's payloads.
 
     `network.register_comm_hook(None, ddp_hook(codec))` before the first pass. What is owed is in
@@ -181,12 +181,12 @@ def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, deadline_secon
         codec: for the gradients; a biased one in `ErrorFeedback`.
         group: the ranks, those of the wrapper; default all.
         seed: of the random draws, equal on all ranks.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the codec leaves something unsaid for ever.
     """
-    return DdpHook(codec, comm_for(group, deadline_seconds=deadline_seconds), seed)
+    return DdpHook(codec, comm_for(group, timeout=timeout), seed)
 
 
 def fsdp_hook(
@@ -195,7 +195,7 @@ def fsdp_hook(
     *,
     state: MutableMapping[str, Tensor] | None = None,
     seed: int = 0,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> Callable[[Tensor], None]:
     """A hook that averages the gradients of FSDP2 between replicas in a codec's payloads.
 
@@ -209,17 +209,17 @@ def fsdp_hook(
             connections for each.
         state: where what is owed is kept, for those who save it; one for each module.
         seed: of the random draws, equal on all ranks.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the codec leaves something unsaid for ever.
     """
     check_feedback(codec)
-    comm = group if isinstance(group, Comm) else comm_for(group, deadline_seconds=deadline_seconds)
-    owed = dict[str, Tensor]() if state is None else state
+    comm = group if isinstance(group, Comm) else comm_for(group, timeout=timeout)
+    residual = dict[str, Tensor]() if state is None else state
 
     def hook(shard: Tensor) -> None:
-        coded_mean_(comm, shard, codec, owed, key=draw_key(seed, comm.step)).wait()
+        coded_mean_(comm, shard, codec, residual, key=draw_key(seed, comm.step)).wait()
         comm.step += 1
 
     return hook

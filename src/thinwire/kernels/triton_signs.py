@@ -37,22 +37,22 @@ def _encode(
     count = tl.minimum(n - start, block)
     at = tl.arange(0, SPAN)
     real = at < count
-    owed = tl.load(x + start + at, mask=real, other=0.0)
+    residual = tl.load(x + start + at, mask=real, other=0.0)
     if OWED:
-        owed += tl.load(error + start + at, mask=real, other=0.0)
-    scale = tl.sum(owed * owed if SQUARED else tl.abs(owed), axis=0)
+        residual += tl.load(error + start + at, mask=real, other=0.0)
+    scale = tl.sum(residual * residual if SQUARED else tl.abs(residual), axis=0)
     scale = tl.div_rn(scale, tl.cast(count, tl.float32))
     if SQUARED:
         scale = tl.sqrt_rn(scale)
     if HALF:
         scale = scale.to(tl.bfloat16).to(tl.float32)
     tl.store(scales + tl.program_id(0), scale)
-    negative = tl.where(real, owed.to(tl.uint32, bitcast=True) >> 31, 0)
+    negative = tl.where(real, residual.to(tl.uint32, bitcast=True) >> 31, 0)
     bytes_at = tl.arange(0, SPAN // 8)
     tl.store(stream + start // 8 + bytes_at, packed(negative, SPAN), mask=bytes_at * 8 < count)
     if OWED:
         said = tl.where(scale == 0.0, 0.0, tl.where(negative != 0, -scale, scale))
-        tl.store(error + start + at, owed - said, mask=real)
+        tl.store(error + start + at, residual - said, mask=real)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class AcSA(ClosureOptimizer):
       \bar x \leftarrow (1-a_t)\,\bar x + a_t x .$$
 
     The model's parameters are $\hat x$ while it trains; the result is $\bar x$. Inside `evaluating()` the parameters
-    are $\bar x$, and `Attached.consensus` enters it by itself. On convex functions with $L$-Lipschitz gradients,
+    are $\bar x$, and `Worker.consensus` enters it by itself. On convex functions with $L$-Lipschitz gradients,
     $\gamma \le 1/(2L)$ and gradients without noise, after $R$ steps
 
     $$F(\bar x) - F^* \le \frac{2\,|x_1 - x^*|^2}{\gamma R (R+1)},$$

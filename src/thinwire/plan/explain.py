@@ -26,11 +26,11 @@ class Link:
     """What travels from the worker to one other.
 
     Attributes:
-        to: the other's rank.
+        dst: the other's rank.
         bytes_per_step: payload, the mean over a period.
     """
 
-    to: int
+    dst: int
     bytes_per_step: float
 
 
@@ -189,7 +189,7 @@ def _seconds(step: Step, bits_per_second: float) -> float:
 def _links(steps: Sequence[Step]) -> tuple[Link, ...]:
     total: dict[int, float] = {}
     for exchange in (exchange for step in steps for exchange in step.exchanges):
-        for rank in exchange.to:
+        for rank in exchange.dst:
             total[rank] = total.get(rank, 0.0) + exchange.nbytes
     return tuple(Link(rank, total[rank] / len(steps)) for rank in sorted(total))
 
@@ -201,7 +201,7 @@ def _memory(run: DryRun, steps: Sequence[Step]) -> dict[str, float]:
     if r.g.numel():
         held["gradient"] = nbytes_of(r.g)
     held |= {name: nbytes_of(tensor) for name, tensor in r.state.items() if tensor.dim()}
-    received = [len(exchange.frm) * exchange.nbytes for step in steps for exchange in step.exchanges]
+    received = [len(exchange.src) * exchange.nbytes for step in steps for exchange in step.exchanges]
     if received and max(received):
         held["received"] = max(received)
     return {name: nbytes / r.x.numel() for name, nbytes in held.items()}

@@ -34,13 +34,13 @@ class Exchange:
 
     Attributes:
         nbytes: of one copy.
-        to: the ranks it is sent to.
-        frm: the ranks that send one like it.
+        dst: the ranks it is sent to.
+        src: the ranks that send one like it.
     """
 
     nbytes: int
-    to: tuple[int, ...]
-    frm: tuple[int, ...]
+    dst: tuple[int, ...]
+    src: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,26 @@ class Step:
     @property
     def sent(self) -> float:
         """Bytes of payload sent."""
-        return sum(self.collectives) + sum(len(each.to) * each.nbytes for each in self.exchanges)
+        return sum(self.collectives) + sum(len(each.dst) * each.nbytes for each in self.exchanges)
 
     @property
     def received(self) -> float:
         """Bytes of payload received."""
-        return sum(self.collectives) + sum(len(each.frm) * each.nbytes for each in self.exchanges)
+        return sum(self.collectives) + sum(len(each.src) * each.nbytes for each in self.exchanges)
 
     @property
     def messages(self) -> int:
         """Calls that send anything."""
-        return len(self.collectives) + sum(len(each.to) for each in self.exchanges)
+        return len(self.collectives) + sum(len(each.dst) for each in self.exchanges)
 
     @property
     def largest(self) -> float:
         """Bytes of the largest of its messages; for a collective, what this worker sends for it."""
-        return max([*self.collectives, *(each.nbytes for each in self.exchanges if each.to)], default=0)
+        return max([*self.collectives, *(each.nbytes for each in self.exchanges if each.dst)], default=0)
 
 
 @dataclass
-class Ledger(Meter):
+class Traffic(Meter):
     """A meter that keeps each collective call apart."""
 
     collectives: list[float] = field(default_factory=list[float])
@@ -85,7 +85,7 @@ class Ledger(Meter):
     def sent(self, operation: str, nbytes: float) -> None:
         """Count one call."""
         super().sent(operation, nbytes)
-        if operation != "exchange":
+        if operation != "send_recv":
             self.collectives.append(nbytes)
 
 
@@ -98,7 +98,7 @@ class LedgerComm(CountingComm):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.meter = self._ledger = Ledger()
+        self.meter = self._ledger = Traffic()
         self.exchanges: list[Exchange] = []
 
     def take(self) -> Step:
@@ -108,9 +108,9 @@ class LedgerComm(CountingComm):
         self.exchanges.clear()
         return step
 
-    def _exchange(self, x: Tensor, to: Sequence[int], frm: Sequence[int]) -> Work[list[Tensor]]:
-        self.exchanges.append(Exchange(nbytes_of(x), tuple(to), tuple(frm)))
-        return super()._exchange(x, to, frm)
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        self.exchanges.append(Exchange(nbytes_of(x), tuple(dst), tuple(src)))
+        return super()._send_recv(x, dst, src)
 
 
 class DryRun:
@@ -220,5 +220,5 @@ def busiest(strategy: Strategy, workers: int) -> int:
     for topology in topologies(strategy):
         for rank in range(workers):
             peers = [topology.peers(rank, workers, step) for step in range(topology.period(workers))]
-            loads[rank] += max(sum(len(each.to) for each in peers), sum(len(each.frm) for each in peers))
+            loads[rank] += max(sum(len(each.dst) for each in peers), sum(len(each.src) for each in peers))
     return loads.index(max(loads))

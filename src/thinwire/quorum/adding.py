@@ -34,33 +34,33 @@ class Piece(NamedTuple):
     whole: int
     content: Tensor
 
-    def letter(self, nbytes: int) -> Tensor:
+    def message(self, nbytes: int) -> Tensor:
         """Header, content and nothing more, as a vector of `HEADER_BYTES + nbytes` bytes on the CPU."""
-        letter = torch.zeros(HEADER_BYTES + nbytes, dtype=torch.uint8)
-        letter[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(self[:_HEADER]))
+        message = torch.zeros(HEADER_BYTES + nbytes, dtype=torch.uint8)
+        message[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(self[:_HEADER]))
         data = self.content.detach().contiguous().view(-1).view(torch.uint8)
-        letter[HEADER_BYTES : HEADER_BYTES + data.numel()].copy_(data)
-        return letter
+        message[HEADER_BYTES : HEADER_BYTES + data.numel()].copy_(data)
+        return message
 
 
-def piece_of(letter: Tensor) -> Piece:
-    """What a letter holds; the content shares its memory."""
+def piece_of(message: Tensor) -> Piece:
+    """What a message holds; the content shares its memory."""
     # Frames lie where the wire put them, which need not be where 8-byte numbers may lie.
-    step, attempt, place, whole = letter[:HEADER_BYTES].clone().view(torch.int64).tolist()
-    return Piece(step, attempt, place, whole, letter[HEADER_BYTES:])
+    step, attempt, place, whole = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
+    return Piece(step, attempt, place, whole, message[HEADER_BYTES:])
 
 
 class Part(NamedTuple):
     """A part of a vector for one member.
 
     Attributes:
-        to: the member.
+        dst: the member.
         place: which part.
         whole: 1 of a mean, 0 of one rank's.
         content: its elements, on the CPU.
     """
 
-    to: int
+    dst: int
     place: int
     whole: int
     content: Tensor
@@ -95,7 +95,7 @@ class Cut(NamedTuple):
         return [slice(start, stop) for start, stop in pairwise(ends)]
 
     def read(self, content: Tensor, place: int) -> Tensor:
-        """The elements of a part, from the bytes of a letter."""
+        """The elements of a part, from the bytes of a message."""
         size = self.slices()[place].stop - self.slices()[place].start
         return content[: size * self.dtype.itemsize].clone().view(self.dtype)
 
@@ -144,14 +144,14 @@ class Adding:
         """Whether this member has something to do."""
         return not self.sent or self.is_ready or (self.is_done and not self.told)
 
-    def take(self, frm: int, piece: Piece) -> None:
+    def take(self, src: int, piece: Piece) -> None:
         """A part has come from a member."""
         if piece.whole:
             self.means[piece.place] = self.cut.read(piece.content, piece.place)
         else:
-            self.brought[frm] = self.cut.read(piece.content, piece.place)
+            self.brought[src] = self.cut.read(piece.content, piece.place)
 
-    def letters(self, vector: Tensor) -> list[Part]:
+    def messages(self, vector: Tensor) -> list[Part]:
         """What is to be sent now; adds up the own part once it can be."""
         sent = [] if self.sent else self._shared_out(vector)
         self.sent = True

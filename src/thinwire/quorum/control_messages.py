@@ -35,7 +35,7 @@ class Note(NamedTuple):
         digest: of the optimizer's settings.
         microseconds: that the gradient took.
         sum: the number of the all-reduce that adds up, from 1; of LATE, that has added up the latest step. 0 is none:
-            members add up by letters.
+            members add up by messages.
         members: ranks.
     """
 

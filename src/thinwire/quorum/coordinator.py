@@ -28,7 +28,7 @@ class Keeper:
     or none, and a member that was merely slow costs an attempt.
 
     In an all-reduce everyone takes part, so that anyone may hold it up: where most members wait in vain for it, the
-    next attempt is by letters among those that are heard. The next all-reduce is announced when all have ended the
+    next attempt is by messages among those that are heard. The next all-reduce is announced when all have ended the
     last one.
 
     Args:
@@ -66,28 +66,28 @@ class Keeper:
         self.here.clear()
         self._give_up()
 
-    def hear(self, frm: int, note: Note, now: float) -> Mail:
+    def hear(self, src: int, note: Note, now: float) -> Mail:
         """Take in a note of kind HERE or HELD.
 
         Args:
-            frm: the rank that says so.
+            src: the rank that says so.
             note: what it says; a rank that waits says that it is here again and again.
             now: in seconds.
         """
         if note.kind is Kind.HELD:
-            return self._held(frm, note, now)
-        self._time(frm, note)
+            return self._held(src, note, now)
+        self._time(src, note)
         if note.step < self.step:
-            coming = note.step == self.step - 1 and frm in self.last
+            coming = note.step == self.step - 1 and src in self.last
             late = Note(Kind.LATE, self.step, note.step, sum=self.last_sum, members=self.last)
-            return [] if coming else [(frm, late)]
+            return [] if coming else [(src, late)]
         if note.step > self.step:
             self.begin(note.step)
-        if frm in self.here:
-            return self._again(frm, note, now)
+        if src in self.here:
+            return self._again(src, note, now)
         began = now - note.microseconds / 1e6
         self.opened = min(self.opened, began) if self.here else began
-        self.here[frm] = note
+        self.here[src] = note
         odd = self._odd()
         if odd:
             return [(rank, Note(Kind.REFUSED, self.step, members=odd)) for rank in self.here]
@@ -112,29 +112,29 @@ class Keeper:
         """Seconds after which to `look` again; None where only another arrival matters."""
         return None if self.members else self.rule.patience(len(self.here), now - self.opened)
 
-    def _time(self, frm: int, note: Note) -> None:
+    def _time(self, src: int, note: Note) -> None:
         """Take note of how long a gradient took, in time or not."""
-        if self.timed.get(frm) != note.step:
-            self.timed[frm] = note.step
-            self.rule.note(frm, note.microseconds / 1e6)
+        if self.timed.get(src) != note.step:
+            self.timed[src] = note.step
+            self.rule.note(src, note.microseconds / 1e6)
 
     def _odd(self) -> tuple[int, ...]:
         """Two ranks whose optimizers differ."""
         first = next(iter(self.here))
         return next(((first, rank) for rank, n in self.here.items() if n.digest != self.here[first].digest), ())
 
-    def _again(self, frm: int, note: Note, now: float) -> Mail:
+    def _again(self, src: int, note: Note, now: float) -> Mail:
         """A rank that waits says so; members that are not heard of are left out of the next attempt."""
-        if not self._complains(frm, note):
+        if not self._complains(src, note):
             return []
-        self.complaints[frm] += 1
+        self.complaints[src] += 1
         heard = self.holding | (self.complaints.keys() & set(self.members))
         silent = set(self.members) - heard
-        by_most = frm in self.members and len(heard) > len(silent)
+        by_most = src in self.members and len(heard) > len(silent)
         if not silent:
-            # Letters are under way then; a sum waits for somebody who is no member.
-            by_most = bool(self.sum) and frm in self.members and self.complaints[frm] >= _COMPLAINTS
-        if not by_most and (not silent or self.complaints[frm] < self._enough(frm, heard)):
+            # Messages are under way then; a sum waits for somebody who is no member.
+            by_most = bool(self.sum) and src in self.members and self.complaints[src] >= _COMPLAINTS
+        if not by_most and (not silent or self.complaints[src] < self._enough(src, heard)):
             return []
         for rank in silent:
             del self.here[rank]
@@ -142,23 +142,23 @@ class Keeper:
         self._give_up()
         return self.look(now)
 
-    def _complains(self, frm: int, note: Note) -> bool:
+    def _complains(self, src: int, note: Note) -> bool:
         """Whether a rank waits for members of the attempt under way, and knows of it if it is one."""
-        knows = frm not in self.members or note.attempt == self.attempt
-        return bool(self.members) and frm not in self.holding and knows
+        knows = src not in self.members or note.attempt == self.attempt
+        return bool(self.members) and src not in self.holding and knows
 
-    def _enough(self, frm: int, heard: set[int]) -> float:
+    def _enough(self, src: int, heard: set[int]) -> float:
         """How often one rank must complain alone; whoever is no member only where none of them says anything."""
-        if frm in self.members:
+        if src in self.members:
             return _COMPLAINTS
         return _COMPLAINTS * (1 + self.attempt) if not heard else inf
 
-    def _held(self, frm: int, note: Note, now: float) -> Mail:
+    def _held(self, src: int, note: Note, now: float) -> Mail:
         if note.sum and note.sum == self.sums:
-            self.busy.discard(frm)
-        if (note.step, note.attempt, note.sum) != (self.step, self.attempt, self.sum) or frm not in self.members:
+            self.busy.discard(src)
+        if (note.step, note.attempt, note.sum) != (self.step, self.attempt, self.sum) or src not in self.members:
             return []
-        self.holding.add(frm)
+        self.holding.add(src)
         if len(self.holding) < len(self.members):
             return []
         closed = Note(Kind.CLOSED, self.step, self.attempt, sum=self.sum, members=self.members)

@@ -20,7 +20,7 @@ class CountedParty:
     Args:
         r: the replica, on a `CountingComm`.
         rule: how long to wait for whom.
-        plane: by which way members add up; of "auto", which measures, letters are counted.
+        plane: by which way members add up; of "auto", which measures, messages are counted.
         keeper: the rank that decides.
     """
 
@@ -32,19 +32,19 @@ class CountedParty:
         self.outcome: Note | None = None
 
     def come(self, gradient: Tensor) -> Note:
-        """Count the letters of a step; the gradient stays as it is."""
+        """Count the messages of a step; the gradient stays as it is."""
         others = [rank for rank in self._members if rank != self._comm.rank]
         note = torch.empty(length(self._comm.size), dtype=torch.int64, device="meta")
         everyone = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         if self._keeper == self._comm.rank:
             # It hears of each member twice, and answers twice; an all-reduce is announced to all, and ends for all.
-            self._comm.exchange(note, everyone if self._sums else others, others).wait()
-            self._comm.exchange(note, others, everyone if self._sums else others).wait()
+            self._comm.send_recv(note, everyone if self._sums else others, others).wait()
+            self._comm.send_recv(note, others, everyone if self._sums else others).wait()
         else:
             for _ in range(2):
-                self._comm.exchange(note, [self._keeper], [self._keeper]).wait()
+                self._comm.send_recv(note, [self._keeper], [self._keeper]).wait()
         if self._sums:
-            self._comm.sum_(torch.empty(self._cut.numel, dtype=self._cut.dtype, device="meta")).wait()
+            self._comm.all_reduce_(torch.empty(self._cut.numel, dtype=self._cut.dtype, device="meta")).wait()
         else:
             self._exchange(others)
         self.outcome = Note(Kind.CLOSED, self._comm.step, 1, sum=int(self._sums), members=self._members)
@@ -54,7 +54,7 @@ class CountedParty:
         """Everyone's parts, and the means of them."""
         piece = torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8, device="meta")
         for _ in range(2):
-            self._comm.exchange(piece, others, others).wait()
+            self._comm.send_recv(piece, others, others).wait()
 
     @property
     def holds(self) -> bool:

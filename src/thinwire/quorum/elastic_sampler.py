@@ -12,7 +12,7 @@ from thinwire.quorum.log import memberships
 from thinwire.replica.replica import Replica
 
 
-class Dispenser:
+class ElasticSampler:
     """Deals the batches of a data set to all workers, and deals those again that were dropped.
 
     Each epoch is a permutation of its own. At every step the n workers get the next n batches; those of workers that
@@ -38,7 +38,7 @@ class Dispenser:
         """The number of the batch, from 0, that this worker's next gradient is to be of.
 
         Args:
-            r: a replica, as in `attached.replicas[0]`.
+            r: a replica, as in `worker.replicas[0]`.
         """
         if self._step > r.step:
             self._restart()

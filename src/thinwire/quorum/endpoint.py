@@ -14,7 +14,7 @@ from thinwire.quorum.weak_callback import weak
 
 
 class Office:
-    """A keeper among the others' letters; in whatever thread these come, under the mailbox's lock.
+    """A keeper among the others' messages; in whatever thread these come, under the mailbox's lock.
 
     Args:
         keeper: decides.
@@ -26,9 +26,9 @@ class Office:
         self.keeper = keeper
         self._changed, self._post = changed, post
 
-    def hear(self, frm: int, note: Note) -> None:
+    def hear(self, src: int, note: Note) -> None:
         """Take in a note, and say what follows from it."""
-        self._send(self.keeper.hear(frm, note, time.monotonic()))
+        self._send(self.keeper.hear(src, note, time.monotonic()))
 
     def _send(self, mail: Mail) -> None:
         """Post what the keeper says, and see to it that it looks again in time."""

@@ -79,7 +79,7 @@ def _aside(r: Replica, plane: Plane) -> Comm | None:
     if plane == "ring":
         return None
     try:
-        return r.comm.aside()
+        return r.comm.duplicate()
     except ConfigError:
         if plane == "zeros":
             raise

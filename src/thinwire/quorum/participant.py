@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
-from thinwire.errors import DeadlineError, MismatchError
+from thinwire.errors import CommTimeoutError, MismatchError
 from thinwire.quorum.adding import HEADER_BYTES, Adding, Cut, Piece, piece_of
 from thinwire.quorum.control_messages import Kind, Note, length, note_of
 from thinwire.quorum.coordinator import Keeper
@@ -26,7 +26,7 @@ from thinwire.quorum.rules import Rule
 from thinwire.quorum.state_transfer import Given, cut_up
 from thinwire.quorum.sums import Ended, Sums, looking
 from thinwire.quorum.weak_callback import weak
-from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 
 _NOTE, _PIECE, _STATE = 1, 2, 3
@@ -43,14 +43,14 @@ _LEAST_STATE_BYTES = 4096
 class Party:
     """What one rank does among those who arrive.
 
-    Its thread waits in `come`, `catch_up` and `stand_still`; letters are read in whatever thread they come in, under
+    Its thread waits in `come`, `catch_up` and `stand_still`; messages are read in whatever thread they come in, under
     the mailbox's lock.
 
     Args:
         r: the replica.
         rule: how long to wait for whom.
         planes: by which way members add up.
-        aside: for all-reduces, connections that nobody else uses; None where there are only letters.
+        aside: for all-reduces, connections that nobody else uses; None where there are only messages.
         keeper: the rank that decides.
         patience_seconds: the least time that a member waits for others before it says so.
         names: of the replica's state, those that a late rank must be given.
@@ -80,7 +80,7 @@ class Party:
         self._rests_at, self._since = r.step, time.perf_counter()
         largest = HEADER_BYTES + max(self._cut.nbytes, self._state_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
-        self._box: Mailbox = proxy(open_letters(r, like, capacity=_CAPACITY))
+        self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
         self._mean: tuple[int, Tensor] | None = None
         self._sums = Sums(self._box.changed)
         self._office: Office | None = None
@@ -92,7 +92,7 @@ class Party:
             (_PIECE, self._read_piece, torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8)),
             (_STATE, self._read_state, torch.empty(HEADER_BYTES + self._state_bytes, dtype=torch.uint8)),
         ):
-            self._box.answer(topic, weak(handler, True), like=like, frm=others)
+            self._box.answer(topic, weak(handler, True), like=like, src=others)
         if aside is not None:
             bring = weak(self._bring, torch.zeros(self._cut.numel, dtype=self._cut.dtype))
             self._sums.begin(aside, bring=bring, told=weak(self._ended, None), look=looking(r))
@@ -113,7 +113,7 @@ class Party:
             How the step was closed: CLOSED with its members, or LATE, with those of the latest step.
 
         Raises:
-            DeadlineError: too few ranks came.
+            CommTimeoutError: too few ranks came.
             PeerLostError: the keeper is gone.
             MismatchError: the optimizers of two ranks are set differently.
         """
@@ -150,7 +150,7 @@ class Party:
         """Become what members were after the step that this rank came too late for, or after a later one.
 
         Raises:
-            DeadlineError: none of them answered.
+            CommTimeoutError: none of them answered.
         """
         start, step = time.perf_counter(), self._r.step
         wanted = outcome.step + (outcome.kind is Kind.CLOSED)
@@ -189,7 +189,7 @@ class Party:
         """Wait until all ranks do so; meanwhile late ones are given this rank's state.
 
         Raises:
-            DeadlineError: some rank did not come.
+            CommTimeoutError: some rank did not come.
             PeerLostError: some rank is gone.
         """
         start = time.perf_counter()
@@ -225,7 +225,7 @@ class Party:
 
     def _remind(self, here: Round) -> float:
         """Say again that one is here, for another member may never send its part; seconds until that is due again."""
-        # Who was named a member waits for letters that are under way; others only for whoever is not here yet.
+        # Who was named a member waits for messages that are under way; others only for whoever is not here yet.
         patience = self._patience() * (here.attempt or _ALONE)
         left = max(here.told, here.went) + patience - time.perf_counter()
         if left <= 0:
@@ -242,7 +242,7 @@ class Party:
             first, second = here.refused
             raise MismatchError(
                 f"step {here.step}: the optimizers of ranks {first} and {second} are set differently, as schedules are "
-                "that count a late worker's own steps; make them functions of attached.step"
+                "that count a late worker's own steps; make them functions of worker.step"
             )
         return here.is_over or (here.outcome is None and here.adding is not None and here.adding.wakes)
 
@@ -252,9 +252,9 @@ class Party:
             adding, attempt = here.adding, here.attempt
             if adding is None or here.outcome is not None:
                 return
-            letters = adding.letters(here.gradient)
-        for to, place, whole, part in letters:
-            self._post_piece(to, _PIECE, Piece(here.step, attempt, place, whole, part), self._cut.nbytes)
+            messages = adding.messages(here.gradient)
+        for dst, place, whole, part in messages:
+            self._post_piece(dst, _PIECE, Piece(here.step, attempt, place, whole, part), self._cut.nbytes)
         with self._box.changed:
             # Only now: who holds the mean is waited for no more, so all others must have its part of it.
             if adding.is_done and not adding.told:
@@ -282,8 +282,8 @@ class Party:
 
         `meanwhile` is called whenever anything has changed, and again within the seconds that it returns.
         """
-        end = time.monotonic() + self._comm.deadline_seconds
-        # No letter of topic 0 ever comes: to ask for one is to ask whether its writer is still there.
+        end = time.monotonic() + self._comm.timeout
+        # No message of topic 0 ever comes: to ask for one is to ask whether its writer is still there.
         lifeline = None if self._office else self._box.expect(self.keeper_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
@@ -292,54 +292,54 @@ class Party:
                 if ready():
                     return
                 if time.monotonic() > end:
-                    raise DeadlineError(
-                        f"rank {self.rank} waited {self._comm.deadline_seconds:g} s for {waiting_for} "
-                        f"at step {self._r.step}; all ranks must train until the same attached.step"
+                    raise CommTimeoutError(
+                        f"rank {self.rank} waited {self._comm.timeout:g} s for {waiting_for} "
+                        f"at step {self._r.step}; all ranks must train until the same worker.step"
                     )
                 _look_after(lifeline)
                 self._box.changed.wait(min(_LOOK_SECONDS, max(seconds, _LEAST_LOOK_SECONDS)))
 
-    def _post(self, to: int, note: Note) -> None:
+    def _post(self, dst: int, note: Note) -> None:
         with self._box.changed:
-            if to == self.rank:
-                self._hear(to, note)
+            if dst == self.rank:
+                self._hear(dst, note)
             else:
-                self._box.post(to, note.vector(self.size), topic=_NOTE)
+                self._box.send(dst, note.vector(self.size), topic=_NOTE)
 
     def _post_pair(self, mail: tuple[int, Note]) -> None:
         self._post(*mail)
 
-    def _post_piece(self, to: int, topic: int, piece: Piece, nbytes: int) -> None:
-        self._box.post(to, piece.letter(nbytes), topic=topic)
+    def _post_piece(self, dst: int, topic: int, piece: Piece, nbytes: int) -> None:
+        self._box.send(dst, piece.message(nbytes), topic=topic)
 
-    # -- letters, in whatever thread; under the lock ---------------------------------------------------------------
+    # -- messages, in whatever thread; under the lock ---------------------------------------------------------------
 
-    def _read_note(self, letter: Letter) -> bool:
-        return self._hear(letter.frm, note_of(letter.content.tolist()))
+    def _read_note(self, message: Message) -> bool:
+        return self._hear(message.src, note_of(message.content.tolist()))
 
-    def _read_piece(self, letter: Letter) -> bool:
-        piece = piece_of(letter.content)
+    def _read_piece(self, message: Message) -> bool:
+        piece = piece_of(message.content)
         if self._round is not None and piece.step == self._round.step:
-            self._round.take(letter.frm, piece)
+            self._round.take(message.src, piece)
         return True
 
-    def _read_state(self, letter: Letter) -> bool:
-        piece = piece_of(letter.content)
-        self._given.take(letter.frm, piece)
+    def _read_state(self, message: Message) -> bool:
+        piece = piece_of(message.content)
+        self._given.take(message.src, piece)
         return True
 
-    def _hear(self, frm: int, note: Note) -> bool:
+    def _hear(self, src: int, note: Note) -> bool:
         """Take in a note; False puts it aside until this rank rests."""
         here = self._round
         if note.kind is Kind.GO and note.sum:
             self._sums.announce(note)
         if note.kind is Kind.WANTED:
-            return self._give(frm, note.step)
+            return self._give(src, note.step)
         if note.kind is Kind.STILL:
-            self._still[frm] += 1
+            self._still[src] += 1
         elif note.kind in (Kind.HERE, Kind.HELD):
             if self._office is not None:
-                self._office.hear(frm, note)
+                self._office.hear(src, note)
         elif here is not None and here.outcome is None:
             self._obey(here, note)
         return True
@@ -359,14 +359,14 @@ class Party:
             here.refused = note.members
         self._box.changed.notify_all()
 
-    def _give(self, to: int, wanted: int) -> bool:
+    def _give(self, dst: int, wanted: int) -> bool:
         """Send one's state, if it is that of the wanted step or a later one."""
         if self._rests_at < wanted:
             return False
         if self._packed is None:
             self._packed = self._rests_at, pack(self._r, self._names)
         for piece in cut_up(*self._packed, self._state_bytes):
-            self._post_piece(to, _STATE, piece, self._state_bytes)
+            self._post_piece(dst, _STATE, piece, self._state_bytes)
         return True
 
     # -- in the thread of all-reduces --------------------------------------------------------------------------------
@@ -393,6 +393,6 @@ class Party:
             self._post(self.keeper_rank, Note(Kind.HELD, note.step, note.attempt, sum=note.sum))
 
 
-def _look_after(lifeline: Work[Letter] | None) -> bool:
-    """Raises PeerLostError where the writer of a letter is gone."""
+def _look_after(lifeline: Work[Message] | None) -> bool:
+    """Raises PeerLostError where the writer of a message is gone."""
     return lifeline is not None and lifeline.ready

@@ -16,11 +16,11 @@ class Planes:
     """Which way the next exchange goes.
 
     Args:
-        plane: "zeros" is an all-reduce among all ranks, to which late ones add zeros; "ring" are letters among members;
-            "auto" tries both in turn and stays with the one whose median was lower, unless all-reduces are held up
-            time and again.
+        plane: "zeros" is an all-reduce among all ranks, to which late ones add zeros; "ring" are messages among
+            members; "auto" tries both in turn and stays with the one whose median was lower, unless all-reduces are
+            held up time and again.
         summed: seconds that all-reduces took.
-        lettered: seconds that exchanges by letters took.
+        lettered: seconds that exchanges by messages took.
         given_up: all-reduces that somebody held up.
     """
 

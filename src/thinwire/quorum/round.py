@@ -58,14 +58,14 @@ class Round:
     def go(self, attempt: int, adding: Adding | None) -> None:
         """Begin an attempt."""
         self.attempt, self.adding, self.went = attempt, adding, time.perf_counter()
-        for frm, piece in self.early:
+        for src, piece in self.early:
             if piece.attempt == attempt and adding is not None:
-                adding.take(frm, piece)
-        self.early = [(frm, piece) for frm, piece in self.early if piece.attempt > attempt]
+                adding.take(src, piece)
+        self.early = [(src, piece) for src, piece in self.early if piece.attempt > attempt]
 
-    def take(self, frm: int, piece: Piece) -> None:
+    def take(self, src: int, piece: Piece) -> None:
         """A piece has come, for this attempt or a later one."""
         if piece.attempt > self.attempt:
-            self.early.append((frm, piece))
+            self.early.append((src, piece))
         elif piece.attempt == self.attempt and self.adding is not None:
-            self.adding.take(frm, piece)
+            self.adding.take(src, piece)

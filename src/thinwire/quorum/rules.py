@@ -67,7 +67,7 @@ def deadline(seconds: Sequence[float], deviations: float) -> float:
         deviations: how many.
     """
     middle = median(seconds)
-    # Where all are alike, a letter's delay would be late already.
+    # Where all are alike, a message's delay would be late already.
     return middle + max(deviations * median(abs(each - middle) for each in seconds), middle / 4)
 
 

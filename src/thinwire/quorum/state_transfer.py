@@ -20,7 +20,7 @@ def cut_up(step: int, data: Tensor, nbytes: int) -> list[Piece]:
         nbytes: the most in a piece.
 
     Raises:
-        ConfigError: there are more than letters have room for.
+        ConfigError: there are more than messages have room for.
     """
     parts = data.split(nbytes)
     if len(parts) > _MOST_PIECES:
@@ -43,10 +43,10 @@ class Given:
         self._wanted = step
         self._pieces.clear()
 
-    def take(self, frm: int, piece: Piece) -> None:
+    def take(self, src: int, piece: Piece) -> None:
         """A piece has come."""
         if 0 <= self._wanted <= piece.step:
-            self._pieces.setdefault((frm, piece.step), {})[piece.place] = piece
+            self._pieces.setdefault((src, piece.step), {})[piece.place] = piece
 
     @property
     def whole(self) -> tuple[int, Tensor] | None:

@@ -66,7 +66,7 @@ class Sums:
     def count(self, meter: Meter) -> None:
         """Tell a meter what was sent, in the thread whose meter it is."""
         for nbytes in self.uncounted:
-            meter.sent("sum", nbytes)
+            meter.sent("all_reduce", nbytes)
         self.uncounted.clear()
 
     def begin(self, comm: Comm, *, bring: Callable[[Note], Tensor], told: Callable[[Ended], None], look: Look) -> None:
@@ -86,7 +86,7 @@ class Sums:
         while (note := self._next(look)) is not None:
             comm.step, before = note.step, comm.meter.payload_bytes
             try:
-                mean = comm.sum_(bring(note)).wait().div_(len(note.members))
+                mean = comm.all_reduce_(bring(note)).wait().div_(len(note.members))
             except (CommError, RuntimeError):
                 break
             with self.changed:

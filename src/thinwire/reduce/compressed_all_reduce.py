@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, decoded, encoded, looked_over, worker_key
+from thinwire.codecs.base import Codec, State, as_single, decoded, encoded, norm_if_finite, worker_key
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.header import Header, codec_number, seal, unseal
 from thinwire.comm.base import Comm
@@ -26,7 +26,7 @@ def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
         count: divide the sum by this instead of by the number of ranks (ranks without a contribution bring zeros).
     """
     divisor = count or comm.size
-    work = comm.sum_(x)
+    work = comm.all_reduce_(x)
     return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
 
 
@@ -128,7 +128,7 @@ def gossip_(comm: Comm, x: Tensor, peers: Peers, notice: Notice | None = None) -
             notice(x, received)
         return mix_(x, received, peers)
 
-    return comm.exchange(x, peers.to, peers.frm).then(mix)
+    return comm.send_recv(x, peers.dst, peers.src).then(mix)
 
 
 def coded_exchange(comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: int) -> Work[tuple[Tensor, list[Tensor]]]:
@@ -148,22 +148,22 @@ def coded_exchange(comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: in
         CommError: on waiting, where a payload is of another codec or step, or damaged.
     """
     single, number = as_single(x), codec_number(repr(codec), x.numel())
-    finite, square = looked_over(x)
+    finite, square = norm_if_finite(x)
     payload = encoded(codec, single if finite else torch.zeros_like(single), worker_key(key, comm.rank, comm.size))
     header = Header(number, comm.step, spoilt=not finite, square=square)
     message = seal(payload, header)
 
-    def opened(frm: int, letter: Tensor) -> Tensor:
-        theirs, content, problem = unseal(letter, header)
+    def opened(src: int, message: Tensor) -> Tensor:
+        theirs, content, problem = unseal(message, header)
         where = f"rank {comm.rank}, step {comm.step}, coded exchange"
         if problem:
-            raise CommError(f"{where}: what rank {frm} sent {problem}; all ranks must run the same recipe")
+            raise CommError(f"{where}: what rank {src} sent {problem}; all ranks must run the same recipe")
         if theirs.spoilt:
-            raise NonFiniteError(f"{where}: the parameters of rank {frm} are NaN or infinite; lower the learning rate")
-        return decoded(codec, content.view(codec.dtype), single, worker_key(key, frm, comm.size))
+            raise NonFiniteError(f"{where}: the parameters of rank {src} are NaN or infinite; lower the learning rate")
+        return decoded(codec, content.view(codec.dtype), single, worker_key(key, src, comm.size))
 
-    def open_all(letters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def open_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         mine = opened(comm.rank, message)
-        return mine, [opened(frm, letter) for frm, letter in zip(peers.frm, letters, strict=True)]
+        return mine, [opened(src, message) for src, message in zip(peers.src, messages, strict=True)]
 
-    return comm.exchange(message, peers.to, peers.frm).then(open_all)
+    return comm.send_recv(message, peers.dst, peers.src).then(open_all)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, encoded, looked_over, payload_like, worker_key
+from thinwire.codecs.base import Codec, State, as_single, encoded, norm_if_finite, payload_like, worker_key
 from thinwire.codecs.feedback import error_of, server_error_of
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal
 from thinwire.comm.base import Comm
@@ -48,15 +48,15 @@ class StagedMean(ABC):
 
     square: float = 0.0
 
-    def pass_on(self) -> None:
+    def start_second_stage(self) -> None:
         """Another one has been launched: wait for the first stage and start the second, where there is one."""
 
     @abstractmethod
-    def hear(self) -> bool:
+    def all_finite(self) -> bool:
         """Wait for the first stage; whether all ranks' vectors are finite, which all of them answer alike."""
 
     @abstractmethod
-    def keep(self, fine: bool) -> None:
+    def commit(self, fine: bool) -> None:
         """Keep the errors if all is fine."""
 
     @abstractmethod
@@ -71,16 +71,16 @@ def launched(comm: Comm, mean: StagedMean) -> Work[Tensor]:
     """The message that a staged mean is, among all that are under way on the comm."""
     under_way = _UNDER_WAY.setdefault(comm, [])
     if under_way:
-        under_way[-1].pass_on()
+        under_way[-1].start_second_stage()
     under_way.append(mean)
 
     def finish() -> Tensor:
         if mean in _UNDER_WAY.get(comm, ()):
             together = _UNDER_WAY.pop(comm)
-            together[-1].pass_on()
-            finite = [each.hear() for each in together]
+            together[-1].start_second_stage()
+            finite = [each.all_finite() for each in together]
             for each in together:
-                each.keep(all(finite))
+                each.commit(all(finite))
         return mean.result()
 
     return Work(finish)
@@ -101,31 +101,31 @@ class LinearMean(StagedMean):
     def __init__(self, comm: Comm, x: Tensor, codec: Codec, errors: Errors, key: int, count: int) -> None:
         self._x, self._codec, self._key = x, codec, key
         self._share = count / comm.size
-        self._owed = error_of(errors.state, x, errors.at, errors.whole)
+        self._residual = error_of(errors.state, x, errors.at, errors.whole)
         self._rest = as_single(x)
-        finite, _ = looked_over(x)
+        finite, _ = norm_if_finite(x)
         payload = self._encode() if finite else encoded(codec, torch.zeros_like(self._rest), key).fill_(torch.nan)
-        self._work = comm.sum_(payload).then(lambda total: total.div_(count))
+        self._work = comm.all_reduce_(payload).then(lambda total: total.div_(count))
 
     def _encode(self) -> Tensor:
-        if self._codec.late:
-            return self._codec.encode(self._rest.add_(self._owed), {}, self._key)
-        return self._codec.take_(self._rest, self._owed, self._key)
+        if self._codec.residual_after_sum:
+            return self._codec.encode(self._rest.add_(self._residual), {}, self._key)
+        return self._codec.encode_with_residual_(self._rest, self._residual, self._key)
 
-    def hear(self) -> bool:
+    def all_finite(self) -> bool:
         """Wait for the sum."""
         payload = self._work.wait()
         return payload.is_meta or bool(payload.isfinite().all())
 
-    def keep(self, fine: bool) -> None:
+    def commit(self, fine: bool) -> None:
         """Keep the error; of a codec that tells late, what the mean has not said."""
         if not fine:
             self._x.fill_(torch.nan)
             return
         mean = self._codec.decode(self._work.wait(), self._rest, self._key)
-        if self._codec.late:
+        if self._codec.residual_after_sum:
             self._rest.sub_(mean, alpha=self._share)
-        self._owed.copy_(self._rest)
+        self._residual.copy_(self._rest)
         self._x.copy_(mean)
 
     def result(self) -> Tensor:
@@ -159,15 +159,15 @@ class TwoStageMean(StagedMean):
     ) -> None:
         self._comm, self._x, self._codec, self._key, self._count = comm, x, codec, key, count
         self._server = server or codec
-        self._cuts = pieces(x.numel(), comm.size, lcm(codec.grain, self._server.grain))
+        self._cuts = pieces(x.numel(), comm.size, lcm(codec.alignment, self._server.alignment))
         self._own = self._cuts[comm.rank]
         recipe = repr(codec) if server is None else f"{codec} and {server}"
         self._number, self._step = codec_number(recipe, x.numel()), comm.step
         self._rest = as_single(x)
-        self._owed = self._server_owed = None
+        self._residual = self._server_residual = None
         if errors is not None:
-            self._owed = error_of(errors.state, x, errors.at, errors.whole)
-            self._server_owed = server_error_of(errors.state, x, self._own, errors.at, count)
+            self._residual = error_of(errors.state, x, errors.at, errors.whole)
+            self._server_residual = server_error_of(errors.state, x, self._own, errors.at, count)
         self._problem = ""
         self._gathered: Work[list[Tensor]]
         self._server_rest: Tensor
@@ -176,27 +176,27 @@ class TwoStageMean(StagedMean):
     # -- the first stage -----------------------------------------------------------------------------------------
 
     def _scatter(self) -> Work[list[Tensor]]:
-        finite, square = looked_over(self._x)
+        finite, square = norm_if_finite(self._x)
         header = Header(self._number, self._step, spoilt=not finite, square=square)
         messages = [seal(payload, header) for payload in self._payloads(finite)]
         nbytes = HEADER_BYTES + self._codec.nbytes(_length(self._own))
-        return self._comm.scatter(messages, [nbytes] * self._comm.size)
+        return self._comm.all_to_all(messages, [nbytes] * self._comm.size)
 
     def _payloads(self, finite: bool) -> list[Tensor]:
         if not finite or self._x.is_meta:
             return [payload_like(self._x, self._codec.nbytes(_length(cut))).zero_() for cut in self._cuts]
         keys = [self._worker_key(self._comm.rank, piece) for piece in range(len(self._cuts))]
-        if self._owed is not None:
-            return self._codec.take_pieces_(self._rest, self._owed, self._cuts, keys)
+        if self._residual is not None:
+            return self._codec.encode_pieces_with_residual_(self._rest, self._residual, self._cuts, keys)
         return [self._codec.encode(self._rest[cut], {}, key) for cut, key in zip(self._cuts, keys, strict=True)]
 
-    def hear(self) -> bool:
+    def all_finite(self) -> bool:
         """What the first stage has told."""
         return self._finite
 
     # -- the second stage ----------------------------------------------------------------------------------------
 
-    def pass_on(self) -> None:
+    def start_second_stage(self) -> None:
         """Open everyone's codes of the own piece, add them up and send what they come to.
 
         A payload that cannot be read is reported to all.
@@ -209,25 +209,27 @@ class TwoStageMean(StagedMean):
             coded = self._mean_of_piece().view(torch.uint8)
             payload[: coded.numel()].copy_(coded)
         flags = {"answer": True, "spoilt": not self._finite, "refused": bool(self._problem)}
-        self._gathered = self._comm.gather(seal(payload, Header(self._number, self._step, square=self.square, **flags)))
+        self._gathered = self._comm.all_gather(
+            seal(payload, Header(self._number, self._step, square=self.square, **flags))
+        )
 
     def _mean_of_piece(self) -> Tensor:
         keys = [self._worker_key(rank, self._comm.rank) for rank in range(self._comm.size)]
         mean = self._codec.total(self._heard, self._rest[self._own], keys).div_(self._count)
         key = self._server_key(self._comm.rank)
-        if self._server_owed is None:
+        if self._server_residual is None:
             return self._server.encode(mean, {}, key)
-        coded = self._server.take_(mean, self._server_owed, key)
+        coded = self._server.encode_with_residual_(mean, self._server_residual, key)
         self._server_rest = mean
         return coded
 
-    def keep(self, fine: bool) -> None:
+    def commit(self, fine: bool) -> None:
         """Keep what this rank leaves unsaid as a worker and as a server."""
         self._fine = fine
-        if not fine or self._problem or self._x.is_meta or self._owed is None or self._server_owed is None:
+        if not fine or self._problem or self._x.is_meta or self._residual is None or self._server_residual is None:
             return
-        self._owed.copy_(self._rest)
-        self._server_owed.copy_(self._server_rest)
+        self._residual.copy_(self._rest)
+        self._server_residual.copy_(self._server_rest)
 
     def result(self) -> Tensor:
         """Decode everyone's piece."""
@@ -264,9 +266,11 @@ class TwoStageMean(StagedMean):
         return worker_key(self._key, 0, 1, self._comm.size + rank)
 
 
-def pieces(n: int, size: int, grain: int) -> list[slice]:
-    """Where `size` ranks' pieces of a vector lie, end to end, equal but for the last ones, at multiples of `grain`."""
-    length = -(-n // (size * grain)) * grain
+def pieces(n: int, size: int, alignment: int) -> list[slice]:
+    """Where `size` ranks' pieces of a vector lie, end to end, equal but for the last ones, at multiples of
+    `alignment`.
+    """
+    length = -(-n // (size * alignment)) * alignment
     return [slice(min(rank * length, n), min((rank + 1) * length, n)) for rank in range(size)]
 
 

@@ -73,7 +73,7 @@ class Moments:
                     places.append(segment.of(row))
         if held:
             copy_each_(places, held)
-        comm.sum_(vector).wait().div_(comm.size)
+        comm.all_reduce_(vector).wait().div_(comm.size)
         if held:
             copy_each_(held, places)
 

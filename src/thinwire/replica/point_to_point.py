@@ -7,13 +7,13 @@ from thinwire.errors import ConfigError
 from thinwire.replica.replica import Named, Replica
 
 
-def open_letters(r: Replica, like: Tensor, *, capacity: int = 4) -> Mailbox:
+def open_mailbox(r: Replica, like: Tensor, *, capacity: int = 4) -> Mailbox:
     """Open the mailbox of a replica, all ranks together; `r.comm.mailbox(r)` is that one from then on.
 
     Args:
         r: the replica.
-        like: a vector as long as the longest letter.
-        capacity: letters that may be under way from one rank to another.
+        like: a vector as long as the longest message.
+        capacity: messages that may be under way from one rank to another.
 
     Raises:
         ConfigError: of a part of a replica, which is made anew at every step and so keeps no mailbox; or as
@@ -21,7 +21,7 @@ def open_letters(r: Replica, like: Tensor, *, capacity: int = 4) -> Mailbox:
     """
     if isinstance(r.inflight, Named):
         raise ConfigError(
-            "a strategy that writes letters cannot be cut into fragments; use it without Streaming, or a base that "
+            "a strategy that writes messages cannot be cut into fragments; use it without Streaming, or a base that "
             "averages parameters, such as SlowMo()"
         )
     return r.comm.open_mailbox(r, like, capacity=capacity)

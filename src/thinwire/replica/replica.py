@@ -80,7 +80,7 @@ class Replica:
         self.active = comm.size
         self.state: MutableMapping[str, Tensor] = {}
         self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
-        self.observed: dict[str, float | Tensor] = {}
+        self.metrics: dict[str, float | Tensor] = {}
         self._lr = lr
 
     @property
@@ -106,7 +106,7 @@ class Replica:
         part.loss = self.loss
         part.state = Named(self.state, f"{name}/")
         part.inflight = Named(self.inflight, f"{name}/")
-        part.observed = self.observed
+        part.metrics = self.metrics
         return part
 
     def launch(self, name: str, work: Work[list[Tensor]]) -> None:
@@ -138,14 +138,14 @@ class Replica:
         squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
             share = mine.numel() / sample.numel()
-            self.observed["consensus_distance"] = (torch.stack(squares).mean() * share / 2).sqrt()
+            self.metrics["consensus_distance"] = (torch.stack(squares).mean() * share / 2).sqrt()
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Wait for everything in flight without using it: afterwards `x` and the state are the worker's alone."""
         for work in self.inflight.values():
             work.wait()
 
-    def scratch(self, name: str) -> Tensor:
+    def zeros_state(self, name: str) -> Tensor:
         """A state vector like `x`, zero at first."""
         if name not in self.state:
             self.state[name] = torch.zeros_like(self.x)

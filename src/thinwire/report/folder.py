@@ -117,7 +117,7 @@ def _step(line: Facts) -> Step | None:
     if step is None or "loss" not in line:
         return None
     names = ("seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
-    return Step(int(step), *(_or_nan(line, name) for name in names), observed=_observed(line.get("observed")))
+    return Step(int(step), *(_or_nan(line, name) for name in names), metrics=_observed(line.get("metrics")))
 
 
 def _observed(entry: object) -> dict[str, float]:

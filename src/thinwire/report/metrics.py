@@ -19,9 +19,9 @@ _POWERS = 30.0
 """A curve whose greatest value is this many times its least one is drawn over powers of ten."""
 
 
-def observed_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
+def metric_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
     """One picture for each thing that any run noticed."""
-    names = sorted({name for run in collection.runs for step in run.steps for name in step.observed})
+    names = sorted({name for run in collection.runs for step in run.steps for name in step.metrics})
     return [_picture(collection, styles, name) for name in names]
 
 
@@ -43,7 +43,7 @@ def _picture(collection: Collection, styles: Sequence[Look], name: str) -> Pictu
         f"{run.label}: {units.digits(values[0])} to {units.digits(values[-1])}" for run, _, _, values in shown
     )
     return Picture(
-        name=f"observed-{name.replace('_', '-')}",
+        name=f"metrics-{name.replace('_', '-')}",
         figure=figure,
         title=words.capitalize(),
         caption=_KNOWN.get(name, "As noticed by the method while it trained; the mean over workers, smoothed."),
@@ -52,6 +52,6 @@ def _picture(collection: Collection, styles: Sequence[Look], name: str) -> Pictu
 
 
 def _points(run: Run, name: str) -> tuple[Vector, Vector]:
-    pairs = [(step.step, step.observed[name]) for step in run.steps if name in step.observed]
+    pairs = [(step.step, step.metrics[name]) for step in run.steps if name in step.metrics]
     table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]

@@ -13,7 +13,7 @@ from thinwire.report.files import write_text
 from thinwire.report.folder import read
 from thinwire.report.headline import lead, setting, summary_table, tiles
 from thinwire.report.links import link_picture
-from thinwire.report.metrics import observed_pictures
+from thinwire.report.metrics import metric_pictures
 from thinwire.report.palette import Look, looks
 from thinwire.report.picture import Picture
 from thinwire.report.runs import Collection
@@ -42,7 +42,7 @@ class Drawings:
     """Every picture of a report; what could not be drawn is absent."""
 
     losses: Sequence[Picture]
-    observed: Sequence[Picture]
+    metrics: Sequence[Picture]
     times: Picture | None
     timelines: dict[int, Picture]
     links: Picture | None
@@ -50,7 +50,7 @@ class Drawings:
     def all(self) -> list[Picture]:
         """The pictures in the page's order."""
         single = [picture for picture in (self.times, self.links) if picture is not None]
-        return [*self.losses, *self.observed, *single, *self.timelines.values()]
+        return [*self.losses, *self.metrics, *single, *self.timelines.values()]
 
 
 def write(folder: Path) -> Written:
@@ -70,7 +70,7 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
     """Make every picture the runs have the data for."""
     return Drawings(
         losses=loss_pictures(collection, styles),
-        observed=observed_pictures(collection, styles),
+        metrics=metric_pictures(collection, styles),
         times=time_picture(collection, styles),
         timelines=timeline_pictures(collection, styles),
         links=link_picture(collection, styles),
@@ -101,7 +101,7 @@ def _navigation() -> str:
 def _sections(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> list[str]:
     bodies = (
         summary_table(collection, styles),
-        _losses([*drawings.losses, *drawings.observed]),
+        _losses([*drawings.losses, *drawings.metrics]),
         _times(drawings.times),
         _timelines(collection, drawings.timelines),
         _links(collection, drawings.links),

@@ -10,7 +10,7 @@ from thinwire.report.facts import Facts, text
 class Step:
     """One training step: the loss is the mean over workers, bytes are cumulative per worker; NaN where unsaid.
 
-    `observed` holds what the method noticed in this step, by name.
+    `metrics` holds what the method noticed in this step, by name.
     """
 
     step: int
@@ -20,7 +20,7 @@ class Step:
     compute_seconds: float
     exposed_seconds: float
     step_seconds: float
-    observed: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

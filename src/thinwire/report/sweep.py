@@ -1,4 +1,4 @@
-"""A sweep to look at: every trial's loss against every knob, and the best in a table."""
+"""A sweep to look at: every trial's loss against every hyperparameter, and the best in a table."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -18,7 +18,7 @@ Values = Sequence[float | int | str]
 
 def write_sweep(
     folder: Path,
-    knobs: Mapping[str, Values],
+    hyperparameters: Mapping[str, Values],
     losses: Sequence[float],
     stopped: Sequence[bool],
     *,
@@ -31,10 +31,10 @@ def write_sweep(
 
     Args:
         folder: where.
-        knobs: each knob's value in every trial.
+        hyperparameters: each hyperparameter's value in every trial.
         losses: of every trial, held out, in nats; not finite where it diverged.
         stopped: whether each was given up.
-        logarithmic: knobs that were drawn so.
+        logarithmic: hyperparameters that were drawn so.
         title: of the page.
         headings: of the table.
         rows: of the table, the best first.
@@ -42,22 +42,24 @@ def write_sweep(
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    picture = sweep_picture(knobs, losses, stopped, logarithmic)
+    picture = sweep_picture(hyperparameters, losses, stopped, logarithmic)
     picture.png(folder / "plots")
     return write_text(folder / "report.html", _page(title, headings, rows, picture))
 
 
 def sweep_picture(
-    knobs: Mapping[str, Values], losses: Sequence[float], stopped: Sequence[bool], logarithmic: Sequence[str]
+    hyperparameters: Mapping[str, Values], losses: Sequence[float], stopped: Sequence[bool], logarithmic: Sequence[str]
 ) -> Picture:
-    """Loss against each knob; trials that were given up are hollow, those that diverged lie at the upper edge."""
-    down = -(-len(knobs) // _ACROSS)
-    across = min(len(knobs), _ACROSS)
+    """Loss against each hyperparameter; trials that were given up are hollow, those that diverged lie at the upper
+    edge.
+    """
+    down = -(-len(hyperparameters) // _ACROSS)
+    across = min(len(hyperparameters), _ACROSS)
     figure = canvas(1.2 + 3.2 * across, 0.6 + 2.8 * down)
     finite = [loss for loss in losses if isfinite(loss)]
     top = max(finite, default=1.0)
     shown = [loss if isfinite(loss) else top for loss in losses]
-    for place, (name, values) in enumerate(knobs.items(), 1):
+    for place, (name, values) in enumerate(hyperparameters.items(), 1):
         axes = figure.add_subplot(down, across, place)
         plain(axes, x=name, y="held-out loss, nats")
         if name in logarithmic:
@@ -69,10 +71,10 @@ def sweep_picture(
     return Picture(
         name="sweep",
         figure=figure,
-        title="What each knob did",
-        caption="Every trial's held-out loss against each of its knobs. Hollow: given up before its time."
+        title="What each hyperparameter did",
+        caption="Every trial's held-out loss against each of its hyperparameters. Hollow: given up before its time."
         + (f" {diverged} diverged and lie at the upper edge." if diverged else ""),
-        description=f"Scatter plots of {len(losses)} trials' losses against {', '.join(knobs)}.",
+        description=f"Scatter plots of {len(losses)} trials' losses against {', '.join(hyperparameters)}.",
     )
 
 

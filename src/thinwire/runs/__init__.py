@@ -24,7 +24,7 @@ _PLACES = {
     "RunFolder": "folder",
     "Settings": "settings",
     "compare": "comparison",
-    "launch": "driver",
+    "launch": "launcher",
     "parse_recipe": "recipes",
     "resolve": "defaults",
     "work": "worker",

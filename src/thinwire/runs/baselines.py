@@ -94,10 +94,10 @@ class PeerEngine:
         if self._tracing:
             self.intervals.append(Interval("wait", name, start, end, self.step))
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Nothing is ever in flight between steps."""
 
-    def observations(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Torch's methods notice nothing."""
         return {}
 
@@ -113,7 +113,7 @@ class PeerEngine:
         layout = lay_out([("", p) for p in parameters])
         own = flatten(parameters, layout)
         if self.average is not None:
-            mean = self.control.sum_(own.clone()).wait().div_(self.control.size)
+            mean = self.control.all_reduce_(own.clone()).wait().div_(self.control.size)
             copy_each_(parameters, views(mean, layout))
         try:
             yield module

@@ -44,7 +44,7 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     settings = Settings(**_filled(given, task))
     check_cut(settings, task, parse_recipe(settings.strategy))
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
-    return replace(settings, deadline_seconds=_patience(given, settings, task))
+    return replace(settings, timeout=_patience(given, settings, task))
 
 
 def check_recipe(text: str, workers: int) -> str:
@@ -122,8 +122,8 @@ def default_threads(workers: int) -> int:
 
 def _patience(given: Mapping[str, Any], settings: Settings, task: Task) -> float:
     """How long to wait for others: a minute, or several times what a whole model takes on the slowest link."""
-    if "deadline_seconds" in given:
-        return settings.deadline_seconds
+    if "timeout" in given:
+        return settings.timeout
     with torch.device("meta"):
         parameters = sum(p.numel() for p in task.model(settings.model, seed=settings.seed).parameters())
     links = parse_links(settings.link or "none", settings.workers)

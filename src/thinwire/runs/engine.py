@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.work import Interval
 from thinwire.worker import resizing
-from thinwire.worker.worker import Attached
+from thinwire.worker.worker import Worker
 
 
 class Engine(Protocol):
@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Who talked and waited when, recorded while `trace(True)`."""
         ...
 
-    def observations(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the method noticed since this was last asked, by name."""
         ...
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Move the model."""
         ...
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Wait for messages in flight, so that nothing of this rank is on the wire."""
         ...
 
@@ -110,33 +110,33 @@ class GradientClock:
 class ThinwireEngine:
     """A model under a thinwire strategy; exposed time is what the comm's meter saw blocked in waits."""
 
-    def __init__(self, attached: Attached, optimizer: Optimizer) -> None:
-        self.attached = attached
+    def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
+        self.worker = worker
         self.optimizer = optimizer
-        self.network = attached.model
-        self.consensus = attached.consensus
-        self.observations = attached.observations
-        self.settle = attached.settle
+        self.network = worker.model
+        self.consensus = worker.consensus
+        self.metrics = worker.metrics
+        self.wait_pending = worker.wait_pending
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.attached.step
+        return self.worker.step
 
     @property
     def payload_bytes(self) -> float:
         """Bytes the meter has counted."""
-        return self.attached.comm.meter.payload_bytes
+        return self.worker.comm.meter.payload_bytes
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds blocked in waits."""
-        return self.attached.comm.meter.exposed_seconds
+        return self.worker.comm.meter.exposed_seconds
 
     @property
     def intervals(self) -> list[Interval]:
         """What the meter recorded while it traced."""
-        return self.attached.comm.meter.intervals
+        return self.worker.comm.meter.intervals
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
@@ -145,7 +145,7 @@ class ThinwireEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients; a strategy that exchanges them does so meanwhile."""
-        self.attached.comm.step = self.step
+        self.worker.comm.step = self.step
         loss.backward()
 
     def update(self) -> None:
@@ -155,12 +155,12 @@ class ThinwireEngine:
 
     def trace(self, on: bool) -> None:
         """Let the meter record intervals, or not."""
-        self.attached.comm.meter.tracing = on
+        self.worker.comm.meter.tracing = on
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on from the newest checkpoint, which another number of workers may have written."""
-        return resizing.load(self.attached, folder)
+        return resizing.load(self.worker, folder)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks."""
-        self.attached.save(folder, extra=extra)
+        self.worker.save(folder, extra=extra)

@@ -110,7 +110,7 @@ class Scalars:
         for record in records:
             for name in ("loss", "step_seconds", "exposed_seconds", "payload_bytes"):
                 self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
-            for name, value in record.observed.items():
+            for name, value in record.metrics.items():
                 self._writer.add_scalar(f"observed/{name}", value, record.step)
 
     def add_evaluation(self, step: int, loss: float, metric: float) -> None:
@@ -125,4 +125,4 @@ class Scalars:
 
 def _record(line: Fields) -> Record:
     names = ("step", "seconds", "loss", "payload_bytes", "step_seconds", "exposed_seconds")
-    return Record(*(line[name] for name in names), observed=line.get("observed", {}))
+    return Record(*(line[name] for name in names), metrics=line.get("metrics", {}))

@@ -38,7 +38,7 @@ class Record:
     payload_bytes: float
     step_seconds: float
     exposed_seconds: float
-    observed: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def compute_seconds(self) -> float:
@@ -55,7 +55,7 @@ class Record:
             "compute_seconds": self.compute_seconds,
             "exposed_seconds": self.exposed_seconds,
             "step_seconds": self.step_seconds,
-            **({"observed": self.observed} if self.observed else {}),
+            **({"metrics": self.metrics} if self.metrics else {}),
         }
 
 
@@ -71,18 +71,18 @@ def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Reco
     """
     names = _names(comm, mine, device)
     rows = torch.tensor([_numbers(record, names) for record in mine], dtype=torch.float64, device=device)
-    everyone: Tensor = torch.stack([x.cpu() for x in comm.gather(rows).wait()])
+    everyone: Tensor = torch.stack([x.cpu() for x in comm.all_gather(rows).wait()])
     # A rank that noticed nothing says NaN, which counts for nothing in the mean.
     means, latest = everyone.nanmean(0).tolist(), everyone[:, :, 0].amax(0).tolist()
     return [
-        Record(record.step, seconds, *mean[1:_FIXED], observed=_known(names, mean[_FIXED:]))
+        Record(record.step, seconds, *mean[1:_FIXED], metrics=_known(names, mean[_FIXED:]))
         for record, seconds, mean in zip(mine, latest, means, strict=True)
     ]
 
 
 def _names(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[str]:
     """Of everything that any rank has noticed."""
-    noticed = json.dumps(sorted({name for record in mine for name in record.observed}))
+    noticed = json.dumps(sorted({name for record in mine for name in record.metrics}))
     return sorted({name for text in gather_texts(comm, noticed.encode(), device) for name in json.loads(text)})
 
 
@@ -92,7 +92,7 @@ def _known(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
 
 def _numbers(record: Record, names: Sequence[str]) -> list[float]:
     fixed = [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
-    return [*fixed, *(record.observed.get(name, math.nan) for name in names)]
+    return [*fixed, *(record.metrics.get(name, math.nan) for name in names)]
 
 
 @dataclass

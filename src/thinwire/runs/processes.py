@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm
-from thinwire.errors import ConfigError, DeadlineError
+from thinwire.errors import CommTimeoutError, ConfigError
 from thinwire.runs.settings import Settings
 
 # Others wait this long while rank 0 evaluates.
@@ -33,18 +33,18 @@ def joined(settings: Settings) -> Generator[tuple[Comm, Comm]]:
 
     Raises:
         ConfigError: another number of processes was started.
-        DeadlineError: the others did not come.
+        CommTimeoutError: the others did not come.
     """
     size = _started()
     if size != settings.workers:
         raise ConfigError(f"workers={settings.workers}: {size} processes were started; start as many as workers")
     own = not dist.is_initialized()
     if own:
-        patience = timedelta(seconds=settings.deadline_seconds)
+        patience = timedelta(seconds=settings.timeout)
         _start("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo", patience)
     try:
-        training = GroupComm(deadline_seconds=settings.deadline_seconds)
-        yield training, GroupComm(deadline_seconds=_PATIENCE_SECONDS)
+        training = GroupComm(timeout=settings.timeout)
+        yield training, GroupComm(timeout=_PATIENCE_SECONDS)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
@@ -68,4 +68,6 @@ def _start(backend: str, patience: timedelta) -> None:
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         first = str(error).splitlines()[0][:200]
-        raise DeadlineError(f"rank {os.environ['RANK']}: the workers did not all meet at {where} ({first})") from error
+        raise CommTimeoutError(
+            f"rank {os.environ['RANK']}: the workers did not all meet at {where} ({first})"
+        ) from error

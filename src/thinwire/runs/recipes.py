@@ -15,7 +15,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import WORDS, brief, parse
 
 Recipe = Strategy | Peer
-PEERS: Mapping[str, type[Peer]] = {kind.name: kind for kind in (Plain, Bf16Gradients, PowerSGD, PostLocalSGD)}
+BASELINES: Mapping[str, type[Peer]] = {kind.name: kind for kind in (Plain, Bf16Gradients, PowerSGD, PostLocalSGD)}
 _PEER = re.compile(r"([a-z][a-z0-9+-]*)\s*(\(.*\))?", re.DOTALL)
 
 
@@ -30,10 +30,10 @@ def parse_recipe(text: str) -> Recipe:
     match = _PEER.fullmatch(text.strip())
     if match is None or not _meant(match[1]):
         return parse(text)
-    if match[1] not in PEERS:
+    if match[1] not in BASELINES:
         close = _meant(match[1])
-        raise ConfigError(f"strategy {text!r}: unknown; did you mean {close}? (torch's own are {', '.join(PEERS)})")
-    return _build(PEERS[match[1]], _arguments(match[2] or "()", text), text)
+        raise ConfigError(f"strategy {text!r}: unknown; did you mean {close}? (torch's own are {', '.join(BASELINES)})")
+    return _build(BASELINES[match[1]], _arguments(match[2] or "()", text), text)
 
 
 def split_recipes(text: str) -> list[str]:
@@ -59,8 +59,8 @@ def describe(recipe: Recipe) -> str:
 def _meant(word: str) -> str:
     """The peer that a word names or nearly names; empty where one of thinwire's own words is nearer."""
     own = [name.lower() for name in WORDS]
-    close = get_close_matches(word, [*PEERS, *own], n=1, cutoff=0.6)
-    return close[0] if close and close[0] in PEERS else ""
+    close = get_close_matches(word, [*BASELINES, *own], n=1, cutoff=0.6)
+    return close[0] if close and close[0] in BASELINES else ""
 
 
 def _arguments(text: str, whole: str) -> dict[str, Any]:

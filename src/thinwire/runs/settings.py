@@ -62,7 +62,7 @@ class Settings:
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
         timeline_steps: how many steps, early in the run, have their time intervals recorded.
-        deadline_seconds: how long a worker waits for the others; a minute, or more with slow links or workers,
+        timeout: how long a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
         tensorboard: write TensorBoard events too.
         command: the command line, for the record.
@@ -100,7 +100,7 @@ class Settings:
     eval_limit: int | None = 256
     save_every: int | None = None
     timeline_steps: int = 24
-    deadline_seconds: float = 60.0
+    timeout: float = 60.0
     tensorboard: bool = False
     command: str = ""
 
@@ -109,7 +109,7 @@ class Settings:
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "timeline_steps", "seed"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("seconds", "target_loss", "lr", "deadline_seconds"):
+        for name in ("seconds", "target_loss", "lr", "timeout"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name}={value}: must be a positive number")

@@ -134,7 +134,7 @@ class CutEngine(ThinwireEngine):
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on from the newest checkpoint of this rank's block, which as many copies have written."""
-        return self.attached.load(folder)
+        return self.worker.load(folder)
 
     def trace(self, on: bool) -> None:
         """Let the meters record intervals, or not."""
@@ -153,7 +153,7 @@ def cut_engine(recipe: Strategy, model: nn.Module, settings: Settings, make: Any
     """
     rows, columns = settings.mesh_shape
     vocabulary = model.get_submodule("embedding").get_parameter("weight").shape[0]
-    mesh = mesh_3d((settings.copies, rows, columns), device=settings.device, deadline_seconds=settings.deadline_seconds)
+    mesh = mesh_3d((settings.copies, rows, columns), device=settings.device, timeout=settings.timeout)
     parallelize_2d(model, mesh.block, seed=settings.seed + mesh.data.rank)
     optimizer: Optimizer = make(model, settings)
     if settings.optimizer == "lamb":

@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Workplace:
+class RunContext:
     """What one rank trains with.
 
     Attributes:
@@ -75,7 +75,7 @@ class Training:
     they share what they noted, evaluate and save. So do the counters of payload and of wire bytes.
     """
 
-    def __init__(self, place: Workplace, extra: dict[str, Any] | None = None) -> None:
+    def __init__(self, place: RunContext, extra: dict[str, Any] | None = None) -> None:
         kept = extra or {"seconds": 0.0, "payload_bytes": 0.0, "carried": None}
         if place.coreset is not None and "coreset" in kept:
             place.coreset.load_state_dict(kept["coreset"])
@@ -138,7 +138,7 @@ class Training:
         seconds = self.seconds + end - self._opened
         self._mine += [left_out(done) for done in range(step + 1, engine.step)]
         self._mine.append(
-            Record(engine.step, seconds, loss, self.payload_bytes, end - start, exposed, engine.observations())
+            Record(engine.step, seconds, loss, self.payload_bytes, end - start, exposed, engine.metrics())
         )
         self._tell(self._mine[-1], end)
 
@@ -155,7 +155,7 @@ class Training:
         paused = place.straggler.pause(step, self._compute_seconds)
         engine.backward(loss)
         if isinstance(engine, ThinwireEngine):
-            engine.attached.saw(loss=loss)
+            engine.worker.record_batch(loss=loss)
         engine.update()
         return paused, value
 
@@ -182,7 +182,7 @@ class Training:
     # -- meetings ------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
-        self.place.control.sum_(torch.zeros(1)).wait()
+        self.place.control.all_reduce_(torch.zeros(1)).wait()
 
     def _open(self) -> None:
         self._barrier()
@@ -204,7 +204,7 @@ class Training:
     def _settle(self) -> None:
         """Wait for what is in flight while the clock runs: nobody's transfer is to be had for nothing."""
         exposed, start = self.engine.exposed_seconds, time.perf_counter()
-        self.engine.settle()
+        self.engine.wait_pending()
         taken, exposed = time.perf_counter() - start, self.engine.exposed_seconds - exposed
         last = self._mine[-1]
         self._mine[-1] = replace(
@@ -215,15 +215,15 @@ class Training:
         )
 
     def _do_what_is_due(self) -> bool:
-        step, agenda = self.engine.step, self._agenda
-        over = agenda.is_over(step, self.seconds)
-        if agenda.evaluation_is_due(step, self.seconds) or over:
+        step, schedule = self.engine.step, self._agenda
+        over = schedule.is_over(step, self.seconds)
+        if schedule.evaluation_is_due(step, self.seconds) or over:
             self._evaluate()
         over = over or self.seconds_to_target is not None
         spans = self._timeline.gather(self.place.control, step, last=over)
         if self.place.writer is not None:
             self.place.writer.add_spans(spans)
-        if agenda.save_is_due(step) or (over and self.place.settings.save_every is not None):
+        if schedule.save_is_due(step) or (over and self.place.settings.save_every is not None):
             self._save()
         return over
 

@@ -26,7 +26,7 @@ from thinwire.runs.recipes import Recipe, parse_recipe
 from thinwire.runs.settings import Settings
 from thinwire.runs.tensor import Cut, cut_engine
 from thinwire.runs.traffic import Carried
-from thinwire.runs.training import Training, Workplace
+from thinwire.runs.training import RunContext, Training
 from thinwire.runs.writer import Writer
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Shard, Task, load
@@ -84,7 +84,7 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
         emit({"event": "start", "parameters": parameters, "step": engine.step})
     number = comm.rank if cut is None else cut.copy
     shard = task.shards(settings.copies, split=settings.split, seed=settings.seed)[number]
-    place = Workplace(
+    place = RunContext(
         settings=settings,
         task=task,
         shard=shard,
@@ -136,8 +136,8 @@ def _engine(
     optimizer = make_optimizer(model, settings)
     if isinstance(recipe, Peer):
         return recipe.engine(model, optimizer, control), None
-    attached = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
-    return ThinwireEngine(attached, optimizer), None
+    worker = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
+    return ThinwireEngine(worker, optimizer), None
 
 
 def _finish(training: Training) -> Fields | None:
@@ -145,7 +145,7 @@ def _finish(training: Training) -> Fields | None:
     place, carried = training.place, training.carried
     wire = [-1.0, -1.0] if carried is None else [float(carried.sent), float(carried.received)]
     mine = torch.tensor([*wire, training.payload_bytes], dtype=torch.float64)
-    rows = [row.tolist() for row in place.control.gather(mine).wait()]
+    rows = [row.tolist() for row in place.control.all_gather(mine).wait()]
     if place.writer is None:
         return None
     every = [None if row[0] < 0 else Carried(round(row[0]), round(row[1])) for row in rows]

@@ -19,7 +19,7 @@ from thinwire.storage.tree import pack, unpack
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFile:
     """Where one rank's part of a checkpoint lies.
 
     Attributes:

@@ -14,13 +14,13 @@ from thinwire.strategies.gradients.fetch import FetchSGD
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.strategies.gradients.sketched import SketchedSGD
 from thinwire.strategies.gradients.zero_one import ZeroOne
-from thinwire.strategies.leader.async_leader import AsyncLSGD
-from thinwire.strategies.leader.leader import LSGD
-from thinwire.strategies.leader.leader_gradient import LGD
+from thinwire.strategies.leader.async_leader import AsyncLeaderSGD
+from thinwire.strategies.leader.leader import LeaderSGD
+from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.strategies.local.cocod import CoCoD
 from thinwire.strategies.local.elastic_averaging import EASGD
 from thinwire.strategies.local.local_sgd import Local, LocalSGD
-from thinwire.strategies.local.minibatch_local_sgd import InnerOuter
+from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
 from thinwire.strategies.local.slow_momentum import SlowMo
 from thinwire.strategies.local.streaming import Streaming
@@ -34,10 +34,8 @@ __all__ = [
     "ADPSGD",
     "DQSGD",
     "EASGD",
-    "LGD",
-    "LSGD",
     "AllReduce",
-    "AsyncLSGD",
+    "AsyncLeaderSGD",
     "BackupWorkers",
     "Choco",
     "CoCoD",
@@ -48,9 +46,11 @@ __all__ = [
     "ExactDiffusion",
     "FetchSGD",
     "Gossip",
-    "InnerOuter",
+    "LeaderGradientDescent",
+    "LeaderSGD",
     "Local",
     "LocalSGD",
+    "MinibatchLocalSGD",
     "OverlapLocalSGD",
     "ParameterServer",
     "Probe",

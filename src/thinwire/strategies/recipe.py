@@ -23,7 +23,7 @@ from thinwire.codecs.top_k import TopK
 from thinwire.errors import ConfigError
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
-from thinwire.strategies.local.outer_optimizer import Outer
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.topology.base import Topology
 
 CODECS: tuple[type, ...] = (
@@ -50,7 +50,7 @@ WORDS: Mapping[str, type] = {
     **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
     **{kind.__name__: kind for kind in CODECS},
     **{kind.__name__: kind for kind in (BitBudget, ErrorBound, FixedBits)},
-    "Outer": Outer,
+    "OuterOptimizer": OuterOptimizer,
 }
 
 _EXAMPLE = "write it like SlowMo(period=12)"

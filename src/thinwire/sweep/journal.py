@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.errors import CheckpointError
 from thinwire.fusion.checkpoints import read, write
-from thinwire.storage.rank_file import Part
+from thinwire.storage.rank_file import RankFile
 from thinwire.sweep.plan import Plan
 from thinwire.sweep.training import Seen, Together, train_together
 from thinwire.sweep.trials import Copy, Outcome, Trial
@@ -18,7 +18,7 @@ from thinwire.sweep.trials import Copy, Outcome, Trial
 Fields = dict[str, Any]
 # What a journal looks like: one of another form cannot be gone on with.
 _FORM = 2
-# Numbers and knobs of an array's trials, as they were proposed.
+# Numbers and hyperparameters of an array's trials, as they were proposed.
 Begun = list[list[Any]]
 
 
@@ -87,7 +87,7 @@ class Journal:
             CheckpointError: the array that was trained before was of other trials.
         """
         self._array += 1
-        begun = [[trial.number, dict(trial.knobs)] for trial in trials]
+        begun = [[trial.number, dict(trial.hyperparameters)] for trial in trials]
         if self._array <= len(self._arrays):
             before = self._arrays[self._array - 1]
             self._refuse_others(before["trials"], begun)
@@ -115,8 +115,8 @@ class Journal:
     def _refuse_others(self, before: Begun, now: Begun) -> None:
         if before != now:
             raise CheckpointError(
-                f"{self.folder}: array {self._array} had trials with other knobs than the sampler proposes now; go on "
-                "with the same seed, and the same version of its library"
+                f"{self.folder}: array {self._array} had trials with other hyperparameters than the sampler proposes "
+                "now; go on with the same seed, and the same version of its library"
             )
 
     def _keep(self, begun: Begun, run: Together, ended: Sequence[Outcome]) -> None:
@@ -179,7 +179,7 @@ def _content(folder: Path) -> Fields:
 
 
 def _refuse_to_lose(folder: Path, anew: bool) -> None:
-    if anew or not Part(folder, 0).path.exists():
+    if anew or not RankFile(folder, 0).path.exists():
         return
     before = _content(folder)
     if before.get("ended") or not (before["arrays"] or before["under_way"]):
@@ -207,16 +207,19 @@ def fields_of(outcome: Outcome) -> Fields:
     """An outcome as JSON."""
     return {
         "trial": outcome.trial.number,
-        "knobs": dict(outcome.trial.knobs),
+        "hyperparameters": dict(outcome.trial.hyperparameters),
         "loss": outcome.loss,
         "metric": outcome.metric,
         "steps": outcome.steps,
         "stopped": outcome.stopped,
-        "copies": [{"step": each.step, "source": each.source, "knobs": dict(each.knobs)} for each in outcome.copies],
+        "copies": [
+            {"step": each.step, "source": each.source, "hyperparameters": dict(each.hyperparameters)}
+            for each in outcome.copies
+        ],
     }
 
 
 def _outcome(fields: Fields) -> Outcome:
-    trial = Trial(fields["trial"], fields["knobs"])
+    trial = Trial(fields["trial"], fields["hyperparameters"])
     copies = tuple(Copy(**each) for each in fields["copies"])
     return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"], copies)

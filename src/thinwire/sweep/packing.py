@@ -11,7 +11,7 @@ from ray.tune.search import Searcher
 
 from thinwire.errors import ConfigError
 
-Knobs = dict[str, Any]
+Hyperparameters = dict[str, Any]
 
 
 class PackedSearcher(Searcher):
@@ -28,14 +28,14 @@ class PackedSearcher(Searcher):
         ConfigError: the searcher has a space of its own.
     """
 
-    def __init__(self, searcher: Searcher, together: int, *, metric: str, mode: str, space: Knobs) -> None:
+    def __init__(self, searcher: Searcher, together: int, *, metric: str, mode: str, space: Hyperparameters) -> None:
         super().__init__(metric=metric, mode=mode)
         self.searcher, self.together, self.judged = searcher, together, metric
-        self.asked: dict[str, dict[str, Knobs]] = {}
+        self.asked: dict[str, dict[str, Hyperparameters]] = {}
         if not searcher.set_search_properties(metric, mode, space):
             raise ConfigError(f"{type(searcher).__name__} has a space of its own already; make it without one")
 
-    def set_search_properties(self, metric: str | None, mode: str | None, config: Knobs, **spec: Any) -> bool:
+    def set_search_properties(self, metric: str | None, mode: str | None, config: Hyperparameters, **spec: Any) -> bool:
         """Take note of what Tune judges packs by.
 
         Raises:
@@ -45,18 +45,18 @@ class PackedSearcher(Searcher):
             raise ConfigError(f"param_space={config} beside packed(): it has the space of members; leave one out")
         return True
 
-    def suggest(self, trial_id: str) -> dict[str, list[Knobs]] | None:
+    def suggest(self, trial_id: str) -> dict[str, list[Hyperparameters]] | None:
         """The next pack; None while the inner searcher wants to wait, and Tune's own word when there is none left."""
         finished: Any = Searcher.FINISHED
         found = self.asked.setdefault(trial_id, {})
         for place in range(len(found), self.together):
             member = f"{trial_id}-{place}"
-            knobs = self.searcher.suggest(member)
-            if knobs is None:
+            hyperparameters = self.searcher.suggest(member)
+            if hyperparameters is None:
                 return None
-            if knobs == finished:
+            if hyperparameters == finished:
                 break
-            found[member] = knobs
+            found[member] = hyperparameters
         return {"members": list(found.values())} if found else finished
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:

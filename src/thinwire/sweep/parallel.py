@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.codecs.cast import Bf16, Fp16
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
-from thinwire.comm.work import arrived
+from thinwire.comm.work import completed
 from thinwire.errors import ConfigError
 from thinwire.fusion.array import FusedArray
 from thinwire.fusion.optimizers.base import FusedOptimizer
@@ -33,7 +33,7 @@ from thinwire.strategies.push_sum.push_sum import PushSum
 from thinwire.sweep import saving
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
-from thinwire.worker.worker import Attached, attach
+from thinwire.worker.worker import Worker, attach
 
 # They do to every element of the vector what they do to every other, so that models do not mix.
 _APART = (AllReduce, Local, LocalSGD, SlowMo, Gossip, PushSum)
@@ -76,14 +76,14 @@ class ParallelArray:
         attached: what `thinwire.attach` returned: its meter, consensus and clock are those of all models together.
     """
 
-    def __init__(self, attached: Attached, array: FusedArray, optimizer: FusedOptimizer, **settings: Any) -> None:
-        self.attached, self.array, self.optimizer, self._settings = attached, array, optimizer, settings
+    def __init__(self, worker: Worker, array: FusedArray, optimizer: FusedOptimizer, **settings: Any) -> None:
+        self.worker, self.array, self.optimizer, self._settings = worker, array, optimizer, settings
         self._take_rates()
 
     @contextmanager
     def consensus(self) -> Generator[FusedArray]:
         """The array all workers agree on, to evaluate and to `extract` from; every rank must enter."""
-        with self.attached.consensus():
+        with self.worker.consensus():
             yield self.array
 
     def select(self, indices: Sequence[int]) -> Selection:
@@ -99,20 +99,20 @@ class ParallelArray:
         for index in indices:
             if not 0 <= index < self.array.size:
                 raise ConfigError(f"slot {index}: there are {self.array.size}, counted from 0")
-        before = self.attached
+        before = self.worker
         before.detach()
         kept = self.array.select(indices)
         self.optimizer.select(kept)
-        self.attached = _attach(self.array, self.optimizer, before.strategy, before.comm, "own", **self._settings)
+        self.worker = _attach(self.array, self.optimizer, before.strategy, before.comm, "own", **self._settings)
         self._take_rates()
         for old, new, *layouts in zip(
-            before.replicas, self.attached.replicas, before.layouts, self.attached.layouts, strict=True
+            before.replicas, self.worker.replicas, before.layouts, self.worker.layouts, strict=True
         ):
             new.step = old.step
             carry = partial(_carried, layouts[0], layouts[1], kept)
             new.state = {name: carry(vector) for name, vector in old.state.items()}
-            new.inflight = {name: arrived([carry(x) for x in work.wait()]) for name, work in old.inflight.items()}
-        before.comm.step = self.attached.step
+            new.inflight = {name: completed([carry(x) for x in work.wait()]) for name, work in old.inflight.items()}
+        before.comm.step = self.worker.step
         return kept
 
     def insert(self, index: int, model: nn.Module, *, seed: int | None = None, **hyperparameters: float) -> None:
@@ -140,10 +140,10 @@ class ParallelArray:
             rows = [_row(tensor, index) for tensor in tensors if owner_of(tensor) in (None, index)]
             for alike in by_kind(rows).values():
                 vector = flatten(alike, layout := lay_out([("", row) for row in alike]))
-                self.attached.comm.broadcast_(vector, 0).wait()
+                self.worker.comm.broadcast_(vector, 0).wait()
                 copy_each_(alike, views(vector, layout))
-            for replica, layout in zip(self.attached.replicas, self.attached.layouts, strict=True):
-                _begin_anew(self.attached.strategy, replica, layout, index)
+            for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
+                _begin_anew(self.worker.strategy, replica, layout, index)
 
     def save(
         self,
@@ -195,14 +195,14 @@ class ParallelArray:
 
     def detach(self) -> None:
         """Remove every hook; the array trains alone from here on."""
-        self.attached.detach()
+        self.worker.detach()
 
     def _agree(self, name: str, value: object) -> None:
-        agree(self.attached.comm, [(name, repr(value))], self.attached.replicas[0].x.device)
+        agree(self.worker.comm, [(name, repr(value))], self.worker.replicas[0].x.device)
 
     def _take_rates(self) -> None:
         """Strategies that ask for the learning rate get each model's own."""
-        for replica, layout in zip(self.attached.replicas, self.attached.layouts, strict=True):
+        for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
             replica._lr = rates_of(self.optimizer, layout, replica.x)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -217,7 +217,7 @@ def attach_array(
     seed: int = 0,
     scaler: GradScaler | None = None,
     bucket_bytes: int = 8 << 20,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> ParallelArray:
     r"""Train an array with a strategy, as `thinwire.attach` does a model: every message carries all B models.
 
@@ -235,19 +235,19 @@ def attach_array(
         seed: the key of the strategy's random draws; equal on all ranks.
         scaler: the loop's; where gradients differ between workers, which models skip a step is decided by all ranks.
         bucket_bytes: how much gradient of one model travels in one message.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the strategy would mix models, or cannot serve them.
         MismatchError: ranks were started with different arrays, recipes or seeds.
     """
     _refuse_mixing(strategy)
-    wire = comm or comm_for(group, deadline_seconds=deadline_seconds)
+    wire = comm or comm_for(group, timeout=timeout)
     settings = {"seed": seed, "bucket_bytes": bucket_bytes}
-    attached = _attach(array, optimizer, strategy, wire, init, **settings)
+    worker = _attach(array, optimizer, strategy, wire, init, **settings)
     if scaler is not None and scaler.enabled and wire.size > 1 and not strategy.sends_gradients:
-        _share_skips(scaler, wire, attached.replicas[0].x.device)
-    return ParallelArray(attached, array, optimizer, **settings)
+        _share_skips(scaler, wire, worker.replicas[0].x.device)
+    return ParallelArray(worker, array, optimizer, **settings)
 
 
 def _attach(
@@ -259,7 +259,7 @@ def _attach(
     *,
     seed: int,
     bucket_bytes: int,
-) -> Attached:
+) -> Worker:
     # The same buckets as one model's, each as many times as long as there are models.
     return attach(
         Stacked(array), optimizer, strategy, comm=comm, init=init, seed=seed, bucket_bytes=bucket_bytes * array.size
@@ -312,7 +312,7 @@ def _share_skips(scaler: GradScaler, comm: Comm, device: torch.device) -> None:
 
     def together(optimizer: FusedOptimizer) -> Tensor:
         found = alone(optimizer)
-        found.copy_(comm.sum_(found.to(device, torch.float32)).wait().cpu() > 0)
+        found.copy_(comm.all_reduce_(found.to(device, torch.float32)).wait().cpu() > 0)
         return found
 
     scaler.unscale_ = together

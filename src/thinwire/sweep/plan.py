@@ -1,4 +1,4 @@
-"""What all trials of a sweep have in common, and what a trial's knobs come to."""
+"""What all trials of a sweep have in common, and what a trial's hyperparameters come to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from thinwire.errors import ConfigError
 from thinwire.sweep.population import Population
-from thinwire.sweep.space import Choices, Domain, Knobs, Range, Space, Value
+from thinwire.sweep.space import Choices, Domain, Hyperparameters, Range, Space, Value
 from thinwire.sweep.trials import Halving
 from thinwire.tasks.base import Task
 
@@ -17,7 +17,7 @@ _ALONE = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
 
 @dataclass(frozen=True)
 class Setting:
-    """All knobs of one trial.
+    """All hyperparameters of one trial.
 
     Args:
         lr: the peak learning rate.
@@ -94,44 +94,44 @@ class Plan:
                 f"halving={self.halving} with a population: members are copied over, not given up; keep one of the two"
             )
 
-    def setting(self, knobs: Knobs) -> Setting:
-        """The knobs with the task's own settings for those left alone.
+    def setting(self, hyperparameters: Hyperparameters) -> Setting:
+        """The hyperparameters with the task's own settings for those left alone.
 
         Raises:
-            ConfigError: there is no such knob, or its value is not of its kind.
+            ConfigError: there is no such hyperparameter, or its value is not of its kind.
         """
         known = {field.name for field in fields(Setting)}
-        for name in knobs:
+        for name in hyperparameters:
             if name not in known:
-                raise ConfigError(f"knob {name!r}: there are {', '.join(sorted(known))}")
-        optimizer = _text(knobs, "optimizer", self.task.defaults.optimizer)
+                raise ConfigError(f"hyperparameter {name!r}: there are {', '.join(sorted(known))}")
+        optimizer = _text(hyperparameters, "optimizer", self.task.defaults.optimizer)
         if optimizer not in ("sgd", "adamw"):
             raise ConfigError(f"optimizer={optimizer!r}: a sweep has sgd and adamw")
         usual = self.task.defaults_for(optimizer)
-        size = _text(knobs, "model_size", self.task.default_size)
+        size = _text(hyperparameters, "model_size", self.task.default_size)
         if size not in self.task.sizes:
             raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
         return Setting(
-            lr=_number(knobs, "lr", usual.lr),
-            momentum=_number(knobs, "momentum", usual.momentum),
-            weight_decay=_number(knobs, "weight_decay", usual.weight_decay),
+            lr=_number(hyperparameters, "lr", usual.lr),
+            momentum=_number(hyperparameters, "momentum", usual.momentum),
+            weight_decay=_number(hyperparameters, "weight_decay", usual.weight_decay),
             optimizer=usual.optimizer,
-            batch_size=_whole(knobs, "batch_size", usual.batch_size),
+            batch_size=_whole(hyperparameters, "batch_size", usual.batch_size),
             model_size=size,
-            beta1=_number(knobs, "beta1", 0.9),
-            beta2=_number(knobs, "beta2", 0.999),
-            eps=_number(knobs, "eps", 1e-8),
+            beta1=_number(hyperparameters, "beta1", 0.9),
+            beta2=_number(hyperparameters, "beta2", 0.999),
+            eps=_number(hyperparameters, "eps", 1e-8),
         )
 
     def check(self, space: Space) -> None:
         """Refuse a space before anything is trained.
 
         Raises:
-            ConfigError: a knob does not exist, has a value that no trial can be made with, or does nothing because none
-                of the optimizers has it.
+            ConfigError: a hyperparameter does not exist, has a value that no trial can be made with, or does nothing
+                because none of the optimizers has it.
         """
-        for knobs in space.corners():
-            self.setting(knobs)
+        for hyperparameters in space.corners():
+            self.setting(hyperparameters)
         sizes = space.domains.get("batch_size")
         if isinstance(sizes, Range) and sizes.scale != "whole":
             raise ConfigError(
@@ -143,7 +143,8 @@ class Plan:
             owner = _ALONE.get(name)
             if owner is not None and owner not in used:
                 raise ConfigError(
-                    f"{name}={space.domains[name]}: {' and '.join(used)} has no such knob; leave it out, or use {owner}"
+                    f"{name}={space.domains[name]}: {' and '.join(used)} has no such hyperparameter; leave it out, or "
+                    f"use {owner}"
                 )
 
     def _optimizers(self, domain: Domain | None) -> list[str]:
@@ -156,19 +157,19 @@ class Plan:
         return 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
 
 
-def _number(knobs: Knobs, name: str, usual: float) -> float:
-    value: Value = knobs.get(name, usual)
+def _number(hyperparameters: Hyperparameters, name: str, usual: float) -> float:
+    value: Value = hyperparameters.get(name, usual)
     if isinstance(value, str):
         raise ConfigError(f"{name}={value!r}: must be a number, such as {usual:g}")
     return value
 
 
-def _whole(knobs: Knobs, name: str, usual: int) -> int:
-    value = _number(knobs, name, usual)
+def _whole(hyperparameters: Hyperparameters, name: str, usual: int) -> int:
+    value = _number(hyperparameters, name, usual)
     if not math.isfinite(value) or value != int(value):
         raise ConfigError(f"{name}={value}: must be a whole number, such as {usual}")
     return int(value)
 
 
-def _text(knobs: Knobs, name: str, usual: str) -> str:
-    return str(knobs.get(name, usual))
+def _text(hyperparameters: Hyperparameters, name: str, usual: str) -> str:
+    return str(hyperparameters.get(name, usual))

@@ -1,9 +1,10 @@
 """Ray Tune over arrays: one of Tune's trials is a process that trains many members as one array.
 
 Tune gives every trial a process of its own, and an array wants many trials in one process. So what Tune is told is a
-trial is a *pack*: its configuration is `{"members": [knobs, ...]}`, what it reports is its best member's loss and the
-table of all. Tune's searchers still learn from single members, through `packed`; its schedulers compare packs, while
-within a pack `Plan.halving` gives members up. Which members share a pack does not depend on who arrives when.
+trial is a *pack*: its configuration is `{"members": [hyperparameters, ...]}`, what it reports is its best member's
+loss and the table of all. Tune's searchers still learn from single members, through `packed`; its schedulers compare
+packs, while within a pack `Plan.halving` gives members up. Which members share a pack does not depend on who arrives
+when.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
     """A function that Tune can run: trains the members of its configuration as one array, in one process.
 
     It reports `loss` (held out, of the best member), `best` (its place), `steps` (of all arrays of the pack) and
-    `members` (of each its place, knobs, loss, metric, steps and whether it was stopped), with a checkpoint from which a
-    pack that failed or was paused goes on bit for bit. Members that differ in what cannot be fused are trained array
-    after array.
+    `members` (of each its place, hyperparameters, loss, metric, steps and whether it was stopped), with a checkpoint
+    from which a pack that failed or was paused goes on bit for bit. Members that differ in what cannot be fused are
+    trained array after array.
 
     Args:
         plan: of every member.
@@ -71,7 +72,7 @@ class _Pack:
             before.to_directory(str(folder))
         self.journal = Journal(
             folder,
-            {MEMBERS: [dict(trial.knobs) for trial in trials]},
+            {MEMBERS: [dict(trial.hyperparameters) for trial in trials]},
             resume=before is not None,
             every_seconds=0,
             every_steps=every,
@@ -101,8 +102,10 @@ def members_of(config: Config) -> list[Trial]:
     """
     members = config.get(MEMBERS)
     if not isinstance(members, list) or not members or not all(isinstance(each, Mapping) for each in members):
-        raise ConfigError(f"config={dict(config)}: a pack is {{'members': [knobs, ...]}}; see packed() and pack_of()")
-    return [Trial(place, dict(knobs)) for place, knobs in enumerate(members)]
+        raise ConfigError(
+            f"config={dict(config)}: a pack is {{'members': [hyperparameters, ...]}}; see packed() and pack_of()"
+        )
+    return [Trial(place, dict(hyperparameters)) for place, hyperparameters in enumerate(members)]
 
 
 def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:

@@ -1,4 +1,4 @@
-"""What a sweep may choose from: a range or a list of values for each knob, as text and as numbers."""
+"""What a sweep may choose from: a range or a list of values for each hyperparameter, as text and as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from thinwire.errors import ConfigError
 
 Value: TypeAlias = float | int | str
-Knobs: TypeAlias = Mapping[str, Value]
+Hyperparameters: TypeAlias = Mapping[str, Value]
 _EXAMPLE = "write it like log:1e-4:1e-1, 0:0.95, whole:8:64 or 16,32,64"
 
 
@@ -87,16 +87,18 @@ Domain: TypeAlias = Range | Choices
 
 @dataclass(frozen=True)
 class Space:
-    """The knobs that a sweep turns, and what it may turn them to.
+    """The hyperparameters that a sweep turns, and what it may turn them to.
 
     Args:
-        domains: of each knob, by name.
+        domains: of each hyperparameter, by name.
     """
 
     domains: Mapping[str, Domain]
 
     def corners(self) -> list[dict[str, Value]]:
-        """Every value of every list, and both ends of every range, one knob at a time: what may be asked for."""
+        """Every value of every list, and both ends of every range, one hyperparameter at a time: what may be asked
+        for.
+        """
         found = list[dict[str, Value]]()
         for name, domain in self.domains.items():
             values = domain.values if isinstance(domain, Choices) else (domain.low, domain.high)
@@ -104,7 +106,7 @@ class Space:
         return found
 
     def draw(self, seed: int, number: int) -> dict[str, Value]:
-        """The knobs of one trial: the same whenever it is asked for, whatever other trials there are."""
+        """The hyperparameters of one trial: the same whenever it is asked for, whatever other trials there are."""
         draws = np.random.default_rng(np.random.SeedSequence((seed, number)))
         return {name: self.domains[name].at(float(draws.random())) for name in sorted(self.domains)}
 

@@ -24,27 +24,27 @@ from thinwire.tasks.base import IGNORED, evaluating
 
 
 class Together:
-    """Trials as one array: alike in all knobs but those of `FUSIBLE`.
+    """Trials as one array: alike in all hyperparameters but those of `FUSIBLE`.
 
     Args:
         plan: of the sweep.
         trials: at least one.
 
     Attributes:
-        live: the trials by place, with the knobs that they have now.
+        live: the trials by place, with the hyperparameters that they have now.
         copies: of each, as in its `Outcome`.
         losses: of each in its last batch, [B]; NaN before the first.
 
     Raises:
-        ConfigError: trials differ in a knob that cannot be fused, or the population perturbs none that the optimizer
-            has.
+        ConfigError: trials differ in a hyperparameter that cannot be fused, or the population perturbs none that the
+            optimizer has.
     """
 
     def __init__(self, plan: Plan, trials: Sequence[Trial]) -> None:
         self.plan = plan
         self.live = list(trials)
         self.copies: list[tuple[Copy, ...]] = [()] * len(trials)
-        settings = [plan.setting(trial.knobs) for trial in trials]
+        settings = [plan.setting(trial.hyperparameters) for trial in trials]
         fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
         if len(fixed) != 1:
             raise ConfigError(f"trials with {fixed}: one array has one optimizer, batch size and model; partition them")
@@ -89,8 +89,10 @@ class Together:
     def state(self) -> dict[str, Any]:
         """Everything that `restored` needs: tensors and JSON values."""
         return {
-            "live": [[trial.number, dict(trial.knobs)] for trial in self.live],
-            "copies": [[[each.step, each.source, dict(each.knobs)] for each in copies] for copies in self.copies],
+            "live": [[trial.number, dict(trial.hyperparameters)] for trial in self.live],
+            "copies": [
+                [[each.step, each.source, dict(each.hyperparameters)] for each in copies] for copies in self.copies
+            ],
             "step": self.step,
             "rates": self.rates.clone(),
             "array": state_of(self.array, optimizer=self.optimizer),
@@ -107,7 +109,7 @@ class Together:
         Raises:
             CheckpointError: it is of another model or optimizer.
         """
-        run = cls(plan, [Trial(number, knobs) for number, knobs in state["live"]])
+        run = cls(plan, [Trial(number, hyperparameters) for number, hyperparameters in state["live"]])
         restore(state["array"], run.array, optimizer=run.optimizer)
         run.copies = [tuple(Copy(*each) for each in copies) for copies in state["copies"]]
         run.rates.copy_(state["rates"])
@@ -131,9 +133,9 @@ class Together:
         for place, source in enumerate(sources):
             if source != place:
                 changed = {name: self._move(name, place, population, draws) for name in names}
-                knobs = {**before[source].knobs, **changed}
-                self.live[place] = Trial(before[place].number, knobs)
-                copies[place] += (Copy(self.step, before[source].number, knobs),)
+                hyperparameters = {**before[source].hyperparameters, **changed}
+                self.live[place] = Trial(before[place].number, hyperparameters)
+                copies[place] += (Copy(self.step, before[source].number, hyperparameters),)
         return sources
 
     def _move(self, name: str, place: int, population: Population, draws: np.random.Generator) -> float:
@@ -212,7 +214,7 @@ def train_together(
 
 def train_alone(plan: Plan, trial: Trial) -> Outcome:
     """Train one trial by itself, with torch's own optimizer: what `train_together` must agree with."""
-    setting, task = plan.setting(trial.knobs), plan.task
+    setting, task = plan.setting(trial.hyperparameters), plan.task
     (shard,) = task.shards(1, seed=plan.seed)
     model = task.model(setting.model_size, seed=plan.seed)
     optimizer = plain_optimizer_of(model, setting)
@@ -233,7 +235,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
 
 
 def optimizer_of(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimizer:
-    """The array's optimizer, with each trial's knobs."""
+    """The array's optimizer, with each trial's hyperparameters."""
     lr, decay = [each.lr for each in settings], [each.weight_decay for each in settings]
     if settings[0].optimizer == "sgd":
         momenta = [each.momentum for each in settings]
@@ -243,7 +245,7 @@ def optimizer_of(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimiz
 
 
 def plain_optimizer_of(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """Torch's own optimizer, with one trial's knobs."""
+    """Torch's own optimizer, with one trial's hyperparameters."""
     if setting.optimizer == "sgd":
         return torch.optim.SGD(
             model.parameters(), lr=setting.lr, momentum=setting.momentum, weight_decay=setting.weight_decay

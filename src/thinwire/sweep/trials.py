@@ -7,38 +7,38 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.sweep.space import Knobs, Value
+from thinwire.sweep.space import Hyperparameters, Value
 
 FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps")
-"""The knobs in which members of one array may differ."""
+"""The hyperparameters in which members of one array may differ."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of all knobs.
+    """One setting of all hyperparameters.
 
     Args:
         number: from 0; decides its first parameters where they are its own.
-        knobs: what it is made with.
+        hyperparameters: what it is made with.
     """
 
     number: int
-    knobs: Knobs
+    hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True)
 class Copy:
-    """When a member of a population went on as a copy of another, with other knobs.
+    """When a member of a population went on as a copy of another, with other hyperparameters.
 
     Args:
         step: after so many.
         source: the number of the trial whose copy it became.
-        knobs: all that it went on with.
+        hyperparameters: all that it went on with.
     """
 
     step: int
     source: int
-    knobs: Knobs
+    hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Outcome:
     """What has come of a trial so far.
 
     Args:
-        trial: which, with the knobs that it has now.
+        trial: which, with the hyperparameters that it has now.
         loss: held out, in nats; NaN where it has diverged.
         metric: the task's own measure.
         steps: optimizer steps it has had.
@@ -73,15 +73,15 @@ def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def partition(trials: Sequence[Trial], fusible: Collection[str]) -> list[list[Trial]]:
-    """Trials that can be trained as one array: those alike in every knob that cannot be fused.
+    """Trials that can be trained as one array: those alike in every hyperparameter that cannot be fused.
 
     Args:
         trials: all.
-        fusible: the knobs in which members of an array may differ.
+        fusible: the hyperparameters in which members of an array may differ.
     """
     groups: dict[tuple[tuple[str, Value], ...], list[Trial]] = {}
     for trial in trials:
-        fixed = tuple(sorted((name, value) for name, value in trial.knobs.items() if name not in fusible))
+        fixed = tuple(sorted((name, value) for name, value in trial.hyperparameters.items() if name not in fusible))
         groups.setdefault(fixed, []).append(trial)
     return list(groups.values())
 

@@ -208,7 +208,7 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
     product = min(_seconds_of_product(width) for _ in range(repeats))
     slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64)
-    latency, transfer, product = torch.stack(comm.gather(slowest).wait()).amax(0).tolist()
+    latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
 
 
@@ -218,9 +218,9 @@ def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.sum_(torch.zeros(1)).wait()  # nobody is late
+    comm.all_reduce_(torch.zeros(1)).wait()  # nobody is late
     start = time.perf_counter()
-    comm.gather(x).wait()
+    comm.all_gather(x).wait()
     return time.perf_counter() - start
 
 

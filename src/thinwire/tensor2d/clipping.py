@@ -29,8 +29,8 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
     total = torch.zeros(1, dtype=exact_dtype(first.dtype), device=first.device)
     for grad in counted:
         total += grad.to(total.dtype).square().sum()
-    mesh.along_row.sum_(total).wait()
-    mesh.along_column.sum_(total).wait()
+    mesh.along_row.all_reduce_(total).wait()
+    mesh.along_column.all_reduce_(total).wait()
     return total.sqrt().squeeze(0)
 
 

@@ -131,7 +131,7 @@ def _by_table(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
     found = table_vh.new_zeros((*ids.shape, table_vh.shape[1]))
     panels = mesh.panels
     arriving = panels.arriving(
-        panels.cuts(height), lambda cut: [lambda: mesh.along_column.gather(table_vh[cut[0] : cut[1]].contiguous())]
+        panels.cuts(height), lambda cut: [lambda: mesh.along_column.all_gather(table_vh[cut[0] : cut[1]].contiguous())]
     )
     for (start, stop), (pieces,) in arriving:
         for row, piece in enumerate(pieces):
@@ -150,14 +150,14 @@ def _back_to_table(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, p
 
 
 def _by_tokens(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
-    everyone = torch.stack(mesh.along_column.gather(ids.to(torch.int32)).wait()).long()
+    everyone = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
     here, mine = _within(everyone - mesh.row * table_vh.shape[0], table_vh.shape[0])
     return sum_parts(list(torch.where(mine, table_vh[here], 0)), mesh.along_column)
 
 
 def _back_to_tokens(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, padding: int | None) -> Tensor:
-    everyone = torch.stack(mesh.along_column.gather(ids.to(torch.int32)).wait()).long()
-    grads = torch.stack(mesh.along_column.gather(grad.contiguous()).wait())
+    everyone = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
+    grads = torch.stack(mesh.along_column.all_gather(grad.contiguous()).wait())
     return _sum_rows(grads, everyone - mesh.row * shape[0], shape[0], padding, everyone).to(grad.dtype)
 
 

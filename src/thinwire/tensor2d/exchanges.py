@@ -58,7 +58,7 @@ class _SharedDown(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         there = [k for k, grad in enumerate(grads) if grad is not None]
         flat = torch.cat([grads[k].reshape(-1) for k in there])
-        parts = ctx.mesh.along_column.sum_(flat).wait().split([grads[k].numel() for k in there])
+        parts = ctx.mesh.along_column.all_reduce_(flat).wait().split([grads[k].numel() for k in there])
         sums: list[Tensor | None] = [None] * len(grads)
         for k, part in zip(there, parts, strict=True):
             sums[k] = part.view(grads[k].shape)
@@ -68,7 +68,7 @@ class _SharedDown(Function):
 class _TotalDown(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D) -> Tensor:
-        return kept(lambda: mesh.along_column.sum_(x.clone()).wait())
+        return kept(lambda: mesh.along_column.all_reduce_(x.clone()).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ class _GatheredAcross(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D) -> Tensor:
         ctx.mesh = mesh
-        return kept(lambda: torch.cat(mesh.along_row.gather(x.contiguous()).wait(), dim=-1))
+        return kept(lambda: torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,7 +99,7 @@ class _Transposed(Function):
 
 def sum_parts(parts: list[Tensor], comm: Comm) -> Tensor:
     """Send part k to rank k and add up what arrives, in the order of ranks, in fp32 at least."""
-    arrived = comm.scatter([part.reshape(-1) for part in parts], [parts[comm.rank].numel()] * comm.size).wait()
+    arrived = comm.all_to_all([part.reshape(-1) for part in parts], [parts[comm.rank].numel()] * comm.size).wait()
     return sum_exactly(arrived).to(parts[0].dtype).view(parts[comm.rank].shape)
 
 
@@ -114,7 +114,7 @@ def _swap(block: Tensor, mesh: Mesh2D) -> Tensor:
     here = wanted[mesh.whole.rank]
     spots = [here.within(other) for other in held]
     swapped = block.new_empty((tall // columns, wide // rows))
-    arrived = mesh.whole.scatter(sent, [swapped[spot].numel() for spot in spots]).wait()
+    arrived = mesh.whole.all_to_all(sent, [swapped[spot].numel() for spot in spots]).wait()
     for spot, piece in zip(spots, arrived, strict=True):
         swapped[spot] = piece.view(swapped[spot].shape)
     return swapped.T.contiguous()

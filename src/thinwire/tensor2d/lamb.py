@@ -76,6 +76,6 @@ class Lamb2D(Lamb):
         if self.mesh.row > 0:
             elsewhere = torch.tensor([id(p) in self._replicated for p in parameters], device=squares.device)
             squares.masked_fill_(elsewhere, 0)
-        lengths, reaches = self.mesh.whole.sum_(squares).wait().sqrt()
+        lengths, reaches = self.mesh.whole.all_reduce_(squares).wait().sqrt()
         bounded = (lengths / reaches).clamp(group["least_trust"], group["most_trust"])
         return torch.where((lengths > 0) & (reaches > 0), bounded, torch.ones_like(bounded))

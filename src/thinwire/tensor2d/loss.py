@@ -52,7 +52,7 @@ def cross_entropy_2d(
     total = total_down(losses.sum(), mesh)
     if reduction == "sum":
         return total
-    count = kept(lambda: mesh.along_column.sum_((wanted != ignore_index).sum().to(losses.dtype)).wait())
+    count = kept(lambda: mesh.along_column.all_reduce_((wanted != ignore_index).sum().to(losses.dtype)).wait())
     return total / count
 
 
@@ -103,6 +103,6 @@ def _statistics(logits: Tensor, here: Tensor, valid: Tensor, mesh: Mesh2D, token
         parts[0, some] = exact.amax(-1)
         parts[1, some] = (exact - parts[0, some, None]).exp_().sum(-1)
         parts[2, some] = exact.gather(1, here[some, None]).squeeze(1) * valid[some]
-    highest, sums, wanted = torch.stack(mesh.along_row.gather(parts).wait()).unbind(1)
+    highest, sums, wanted = torch.stack(mesh.along_row.all_gather(parts).wait()).unbind(1)
     top = highest.amax(0)
     return torch.stack([top + (sums * (highest - top).exp()).sum(0).log(), wanted.sum(0)])

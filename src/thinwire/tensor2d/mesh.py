@@ -166,7 +166,7 @@ def mesh_2d(
     *,
     device: str = "cpu",
     panels: Panels | None = None,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> Mesh2D:
     """The mesh of this process; all processes of the default group, or of the `DeviceMesh`, call together.
 
@@ -174,7 +174,7 @@ def mesh_2d(
         shape: rows and columns over the default group, or a `DeviceMesh` of two dimensions, the rows first.
         device: the kind of device, where a shape is given.
         panels: how operands travel where a layer does not say.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the shape does not fit the number of processes, or the `DeviceMesh` has not two dimensions.
@@ -188,12 +188,10 @@ def mesh_2d(
         shape = init_device_mesh(device, (rows, columns), mesh_dim_names=("row", "column"))
     if shape.ndim != 2:
         raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name two dimensions, as in mesh['row', 'column']")
-    along_row, along_column = (
-        GroupComm(shape.get_group(dimension), deadline_seconds=deadline_seconds) for dimension in (1, 0)
-    )
+    along_row, along_column = (GroupComm(shape.get_group(dimension), timeout=timeout) for dimension in (1, 0))
     ranks = [int(rank) for rank in shape.mesh.flatten()]
     whole = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
-    return Mesh2D(along_row, along_column, GroupComm(whole, deadline_seconds=deadline_seconds), panels=panels)
+    return Mesh2D(along_row, along_column, GroupComm(whole, timeout=timeout), panels=panels)
 
 
 def mesh_3d(
@@ -201,7 +199,7 @@ def mesh_3d(
     *,
     device: str = "cpu",
     panels: Panels | None = None,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> Mesh3D:
     """The mesh of this process where several copies of a model train together; all processes call together.
 
@@ -209,7 +207,7 @@ def mesh_3d(
         shape: copies, rows and columns over the default group, or a `DeviceMesh` of these three dimensions.
         device: the kind of device, where a shape is given.
         panels: how operands travel where a layer does not say.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the shape does not fit the number of processes, or the `DeviceMesh` has not three dimensions.
@@ -226,5 +224,5 @@ def mesh_3d(
     if shape.ndim != 3 or shape.mesh_dim_names is None:
         raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name three dimensions, copies, rows and columns")
     data, *block = shape.mesh_dim_names
-    comm = GroupComm(shape.get_group(data), deadline_seconds=deadline_seconds)
-    return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, deadline_seconds=deadline_seconds))
+    comm = GroupComm(shape.get_group(data), timeout=timeout)
+    return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, timeout=timeout))

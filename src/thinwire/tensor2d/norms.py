@@ -105,7 +105,7 @@ class _Standardised(Function):
         y, scale = ctx.saved_tensors
         grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
         sums = torch.stack([grad.sum(-1), (grad * y).sum(-1)])
-        first, second = (ctx.mesh.along_row.sum_(sums).wait() / (y.shape[-1] * ctx.mesh.columns)).unsqueeze(-1)
+        first, second = (ctx.mesh.along_row.all_reduce_(sums).wait() / (y.shape[-1] * ctx.mesh.columns)).unsqueeze(-1)
         return (scale * (grad - first - y * second)).to(grads[0].dtype), None, None
 
 
@@ -114,9 +114,9 @@ class _Scaled(Function):
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
         exact = x.to(exact_dtype(x.dtype))
         size = x.shape[-1] * mesh.columns
-        scale = kept(lambda: (mesh.along_row.sum_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()).unsqueeze(
-            -1
-        )
+        scale = kept(
+            lambda: (mesh.along_row.all_reduce_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()
+        ).unsqueeze(-1)
         y = (exact * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         ctx.mesh = mesh
@@ -127,7 +127,9 @@ class _Scaled(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, scale = ctx.saved_tensors
         grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
-        mean = ctx.mesh.along_row.sum_((grad * y).sum(-1)).wait().unsqueeze(-1) / (y.shape[-1] * ctx.mesh.columns)
+        mean = ctx.mesh.along_row.all_reduce_((grad * y).sum(-1)).wait().unsqueeze(-1) / (
+            y.shape[-1] * ctx.mesh.columns
+        )
         return (scale * (grad - y * mean)).to(grads[0].dtype), None, None
 
 
@@ -135,7 +137,7 @@ def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
     """[2, ...]: the mean over all columns, and one over the deviation."""
     own = x.mean(-1)
     squares = (x - own.unsqueeze(-1)).square().sum(-1)
-    parts = torch.stack(mesh.along_row.gather(torch.stack([own, squares])).wait())
+    parts = torch.stack(mesh.along_row.all_gather(torch.stack([own, squares])).wait())
     means, squares = parts.unbind(1)
     mean = means.mean(0)
     total = squares.sum(0) + x.shape[-1] * (means - mean).square().sum(0)

@@ -124,8 +124,8 @@ def whole_activation(x: Tensor, mesh: Mesh2D, *, size: int | None = None) -> Ten
         mesh: the ranks.
         size: features that count, where they were padded; None is all.
     """
-    row = torch.cat(mesh.along_row.gather(x.contiguous()).wait(), dim=-1)
-    return torch.cat(mesh.along_column.gather(row).wait())[..., :size]
+    row = torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1)
+    return torch.cat(mesh.along_column.all_gather(row).wait())[..., :size]
 
 
 def is_laid_out(model: nn.Module) -> bool:

@@ -171,8 +171,8 @@ class _ProductAB(_Job):
 
     def launches(self, cut: Cut) -> list[Launch]:
         return [
-            lambda: self._mesh.along_row.gather(_part(self._a_mtw, 2, cut).flatten(1)),
-            lambda: self._mesh.along_column.gather(_part(self._b_twn, 1, cut).flatten(0, 1)),
+            lambda: self._mesh.along_row.all_gather(_part(self._a_mtw, 2, cut).flatten(1)),
+            lambda: self._mesh.along_column.all_gather(_part(self._b_twn, 1, cut).flatten(0, 1)),
         ]
 
     def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
@@ -197,7 +197,7 @@ class _ProductABT(_Job):
         self.cuts = panels.cuts(width)
 
     def launches(self, cut: Cut) -> list[Launch]:
-        return [lambda: self._mesh.along_column.gather(_part(self._b_twk, 1, cut).flatten(0, 1))]
+        return [lambda: self._mesh.along_column.all_gather(_part(self._b_twk, 1, cut).flatten(0, 1))]
 
     def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
         (pieces,), n = arrived, cut[1] - cut[0]
@@ -223,7 +223,7 @@ class _ProductATB(_Job):
         self.cuts = panels.cuts(width)
 
     def launches(self, cut: Cut) -> list[Launch]:
-        return [lambda: self._mesh.along_row.gather(_part(self._a_ktw, 2, cut).flatten(1))]
+        return [lambda: self._mesh.along_row.all_gather(_part(self._a_ktw, 2, cut).flatten(1))]
 
     def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
         (pieces,), n = arrived, cut[1] - cut[0]
@@ -275,7 +275,7 @@ class _Sums:
     def send(self, cut: Cut, terms: Tensor, comm: Comm) -> None:
         """Send each rank its part of the terms, and take in the message before this one."""
         vectors = list(terms.view(comm.size, -1))
-        work = comm.scatter(vectors, [x.numel() for x in vectors])
+        work = comm.all_to_all(vectors, [x.numel() for x in vectors])
         before, self._under_way = self._under_way, [(cut, work)]
         for each in before:
             self._store(*each)

@@ -110,8 +110,8 @@ class _Ring(Function):
         query_grad = torch.zeros_like(query, dtype=exact)
         # The gradients of keys and values travel behind them, and are home after one hop more.
         pair_grad = torch.zeros((2, *key.shape), dtype=exact, device=key.device)
-        for frm, pair in _going_round(torch.stack([key, value]), comm):
-            for mine, theirs, triangle in _pairs(query.shape[2], comm, frm, causal):
+        for src, pair in _going_round(torch.stack([key, value]), comm):
+            for mine, theirs, triangle in _pairs(query.shape[2], comm, src, causal):
                 q, k, v = _parts(query, pair, mine, theirs, exact)
                 weights = (_scores(q, k, triangle) - log_total[:, :, mine, None]).exp()
                 back = grad[:, :, mine]
@@ -129,8 +129,8 @@ def _heard(query: Tensor, key: Tensor, value: Tensor, comm: Comm, causal: bool) 
     exact = exact_dtype(query.dtype)
     heard = torch.zeros_like(query, dtype=exact)
     log_total = torch.full(query.shape[:3], -torch.inf, dtype=exact, device=query.device)
-    for frm, pair in _going_round(torch.stack([key, value]), comm):
-        for mine, theirs, triangle in _pairs(query.shape[2], comm, frm, causal):
+    for src, pair in _going_round(torch.stack([key, value]), comm):
+        for mine, theirs, triangle in _pairs(query.shape[2], comm, src, causal):
             q, k, v = _parts(query, pair, mine, theirs, exact)
             scores = _scores(q, k, triangle)
             before, brought = log_total[:, :, mine], scores.logsumexp(-1)
@@ -152,12 +152,12 @@ def _going_round(pair: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 def _passed_on(x: Tensor, comm: Comm) -> Work[list[Tensor]]:
     """Send to the next row; what comes from the one before."""
-    return comm.exchange(x.contiguous(), [(comm.rank + 1) % comm.size], [(comm.rank - 1) % comm.size])
+    return comm.send_recv(x.contiguous(), [(comm.rank + 1) % comm.size], [(comm.rank - 1) % comm.size])
 
 
-def _pairs(length: int, comm: Comm, frm: int, causal: bool) -> Iterator[Pair]:
+def _pairs(length: int, comm: Comm, src: int, causal: bool) -> Iterator[Pair]:
     """Which of this row's chunks hears which of another row's, and whether of a triangle only."""
-    mine, theirs = ({row: 0, 2 * comm.size - 1 - row: 1} for row in (comm.rank, frm))
+    mine, theirs = ({row: 0, 2 * comm.size - 1 - row: 1} for row in (comm.rank, src))
     half = length // 2
     if comm.size == 1:
         yield slice(None), slice(None), causal

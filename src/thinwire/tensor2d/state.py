@@ -125,7 +125,7 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
         first = {value.data_ptr(): name for name, value in reversed(state.items())}
         kept = {name: value.contiguous() for name, value in state.items() if first[value.data_ptr()] == name}
         write_atomically(path, save(kept, metadata={"format": "pt"}))
-    mesh.whole.sum_(torch.zeros(1)).wait()  # nobody reads before it is there
+    mesh.whole.all_reduce_(torch.zeros(1)).wait()  # nobody reads before it is there
 
 
 def write_blocks(model: nn.Module, folder: Path, mesh: Mesh2D) -> Path:
@@ -169,8 +169,8 @@ def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
 
 
 def _blocks(block: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
-    across = torch.stack(mesh.along_row.gather(block.contiguous()).wait())
-    down = mesh.along_column.gather(across).wait()
+    across = torch.stack(mesh.along_row.all_gather(block.contiguous()).wait())
+    down = mesh.along_column.all_gather(across).wait()
     rows, columns = mesh.rows, mesh.columns
     return {Place(i, j, rows, columns): down[i][j] for i in range(rows) for j in range(columns)}
 

@@ -19,7 +19,7 @@ def run_mesh_threads(
     work: Callable[[Mesh2D], T],
     *,
     panels: Panels | None = None,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> list[T]:
     """Run `work(mesh)` on rows x columns threads and return the results row by row.
 
@@ -28,14 +28,12 @@ def run_mesh_threads(
         columns: of the mesh.
         work: what each rank does.
         panels: how operands travel where a layer does not say.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         Exception: the first failure of any thread; the others are told and end too.
     """
-    return run_mesh_3d_threads(
-        1, rows, columns, lambda mesh: work(mesh.block), panels=panels, deadline_seconds=deadline_seconds
-    )
+    return run_mesh_3d_threads(1, rows, columns, lambda mesh: work(mesh.block), panels=panels, timeout=timeout)
 
 
 def run_mesh_3d_threads(
@@ -45,7 +43,7 @@ def run_mesh_3d_threads(
     work: Callable[[Mesh3D], T],
     *,
     panels: Panels | None = None,
-    deadline_seconds: float = 60.0,
+    timeout: float = 60.0,
 ) -> list[T]:
     """Run `work(mesh)` on copies x rows x columns threads and return the results copy by copy, row by row.
 
@@ -55,7 +53,7 @@ def run_mesh_3d_threads(
         columns: of each copy's mesh.
         work: what each rank does.
         panels: how operands travel where a layer does not say.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         Exception: the first failure of any thread; the others are told and end too.
@@ -72,7 +70,7 @@ def run_mesh_3d_threads(
         i, j = divmod(block, columns)
 
         def among(hub: Hub, rank: int) -> Comm:
-            return ThreadComm(hub, rank, deadline_seconds=deadline_seconds)
+            return ThreadComm(hub, rank, timeout=timeout)
 
         mesh = Mesh2D(
             among(across[copy * rows + i], j),
@@ -89,7 +87,7 @@ def run_mesh_3d_threads(
             raise
 
     try:
-        return run_threads(copies * blocks, body, deadline_seconds=deadline_seconds)
+        return run_threads(copies * blocks, body, timeout=timeout)
     except BaseException:
         if failures:
             raise failures[0] from None

@@ -15,14 +15,14 @@ class Peers(NamedTuple):
     """One rank's part in one step of a topology.
 
     Attributes:
-        to: the ranks it sends to.
-        frm: the ranks it receives from.
+        dst: the ranks it sends to.
+        src: the ranks it receives from.
         own: the weight of its own vector.
-        weights: the weights of the vectors it receives, in the order of `frm`.
+        weights: the weights of the vectors it receives, in the order of `src`.
     """
 
-    to: tuple[int, ...]
-    frm: tuple[int, ...]
+    dst: tuple[int, ...]
+    src: tuple[int, ...]
     own: float
     weights: tuple[float, ...]
 
@@ -30,13 +30,13 @@ class Peers(NamedTuple):
 Weights = Literal["metropolis", "push-sum", "uniform"]
 
 
-def uniform(to: tuple[int, ...], frm: tuple[int, ...]) -> Peers:
+def uniform(dst: tuple[int, ...], src: tuple[int, ...]) -> Peers:
     """Everyone keeps and sends equal shares; right where all ranks have equally many peers."""
-    share = 1.0 / (len(frm) + 1)
-    return Peers(to, frm, share, (share,) * len(frm))
+    share = 1.0 / (len(src) + 1)
+    return Peers(dst, src, share, (share,) * len(src))
 
 
-def weighted(rank: int, to: Sequence[tuple[int, ...]], frm: Sequence[tuple[int, ...]], weights: Weights) -> Peers:
+def weighted(rank: int, dst: Sequence[tuple[int, ...]], src: Sequence[tuple[int, ...]], weights: Weights) -> Peers:
     r"""One rank's peers in a graph where ranks may have different numbers of them.
 
     With $d_i$ the number of ranks that $i$ sends to, $W_{ij}$ is $1 / (1 + \max(d_i, d_j))$ for "metropolis"
@@ -46,17 +46,17 @@ def weighted(rank: int, to: Sequence[tuple[int, ...]], frm: Sequence[tuple[int, 
 
     Args:
         rank: who asks.
-        to: for every rank, the ranks it sends to.
-        frm: for every rank, the ranks it receives from.
+        dst: for every rank, the ranks it sends to.
+        src: for every rank, the ranks it receives from.
         weights: the rule.
     """
-    degree = len(to[rank])
+    degree = len(dst[rank])
     if weights == "uniform":
-        return uniform(to[rank], frm[rank])
+        return uniform(dst[rank], src[rank])
     if weights == "push-sum":
-        return Peers(to[rank], frm[rank], 1.0 / (degree + 1), tuple(1.0 / (len(to[j]) + 1) for j in frm[rank]))
-    shares = tuple(1.0 / (max(degree, len(to[j])) + 1) for j in frm[rank])
-    return Peers(to[rank], frm[rank], 1.0 - sum(shares), shares)
+        return Peers(dst[rank], src[rank], 1.0 / (degree + 1), tuple(1.0 / (len(dst[j]) + 1) for j in src[rank]))
+    shares = tuple(1.0 / (max(degree, len(dst[j])) + 1) for j in src[rank])
+    return Peers(dst[rank], src[rank], 1.0 - sum(shares), shares)
 
 
 class Topology(ABC):
@@ -83,7 +83,7 @@ class Topology(ABC):
         for rank in range(size):
             peers = self.peers(rank, size, step)
             mixing[rank, rank] += peers.own
-            for source, weight in zip(peers.frm, peers.weights, strict=True):
+            for source, weight in zip(peers.src, peers.weights, strict=True):
                 mixing[rank, source] += weight
         return mixing
 
@@ -122,8 +122,8 @@ def check_edges(topology: Topology, size: int) -> None:
 
 def _flaw_of_edges(seen: list[Peers]) -> str | None:
     """What is wrong with the edges of one step, in words; `seen` holds what each rank believes."""
-    sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.to]
-    expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.frm]
+    sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.dst]
+    expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.src]
     edges = set(sent)
     for i, j in sorted(edges ^ set(expected)):
         return f"the edge {i} -> {j} exists at one end only"
@@ -132,8 +132,8 @@ def _flaw_of_edges(seen: list[Peers]) -> str | None:
     if max(len(sent), len(expected)) > len(edges):
         return "an edge exists twice; one edge with the sum of their weights says the same"
     for rank, peers in enumerate(seen):
-        if len(peers.weights) != len(peers.frm):
-            return f"rank {rank} has {len(peers.weights)} weights for {len(peers.frm)} vectors it receives"
+        if len(peers.weights) != len(peers.src):
+            return f"rank {rank} has {len(peers.weights)} weights for {len(peers.src)} vectors it receives"
         if not min(peers.own, *peers.weights, 1.0) > 0:
             return f"rank {rank} mixes with weights {(peers.own, *peers.weights)}; every weight must be positive"
     return None

@@ -28,7 +28,7 @@ def asks(topology: Topology, rank: int, size: int) -> bool:
 def partner(topology: Topology, rank: int, size: int, step: int) -> int:
     """Whom `rank` asks at its own `step`: its neighbours of that step's graph in turn."""
     peers = topology.peers(rank, size, step)
-    near = sorted({*peers.to, *peers.frm}) or neighbours(topology, rank, size)
+    near = sorted({*peers.dst, *peers.src}) or neighbours(topology, rank, size)
     return near[step // topology.period(size) % len(near)]
 
 
@@ -47,7 +47,7 @@ def _graph(topology: Topology, size: int) -> tuple[tuple[int, ...], ...]:
     near: list[set[int]] = [set() for _ in range(size)]
     for step in range(topology.period(size)):
         for rank in range(size):
-            for other in topology.peers(rank, size, step).to:
+            for other in topology.peers(rank, size, step).dst:
                 near[rank].add(other)
                 near[other].add(rank)
     return tuple(tuple(sorted(each)) for each in near)
@@ -56,22 +56,22 @@ def _graph(topology: Topology, size: int) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=256)
 def _sides(topology: Topology, size: int) -> tuple[bool, ...]:
     """For each rank whether it is an odd number of edges away from rank 0."""
-    graph, sides = _graph(topology, size), {0: False}
+    graph, bipartition = _graph(topology, size), {0: False}
     reached = [0]
     for rank in reached:
-        fresh = [other for other in graph[rank] if other not in sides]
-        sides |= dict.fromkeys(fresh, not sides[rank])
+        fresh = [other for other in graph[rank] if other not in bipartition]
+        bipartition |= dict.fromkeys(fresh, not bipartition[rank])
         reached += fresh
-    if len(sides) < size:
-        apart = min(set(range(size)) - sides.keys())
+    if len(bipartition) < size:
+        apart = min(set(range(size)) - bipartition.keys())
         raise ConfigError(f"{topology} with {size} workers: nothing ever travels between ranks 0 and {apart}")
-    for one, other in _same_side(graph, sides):
+    for one, other in _same_side(graph, bipartition):
         raise ConfigError(
             f"{topology} with {size} workers: ranks {one} and {other} share an edge on the same side; of two who "
             "exchange, one must ask and the other answer. Use BipartiteExponential() and an even number of workers"
         )
-    return tuple(sides[rank] for rank in range(size))
+    return tuple(bipartition[rank] for rank in range(size))
 
 
-def _same_side(graph: tuple[tuple[int, ...], ...], sides: dict[int, bool]) -> Iterable[tuple[int, int]]:
-    return ((one, other) for one, near in enumerate(graph) for other in near if sides[one] == sides[other])
+def _same_side(graph: tuple[tuple[int, ...], ...], bipartition: dict[int, bool]) -> Iterable[tuple[int, int]]:
+    return ((one, other) for one, near in enumerate(graph) for other in near if bipartition[one] == bipartition[other])

@@ -37,7 +37,7 @@ class FromGraph(Topology):
     """Any graph, the same at every step, given by its edges.
 
     Metropolis-Hastings weights are those of Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems &
-    Control Letters 53, 2004.
+    Control Messages 53, 2004.
 
     Args:
         edges: pairs of ranks. The graph is for one more worker than the highest rank named.
@@ -106,8 +106,8 @@ class FromGraph(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """The ends of this rank's edges."""
-        to, frm = _sides(self.edges, self.directed)
-        return weighted(rank, to, frm, self.weights)
+        dst, src = _sides(self.edges, self.directed)
+        return weighted(rank, dst, src, self.weights)
 
     def check(self, size: int) -> None:
         """Refuse any number of workers but the graph's own."""
@@ -145,9 +145,9 @@ def _sides(edges: tuple[Pair, ...], directed: bool) -> tuple[tuple[tuple[int, ..
     """For every rank whom it sends to, and from whom it receives."""
     both = edges if directed else (*edges, *((j, i) for i, j in edges))
     size = 1 + max((max(edge) for edge in edges), default=0)
-    to: list[list[int]] = [[] for _ in range(size)]
-    frm: list[list[int]] = [[] for _ in range(size)]
+    dst: list[list[int]] = [[] for _ in range(size)]
+    src: list[list[int]] = [[] for _ in range(size)]
     for i, j in sorted(both):
-        to[i].append(j)
-        frm[j].append(i)
-    return tuple(map(tuple, to)), tuple(map(tuple, frm))
+        dst[i].append(j)
+        src[j].append(i)
+    return tuple(map(tuple, dst)), tuple(map(tuple, src))

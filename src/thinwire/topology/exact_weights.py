@@ -7,7 +7,7 @@ import torch
 from thinwire.topology.base import Peers, Topology
 
 
-def whole_shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
+def exact_weights(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
     """The peers of one step, with shares that `dtype` holds exactly and that add up to one at every sender.
 
     A third in fp32 is three hundred-millionths too much of a third. Vectors scaled by three of them would grow with
@@ -22,7 +22,7 @@ def whole_shares(topology: Topology, rank: int, size: int, step: int, dtype: tor
 def _shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
     grain = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     peers = topology.peers(rank, size, step)
-    given = [_share_of(rank, topology.peers(j, size, step)) for j in peers.to]
+    given = [_share_of(rank, topology.peers(j, size, step)) for j in peers.dst]
     return peers._replace(
         own=1.0 - sum(round(share / grain) * grain for share in given),
         weights=tuple(round(share / grain) * grain for share in peers.weights),
@@ -30,4 +30,4 @@ def _shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dt
 
 
 def _share_of(sender: int, receiver: Peers) -> float:
-    return receiver.weights[receiver.frm.index(sender)]
+    return receiver.weights[receiver.src.index(sender)]

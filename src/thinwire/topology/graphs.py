@@ -201,5 +201,5 @@ class Hierarchical(Topology):
 
 def _renamed(peers: Peers, factor: int, shift: int) -> Peers:
     """The same edges between ranks of other names."""
-    to, frm = (tuple(factor * rank + shift for rank in ranks) for ranks in (peers.to, peers.frm))
-    return Peers(to, frm, peers.own, peers.weights)
+    dst, src = (tuple(factor * rank + shift for rank in ranks) for ranks in (peers.dst, peers.src))
+    return Peers(dst, src, peers.own, peers.weights)

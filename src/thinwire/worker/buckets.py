@@ -160,4 +160,4 @@ class Backward:
         replica = self.buckets[0].replica
         missing = {id(p) for p in unused}
         mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=replica.g.device)
-        return replica.comm.sum_(mine)
+        return replica.comm.all_reduce_(mine)

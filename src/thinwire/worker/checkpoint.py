@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON, written whole or not at all, read back bit for bit.
 
-A checkpoint is a folder `step-NNNNNNNN` with a `Part` for each rank. Every rank first writes everything to disk; when
-all have done so, each gives its part its name. A step counts where every rank has its part. Ranks need not share a
+A checkpoint is a folder `step-NNNNNNNN` with a `RankFile` for each rank. Every rank first writes everything to disk;
+when all have done so, each gives its part its name. A step counts where every rank has its part. Ranks need not share a
 disk.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.work import arrived
+from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.replica.shards import local, rewrap_, unwrap
-from thinwire.storage.rank_file import Part
+from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.recipe import brief
 from thinwire.worker.handshake import describe_tensor, gather_texts
 from thinwire.worker.state import WorkerState
@@ -30,12 +30,12 @@ T = TypeVar("T")
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
-def state_of(attached: WorkerState) -> dict[str, Any]:
+def state_of(worker: WorkerState) -> dict[str, Any]:
     """Everything one rank remembers, as nested dicts of tensors and JSON values."""
-    attached.settle()
-    attached.shards.read()
+    worker.wait_pending()
+    worker.shards.read()
     return {
-        "identity": _identity(attached),
+        "identity": _identity(worker),
         "replicas": [
             {
                 "x": replica.x.detach().clone(),
@@ -43,19 +43,19 @@ def state_of(attached: WorkerState) -> dict[str, Any]:
                 "state": {name: x.clone() for name, x in replica.state.items()},
                 "inflight": {name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items()},
             }
-            for replica in attached.replicas
+            for replica in worker.replicas
         ],
-        "others": {name: x.clone() for name, x in _others(attached).items()},
-        "optimizer": deepcopy(unwrap(attached.optimizer.state_dict())),
+        "others": {name: x.clone() for name, x in _others(worker).items()},
+        "optimizer": deepcopy(unwrap(worker.optimizer.state_dict())),
     }
 
 
-def restore(attached: WorkerState, state: Mapping[str, Any]) -> None:
+def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
     """Put `state_of` back; refuse one that belongs elsewhere before touching anything."""
-    _refuse_stranger(attached, state)
-    attached.settle()
+    _refuse_stranger(worker, state)
+    worker.wait_pending()
     with torch.no_grad():
-        for replica, saved in zip(attached.replicas, state["replicas"], strict=True):
+        for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
             like = replica.state
             replica.x.copy_(saved["x"])
             replica.step = saved["step"]
@@ -63,22 +63,22 @@ def restore(attached: WorkerState, state: Mapping[str, Any]) -> None:
                 name: x.clone().to(_home(like.get(name), x, replica.x)) for name, x in saved["state"].items()
             }
             replica.inflight = {
-                name: arrived([x.clone().to(replica.x.device) for x in received])
+                name: completed([x.clone().to(replica.x.device) for x in received])
                 for name, received in saved["inflight"].items()
             }
-        attached.shards.write()
-        for name, x in _others(attached).items():
+        worker.shards.write()
+        for name, x in _others(worker).items():
             x.copy_(state["others"][name])
-    attached.optimizer.load_state_dict(deepcopy(state["optimizer"]))
-    rewrap_(attached.optimizer)
-    attached.comm.step = attached.step
+    worker.optimizer.load_state_dict(deepcopy(state["optimizer"]))
+    rewrap_(worker.optimizer)
+    worker.comm.step = worker.step
 
 
-def _others(attached: WorkerState) -> dict[str, Tensor]:
+def _others(worker: WorkerState) -> dict[str, Tensor]:
     """The model's buffers, and the parameters that the optimizer does not move, by name."""
-    moved = {id(p) for parameters, _ in attached.layouts for p in parameters}
-    parameters = {name: local(p.detach()) for name, p in attached.model.named_parameters() if id(p) not in moved}
-    return parameters | {name: buffer.detach() for name, buffer in attached.model.named_buffers()}
+    moved = {id(p) for parameters, _ in worker.layouts for p in parameters}
+    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in moved}
+    return parameters | {name: buffer.detach() for name, buffer in worker.model.named_buffers()}
 
 
 def _home(like: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
@@ -86,26 +86,26 @@ def _home(like: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
     return like.device if like is not None and like.shape == saved.shape else x.device
 
 
-def _identity(attached: WorkerState) -> dict[str, str]:
+def _identity(worker: WorkerState) -> dict[str, str]:
     """What a checkpoint and a run must have in common."""
-    groups = [len(group["params"]) for group in attached.optimizer.param_groups]
+    groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
-        "the strategy": brief(attached.strategy),
-        "the number of workers": str(attached.comm.size),
-        "the rank": str(attached.comm.rank),
-        "the seed": str(attached.seed),
-        "the optimizer": f"{type(attached.optimizer).__name__} over groups of {groups} parameters",
+        "the strategy": brief(worker.strategy),
+        "the number of workers": str(worker.comm.size),
+        "the rank": str(worker.comm.rank),
+        "the seed": str(worker.seed),
+        "the optimizer": f"{type(worker.optimizer).__name__} over groups of {groups} parameters",
         **{
             f"parameter {segment.name}": describe_tensor(parameter)
-            for parameters, segments in attached.layouts
+            for parameters, segments in worker.layouts
             for parameter, segment in zip(parameters, segments, strict=True)
         },
-        **{f"{name}, which is not trained,": describe_tensor(x) for name, x in _others(attached).items()},
+        **{f"{name}, which is not trained,": describe_tensor(x) for name, x in _others(worker).items()},
     }
 
 
-def _refuse_stranger(attached: WorkerState, state: Mapping[str, Any]) -> None:
-    ours, theirs = _identity(attached), state["identity"]
+def _refuse_stranger(worker: WorkerState, state: Mapping[str, Any]) -> None:
+    ours, theirs = _identity(worker), state["identity"]
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
@@ -113,25 +113,25 @@ def _refuse_stranger(attached: WorkerState, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
 
 
-def save(attached: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
+def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
     """Write every rank's part, then commit; keep the newest `keep` checkpoints."""
-    content = {"state": state_of(attached), "extra": extra, "random": _random_state()}
-    _refuse_non_finite(attached)
-    part = Part(folder / f"step-{attached.step:08d}", attached.comm.rank)
-    write_together(attached, part, content, keep=keep)
+    content = {"state": state_of(worker), "extra": extra, "random": _random_state()}
+    _refuse_non_finite(worker)
+    part = RankFile(folder / f"step-{worker.step:08d}", worker.comm.rank)
+    write_together(worker, part, content, keep=keep)
     return part.home
 
 
-def write_together(attached: WorkerState, part: Part, content: dict[str, Any], *, keep: int) -> None:
+def write_together(worker: WorkerState, part: RankFile, content: dict[str, Any], *, keep: int) -> None:
     """Write every rank's part, then let it count; keep the newest `keep` steps."""
     try:
-        aside = together(attached, part.home, lambda: part.write_aside(content))
-        together(attached, part.home, lambda: part.commit(aside))
+        aside = together(worker, part.home, lambda: part.write_aside(content))
+        together(worker, part.home, lambda: part.commit(aside))
     finally:
         _tidy(part, keep)
 
 
-def _tidy(part: Part, keep: int) -> None:
+def _tidy(part: RankFile, keep: int) -> None:
     """Remove leftovers, and what is older than the newest `keep` parts."""
     folder, rank = part.home.parent, part.rank
     # What refuses to go is no reason to fail: it is tried again the next time.
@@ -140,28 +140,28 @@ def _tidy(part: Part, keep: int) -> None:
         whole = whole_steps(folder, rank)
         for step, home in _steps(folder):
             if step < min(whole[-keep:], default=0):
-                Part(home, rank).remove()
+                RankFile(home, rank).remove()
 
 
-def load(attached: WorkerState, folder: Path) -> dict[str, Any]:
+def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
     """Restore the newest step that is whole on every rank."""
-    comm, device = attached.comm, attached.replicas[0].x.device
+    comm, device = worker.comm, worker.replicas[0].x.device
     mine = whole_steps(folder, comm.rank)
     everyone = [set(json.loads(row)) for row in gather_texts(comm, json.dumps(mine).encode(), device)]
     common = set.intersection(*everyone)
     if not common:
         lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
         raise CheckpointError(f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders")
-    part = Part(folder / f"step-{max(common):08d}", comm.rank)
-    content = together(attached, part.home, lambda: _read_own(attached, part))
-    restore(attached, content["state"])
+    part = RankFile(folder / f"step-{max(common):08d}", comm.rank)
+    content = together(worker, part.home, lambda: _read_own(worker, part))
+    restore(worker, content["state"])
     _restore_random_state(content["random"])
     return content["extra"]
 
 
-def _read_own(attached: WorkerState, part: Part) -> dict[str, Any]:
+def _read_own(worker: WorkerState, part: RankFile) -> dict[str, Any]:
     content = part.read()
-    _refuse_stranger(attached, content["state"])
+    _refuse_stranger(worker, content["state"])
     return content
 
 
@@ -174,34 +174,34 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 def whole_steps(folder: Path, rank: int) -> list[int]:
     """Steps whose part of this rank was committed, oldest first."""
-    return [step for step, home in _steps(folder) if Part(home, rank).path.exists()]
+    return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
 
 
-def together(attached: WorkerState, home: Path, work: Callable[[], T]) -> T:
+def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
     """The result of this rank's work at a checkpoint; raises on every rank what went wrong on any."""
-    rank, results, problem = attached.comm.rank, list[T](), ""
+    rank, results, problem = worker.comm.rank, list[T](), ""
     try:
         results.append(work())
     except (OSError, CheckpointError) as error:
         place = "" if str(home) in str(error) else f"{home}: "
         problem = f"rank {rank}: {place}{error}"
-    texts = gather_texts(attached.comm, problem.encode(), attached.replicas[0].x.device)
+    texts = gather_texts(worker.comm, problem.encode(), worker.replicas[0].x.device)
     first = next((text.decode() for text in texts if text), None)
     if first:
         raise CheckpointError(first)
     return results[0]
 
 
-def _refuse_non_finite(attached: WorkerState) -> None:
+def _refuse_non_finite(worker: WorkerState) -> None:
     bad = [
         segment.name
-        for replica, (_, segments) in zip(attached.replicas, attached.layouts, strict=True)
+        for replica, (_, segments) in zip(worker.replicas, worker.layouts, strict=True)
         if not torch.isfinite(replica.x).all()
         for segment in segments
         if not torch.isfinite(segment.of(replica.x)).all()
     ]
-    device = attached.replicas[0].x.device
-    everyone = [json.loads(row) for row in gather_texts(attached.comm, json.dumps(bad).encode(), device)]
+    device = worker.replicas[0].x.device
+    everyone = [json.loads(row) for row in gather_texts(worker.comm, json.dumps(bad).encode(), device)]
     for rank, names in enumerate(everyone):
         if names:
             raise NonFiniteError(f"rank {rank}: parameter {names[0]} is not finite; the last good checkpoint is kept")

@@ -31,7 +31,7 @@ def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
     """
     text = json.dumps(facts).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(device)
-    digests = [bytes(row.tolist()) for row in comm.gather(digest).wait()]
+    digests = [bytes(row.tolist()) for row in comm.all_gather(digest).wait()]
     odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
     if odd is None:
         return
@@ -87,11 +87,11 @@ def facts_of(
 def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of any length, in the order of ranks."""
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    lengths = [int(n.item()) for n in comm.gather(length).wait()]
+    lengths = [int(n.item()) for n in comm.all_gather(length).wait()]
     if not any(lengths):
         return [b""] * len(lengths)
     padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-    rows = comm.gather(padded.to(device)).wait()
+    rows = comm.all_gather(padded.to(device)).wait()
     return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]
 
 

@@ -21,27 +21,27 @@ class _End:
 _END = _End()
 
 
-def join(attached: WorkerState, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
+def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
     """Yield this rank's batches, then take the steps that other ranks still have data for."""
-    lengths = _lengths(attached, len(batches) if isinstance(batches, Sized) else -1)
+    lengths = _lengths(worker, len(batches) if isinstance(batches, Sized) else -1)
     counted = min(lengths) >= 0
     iterator = iter(batches)
     step = 0
     try:
         while True:
             batch = next(iterator, _END)
-            active = sum(step < n for n in lengths) if counted else _vote(attached, batch is not _END)
+            active = sum(step < n for n in lengths) if counted else _vote(worker, batch is not _END)
             if not active:
                 return
-            _expect(attached, active)
+            _expect(worker, active)
             if isinstance(batch, _End):
-                answer(attached)
+                answer(worker)
                 after_step()
             else:
                 yield batch
             step += 1
     finally:
-        _expect(attached, attached.comm.size)
+        _expect(worker, worker.comm.size)
 
 
 def refuse_left_out(strategy: Strategy, *, find_unused: bool, scaled: bool) -> None:
@@ -58,32 +58,32 @@ def refuse_left_out(strategy: Strategy, *, find_unused: bool, scaled: bool) -> N
         )
 
 
-def _expect(attached: WorkerState, active: int) -> None:
-    for replica in attached.replicas:
+def _expect(worker: WorkerState, active: int) -> None:
+    for replica in worker.replicas:
         replica.active = active
 
 
-def answer(attached: WorkerState) -> None:
+def answer(worker: WorkerState) -> None:
     """One step without a batch: no gradient of one's own, the exchanged one where gradients are exchanged."""
-    attached.optimizer.zero_grad(set_to_none=True)
-    if attached.backward is not None:
-        attached.backward.flush()
-    if attached.scaler is None:
-        attached.optimizer.step()
+    worker.optimizer.zero_grad(set_to_none=True)
+    if worker.backward is not None:
+        worker.backward.flush()
+    if worker.scaler is None:
+        worker.optimizer.step()
     else:
         # A scaler sets itself up with the first loss, of which this rank may have had none.
-        attached.scaler.scale(torch.zeros((), device=attached.replicas[0].x.device))
-        attached.scaler.step(attached.optimizer)
-        attached.scaler.update()
-    attached.optimizer.zero_grad(set_to_none=True)
+        worker.scaler.scale(torch.zeros((), device=worker.replicas[0].x.device))
+        worker.scaler.step(worker.optimizer)
+        worker.scaler.update()
+    worker.optimizer.zero_grad(set_to_none=True)
 
 
-def _lengths(attached: WorkerState, mine: int) -> list[int]:
-    length = torch.tensor([mine], device=attached.replicas[0].x.device)
-    return [int(n.item()) for n in attached.comm.gather(length).wait()]
+def _lengths(worker: WorkerState, mine: int) -> list[int]:
+    length = torch.tensor([mine], device=worker.replicas[0].x.device)
+    return [int(n.item()) for n in worker.comm.all_gather(length).wait()]
 
 
-def _vote(attached: WorkerState, has_batch: bool) -> int:
+def _vote(worker: WorkerState, has_batch: bool) -> int:
     """How many ranks have a batch for this step: 4 bytes per step, summed."""
-    vote = torch.tensor([float(has_batch)], device=attached.replicas[0].x.device)
-    return int(attached.comm.sum_(vote).wait().item())
+    vote = torch.tensor([float(has_batch)], device=worker.replicas[0].x.device)
+    return int(worker.comm.all_reduce_(vote).wait().item())

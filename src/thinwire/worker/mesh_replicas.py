@@ -15,7 +15,7 @@ from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gossip.ad_psgd import ADPSGD
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
-from thinwire.strategies.leader.async_leader import AsyncLSGD
+from thinwire.strategies.leader.async_leader import AsyncLeaderSGD
 from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
 from thinwire.strategies.recipe import brief
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
@@ -25,7 +25,7 @@ from thinwire.tensor2d.module import placed
 from thinwire.worker.handshake import Facts, agree
 from thinwire.worker.parameters import by_kind
 
-_TIMED = (EagerPushSum, ADPSGD, AsyncLSGD, BackupWorkers, ParameterServer)
+_TIMED = (EagerPushSum, ADPSGD, AsyncLeaderSGD, BackupWorkers, ParameterServer)
 
 
 def vectors_of(

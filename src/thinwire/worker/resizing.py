@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import State
 from thinwire.errors import CheckpointError
-from thinwire.storage.rank_file import Part
+from thinwire.storage.rank_file import RankFile
 from thinwire.worker import checkpoint
 from thinwire.worker.handshake import gather_texts
 from thinwire.worker.state import WorkerState
@@ -39,21 +39,21 @@ def saved_size(folder: Path) -> int | None:
     return None if not steps else _size(_read(folder, steps[-1], 0))
 
 
-def load(attached: WorkerState, folder: Path) -> dict[str, Any]:
+def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
     """Go on from the newest whole checkpoint in a folder, whatever number of workers wrote it; returns its `extra`.
 
     Raises:
-        CheckpointError: as `Attached.load`, and as `load_resized` where the number is another.
+        CheckpointError: as `Worker.load`, and as `load_resized` where the number is another.
     """
-    device = attached.replicas[0].x.device
-    seen = gather_texts(attached.comm, json.dumps(saved_size(folder)).encode(), device)
+    device = worker.replicas[0].x.device
+    seen = gather_texts(worker.comm, json.dumps(saved_size(folder)).encode(), device)
     sizes = {json.loads(row) for row in seen}
-    if sizes & {None, attached.comm.size}:
-        return checkpoint.load(attached, attached.own_folder(folder))
-    return load_resized(attached, folder)
+    if sizes & {None, worker.comm.size}:
+        return checkpoint.load(worker, worker.own_folder(folder))
+    return load_resized(worker, folder)
 
 
-def load_resized(attached: WorkerState, folder: Path) -> dict[str, Any]:
+def load_resized(worker: WorkerState, folder: Path) -> dict[str, Any]:
     """Restore the newest step that is whole, whatever number of workers wrote it, and return the `extra` beside it.
 
     Parameters must have been equal on all ranks, as they are where gradients or momenta are exchanged at every step;
@@ -61,30 +61,30 @@ def load_resized(attached: WorkerState, folder: Path) -> dict[str, Any]:
     must see the parts of all.
 
     Args:
-        attached: the run that goes on.
-        folder: of checkpoints, as for `Attached.save`.
+        worker: the run that goes on.
+        folder: of checkpoints, as for `Worker.save`.
 
     Raises:
         CheckpointError: there is no such step, a part is damaged or belongs to another run, workers had different
             parameters, or the strategy cannot share its state out anew.
     """
-    step = _agreed_step(attached, folder)
+    step = _agreed_step(worker, folder)
     first = _read(folder, step, 0)
     parts = [first, *(_read(folder, step, rank) for rank in range(1, _size(first)))]
-    state = resized([part["state"] for part in parts], attached)
-    checkpoint.restore(attached, state)
-    return {**first["extra"], **(parts[attached.comm.rank]["extra"] if attached.comm.rank < len(parts) else {})}
+    state = resized([part["state"] for part in parts], worker)
+    checkpoint.restore(worker, state)
+    return {**first["extra"], **(parts[worker.comm.rank]["extra"] if worker.comm.rank < len(parts) else {})}
 
 
-def resized(states: Sequence[Mapping[str, Any]], attached: WorkerState) -> dict[str, Any]:
-    """One rank's state in a world of another size, from the states of all ranks as `Attached.state_dict` gave them.
+def resized(states: Sequence[Mapping[str, Any]], worker: WorkerState) -> dict[str, Any]:
+    """One rank's state in a world of another size, from the states of all ranks as `Worker.state_dict` gave them.
 
     Raises:
         CheckpointError: as `load_resized`.
     """
-    first, size, rank = states[0], attached.comm.size, attached.comm.rank
+    first, size, rank = states[0], worker.comm.size, worker.comm.rank
     replicas = [
-        _resized_replica([state["replicas"][i] for state in states], attached, size)[rank]
+        _resized_replica([state["replicas"][i] for state in states], worker, size)[rank]
         for i in range(len(first["replicas"]))
     ]
     if not all(same(state["optimizer"], first["optimizer"]) for state in states):
@@ -94,7 +94,7 @@ def resized(states: Sequence[Mapping[str, Any]], attached: WorkerState) -> dict[
     return {**first, "identity": identity, "replicas": replicas, "others": others}
 
 
-def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: WorkerState, size: int) -> list[dict[str, Any]]:
+def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState, size: int) -> list[dict[str, Any]]:
     first = saved[0]
     for name, what in (("x", "parameters"), ("inflight", "messages in flight")):
         if not all(same(each[name], first[name]) for each in saved):
@@ -103,23 +103,23 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], attached: WorkerState, 
                 "save after an agreement"
             )
     states = [each["state"] for each in saved]
-    if isinstance(attached.strategy, Resizable):
-        shared = attached.strategy.resized(states, size)
+    if isinstance(worker.strategy, Resizable):
+        shared = worker.strategy.resized(states, size)
     elif all(same(state, states[0]) for state in states):
         shared = [dict(states[0]) for _ in range(size)]
     else:
         raise CheckpointError(
-            f"{type(attached.strategy).__name__} keeps on every worker what cannot be shared out among another number; "
+            f"{type(worker.strategy).__name__} keeps on every worker what cannot be shared out among another number; "
             f"go on with {len(saved)} workers"
         )
     return [{**first, "state": state} for state in shared]
 
 
-def _agreed_step(attached: WorkerState, folder: Path) -> int:
+def _agreed_step(worker: WorkerState, folder: Path) -> int:
     """The newest step of which every rank sees every part."""
     mine = [step for step in checkpoint.whole_steps(folder, 0) if _all_there(folder, step)]
-    device = attached.replicas[0].x.device
-    everyone = [set(json.loads(row)) for row in gather_texts(attached.comm, json.dumps(mine).encode(), device)]
+    device = worker.replicas[0].x.device
+    everyone = [set(json.loads(row)) for row in gather_texts(worker.comm, json.dumps(mine).encode(), device)]
     common: set[int] = set.intersection(*everyone)
     if not common:
         raise CheckpointError(f"{folder} holds no checkpoint whose parts every rank can see; look for step-* folders")
@@ -134,8 +134,8 @@ def _read(folder: Path, step: int, rank: int) -> dict[str, Any]:
     return _part(folder, step, rank).read()
 
 
-def _part(folder: Path, step: int, rank: int) -> Part:
-    return Part(folder / f"step-{step:08d}", rank)
+def _part(folder: Path, step: int, rank: int) -> RankFile:
+    return RankFile(folder / f"step-{step:08d}", rank)
 
 
 def _size(content: Mapping[str, Any]) -> int:

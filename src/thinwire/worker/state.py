@@ -54,10 +54,10 @@ class WorkerState:
         """Optimizer steps done."""
         return self.replicas[0].step
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Wait for every message in flight, using none of them yet."""
         for replica in self.replicas:
-            replica.settle()
+            replica.wait_pending()
 
     def own_folder(self, folder: str | Path) -> Path:
         """Where the ranks that hold the same parts of the model keep their checkpoints."""

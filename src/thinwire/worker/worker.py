@@ -34,7 +34,7 @@ Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
 
 
-class Attached(WorkerState):
+class Worker(WorkerState):
     """One worker's model under a strategy; made by `attach`.
 
     The user's loop stays as it was. Models whose parameters have several dtypes or devices have several replicas.
@@ -78,32 +78,32 @@ class Attached(WorkerState):
         self.shards.write()
         self.comm.step = self.step
 
-    def saw(self, samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
+    def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Say what is behind the next step's gradient, for strategies that weigh or compare workers by it.
 
         Args:
-            samples: of all batches of the step together. A step of which nothing is said counts as one.
+            num_samples: of all batches of the step together. A step of which nothing is said counts as one.
             loss: the step's mean loss, a tensor of one element or a number; it may be NaN, and is not waited for.
 
         Raises:
             ConfigError: a number of samples that is negative or not finite, or a loss of several elements.
         """
-        if samples is not None and not 0 <= samples < float("inf"):
-            raise ConfigError(f"samples={samples}: must be finite and not negative; say len(batch)")
+        if num_samples is not None and not 0 <= num_samples < float("inf"):
+            raise ConfigError(f"num_samples={num_samples}: must be finite and not negative; say len(batch)")
         for replica in self.replicas:
-            replica.samples = replica.samples if samples is None else float(samples)
+            replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
 
-    def observations(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the strategy noticed since this was last asked, by name; the most of it where there are several vectors.
 
         Gossip notices `consensus_distance`, the probe of heterogeneity how much gradients differ.
         """
         found: dict[str, float] = {}
         for replica in self.replicas:
-            for name, value in replica.observed.items():
+            for name, value in replica.metrics.items():
                 found[name] = max(found.get(name, float("-inf")), float(value))
-            replica.observed.clear()
+            replica.metrics.clear()
         return found
 
     @contextmanager
@@ -149,7 +149,7 @@ class Attached(WorkerState):
 
     @contextmanager
     def _agreed(self) -> Generator[None]:
-        self.settle()
+        self.wait_pending()
         self.shards.read()
         own = [replica.x.clone() for replica in self.replicas]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -173,7 +173,7 @@ class Attached(WorkerState):
         for group in by_kind(buffers).values():
             vector = flatten(group, layout := lay_out([("", b) for b in group]))
             if vector.is_floating_point():
-                self.comm.sum_(vector).wait().div_(self.comm.size)
+                self.comm.all_reduce_(vector).wait().div_(self.comm.size)
             else:
                 self.comm.broadcast_(vector, 0).wait()
             copy_each_(group, views(vector, layout))
@@ -220,7 +220,7 @@ class Attached(WorkerState):
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from here on."""
-        self.settle()
+        self.wait_pending()
         for replica in self.replicas:
             self.comm.close_mailbox(replica)
         self.undo.close()
@@ -239,8 +239,8 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     find_unused: bool = False,
     bucket_bytes: int = _BUCKET_BYTES,
-    deadline_seconds: float = 60.0,
-) -> Attached:
+    timeout: float = 60.0,
+) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
 
     Parameters become views of one vector per (dtype, device), in place: keep using the model, move it no more.
@@ -262,7 +262,7 @@ def attach(
         find_unused: parameters without a gradient on any rank keep none, at 4 bytes per tensor and step; otherwise
             a missing gradient counts as zero. Only matters where gradients are exchanged.
         bucket_bytes: how much gradient travels in one message; less overlaps more and costs more calls.
-        deadline_seconds: how long one wait may last.
+        timeout: how long one wait may last.
 
     Raises:
         ConfigError: the recipe cannot serve this model or this number of workers.
@@ -270,8 +270,8 @@ def attach(
     """
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
-    comm = mesh.data if mesh is not None else comm or comm_for(group, deadline_seconds=deadline_seconds)
-    attached = Attached(model, optimizer, strategy, comm, seed=seed)
+    comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout)
+    worker = Worker(model, optimizer, strategy, comm, seed=seed)
     settings = {
         "the number of workers": comm.size,
         "the strategy": brief(strategy),
@@ -283,27 +283,27 @@ def attach(
     }
     joining.refuse_left_out(strategy, find_unused=find_unused, scaled=scaled)
     agree(comm, facts := facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
-    _check(attached, named)
-    attached.block = fitting_block(mesh, strategy, optimizer, facts, scaled=scaled)
-    _make_replicas(attached, named, mesh)
+    _check(worker, named)
+    worker.block = fitting_block(mesh, strategy, optimizer, facts, scaled=scaled)
+    _make_replicas(worker, named, mesh)
     if init == "broadcast":
-        _broadcast(attached)
+        _broadcast(worker)
     with torch.no_grad():
-        for replica in attached.replicas:
+        for replica in worker.replicas:
             strategy.start(replica)
-    _hook(attached, bucket_bytes=bucket_bytes, find_unused=find_unused)
-    attached.scaler = scaler
+    _hook(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
+    worker.scaler = scaler
     if scaler is not None and comm.size > 1 and (strategy.reads_gradient or not strategy.sends_gradients):
-        share_skips(attached, scaler)
-    return attached
+        share_skips(worker, scaler)
+    return worker
 
 
-def _check(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
+def _check(worker: Worker, named: Mapping[str, nn.Parameter]) -> None:
     """Can the recipe serve these workers, this optimizer and these parameters?"""
-    strategy = attached.strategy
-    strategy.check(attached.comm.size)
-    strategy.check_optimizer(attached.optimizer)
-    refuse_movers(strategy, attached.optimizer)
+    strategy = worker.strategy
+    strategy.check(worker.comm.size)
+    strategy.check_optimizer(worker.optimizer)
+    refuse_movers(strategy, worker.optimizer)
     if strategy.sends_gradients and any(is_sharded(p) for p in named.values()):
         raise ConfigError(
             f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
@@ -311,10 +311,10 @@ def _check(attached: Attached, named: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
+def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
     names = {id(p): name for name, p in named.items()}
     sharded: list[tuple[Tensor, Tensor]] = []
-    for parameters in vectors_of(attached.model, named, mesh):
+    for parameters in vectors_of(worker.model, named, mesh):
         segments = lay_out([(names[id(p)], local(p)) for p in parameters])
         x = flatten([local(p) for p in parameters], segments)
         for parameter, view in zip(parameters, views(x, segments), strict=True):
@@ -322,42 +322,42 @@ def _make_replicas(attached: Attached, named: Mapping[str, nn.Parameter], mesh: 
                 sharded.append((parameter, view))
             else:
                 parameter.data = view
-        g = attached.strategy.room_for_gradient(x)
+        g = worker.strategy.room_for_gradient(x)
         moved = parameters
-        lr = learning_rate(attached.optimizer, moved, segments, x)
-        moments = Moments(attached.optimizer, moved, segments)
-        attached.replicas.append(Replica(x, g, attached.comm, lr=lr, seed=attached.seed, moments=moments))
-        attached.layouts.append((moved, segments))
-    attached.shards = Shards(attached.model, sharded)
+        lr = learning_rate(worker.optimizer, moved, segments, x)
+        moments = Moments(worker.optimizer, moved, segments)
+        worker.replicas.append(Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments))
+        worker.layouts.append((moved, segments))
+    worker.shards = Shards(worker.model, sharded)
 
 
-def _broadcast(attached: Attached) -> None:
+def _broadcast(worker: Worker) -> None:
     """Every rank starts from rank 0's parameters (frozen ones too) and buffers."""
-    comm = attached.comm
+    comm = worker.comm
     with torch.no_grad():
-        for replica in attached.replicas:
+        for replica in worker.replicas:
             comm.broadcast_(replica.x, 0).wait()
-        attached.shards.write()
-        mine = {id(p) for parameters, _ in attached.layouts for p in parameters}
-        rest = [local(t.data) for t in attached.model.parameters() if id(t) not in mine]
-        rest += list(attached.model.buffers())
+        worker.shards.write()
+        mine = {id(p) for parameters, _ in worker.layouts for p in parameters}
+        rest = [local(t.data) for t in worker.model.parameters() if id(t) not in mine]
+        rest += list(worker.model.buffers())
         for group in by_kind(rest).values():
             vector = flatten(group, layout := lay_out([("", t) for t in group]))
             comm.broadcast_(vector, 0).wait()
             copy_each_(group, views(vector, layout))
 
 
-def _hook(attached: Attached, *, bucket_bytes: int, find_unused: bool) -> None:
-    strategy, optimizer = attached.strategy, attached.optimizer
-    if strategy.sends_gradients and attached.comm.size > 1:
+def _hook(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> None:
+    strategy, optimizer = worker.strategy, worker.optimizer
+    if strategy.sends_gradients and worker.comm.size > 1:
         buckets = [
             bucket
-            for replica, (parameters, segments) in zip(attached.replicas, attached.layouts, strict=True)
+            for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
             for bucket in cut(replica, parameters, segments, bucket_bytes)
         ]
-        attached.backward = Backward(buckets, strategy.on_gradient, find_unused)
-        for handle in attached.backward.watch():
-            attached.undo.callback(handle.remove)
-    before, after = attached._before_step, attached._after_step  # pyright: ignore[reportPrivateUsage]
+        worker.backward = Backward(buckets, strategy.on_gradient, find_unused)
+        for handle in worker.backward.watch():
+            worker.undo.callback(handle.remove)
+    before, after = worker._before_step, worker._after_step  # pyright: ignore[reportPrivateUsage]
     for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
-        attached.undo.callback(handle.remove)
+        worker.undo.callback(handle.remove)

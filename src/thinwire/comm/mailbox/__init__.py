@@ -1,1 +1,3 @@
-"""Letters between two ranks, that nobody else need know of: posted without waiting, answered while training goes on."""
+"""Messages between two ranks, that nobody else need know of: posted without waiting, answered while training goes
+on.
+"""

@@ -1,4 +1,4 @@
-"""What goes over a letter's wire: a header of fixed size, and the bytes of the vector as they lie in memory.
+"""What goes over a message's wire: a header of fixed size, and the bytes of the vector as they lie in memory.
 
 Nothing that arrives is trusted. Whatever is not of this protocol, run and mailbox belongs to strangers; what is, and
 does not add up, is damaged.
@@ -29,7 +29,7 @@ _DTYPES = (
 class Kind(IntEnum):
     """What a frame is for."""
 
-    LETTER = 0
+    MESSAGE = 0
     ROOM = 1
     GOODBYE = 2
 
@@ -42,11 +42,11 @@ class Header(NamedTuple):
         dtype: of the vector, as a number.
         run: the secret number of the run.
         epoch: which mailbox of the run.
-        frm: the sender's rank.
-        to: the receiver's rank.
-        topic: what a letter is about.
+        src: the sender's rank.
+        dst: the receiver's rank.
+        topic: what a message is about.
         step: the sender's.
-        number: of a letter on its edge; where room is made, how many letters have been taken.
+        number: of a message on its edge; where room is made, how many messages have been taken.
         nbytes: of the vector.
         checksum: CRC-32 of the vector's bytes.
     """
@@ -55,8 +55,8 @@ class Header(NamedTuple):
     dtype: int
     run: int
     epoch: int
-    frm: int
-    to: int
+    src: int
+    dst: int
     topic: int
     step: int
     number: int
@@ -73,24 +73,24 @@ class DamagedError(ValueError):
     """A frame of ours whose bytes are not those that were sent."""
 
 
-def parse(parts: Sequence[memoryview], *, run: int, epoch: int, to: int) -> tuple[Header, Tensor] | None:
+def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tuple[Header, Tensor] | None:
     """The header and the vector of a frame, which shares its memory; None where it is not meant for us.
 
     Args:
         parts: what arrived.
         run: the secret number of this run.
         epoch: which mailbox this is.
-        to: this rank.
+        dst: this rank.
 
     Raises:
         DamagedError: it is of this run, and does not add up.
     """
     header = _header(parts, run)
-    if header is None or (header.run, header.epoch, header.to) != (run, epoch, to):
+    if header is None or (header.run, header.epoch, header.dst) != (run, epoch, dst):
         return None
     content = parts[1] if len(parts) == 2 else memoryview(b"")
     if content.nbytes != header.nbytes or zlib.crc32(content) != header.checksum:
-        raise DamagedError(f"letter {header.number} of rank {header.frm} is damaged: its checksum does not fit")
+        raise DamagedError(f"message {header.number} of rank {header.src} is damaged: its checksum does not fit")
     dtype = _DTYPES[header.dtype]
     if not content.nbytes:
         return header, torch.empty(0, dtype=dtype)
@@ -106,7 +106,7 @@ def _header(parts: Sequence[memoryview], run: int) -> Header | None:
         return None
     if _CHECK.unpack(check)[0] != zlib.crc32(fields):
         if rest[0] == run:
-            raise DamagedError("a letter is damaged: its header's checksum does not fit")
+            raise DamagedError("a message is damaged: its header's checksum does not fit")
         return None
     if kind not in list(Kind) or dtype >= len(_DTYPES):
         return None
@@ -117,7 +117,7 @@ def dtype_number(x: Tensor) -> int:
     """The number that stands for a vector's dtype.
 
     Raises:
-        ValueError: no letter carries that dtype.
+        ValueError: no message carries that dtype.
     """
     return _DTYPES.index(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Letters over ZeroMQ: queues, reconnection and one thread of input and output are its; numbers and sums are ours.
+"""Messages over ZeroMQ: queues, reconnection and one thread of input and output are its; numbers and sums are ours.
 
 Each rank has one socket on which it receives, and one to each rank it has written to. A thread of this process waits on
 the former, checks what comes, and hands it over or answers it. Vectors are received without a copy.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.address import endpoint, own_address
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
 from thinwire.comm.work import nbytes_of
 from thinwire.errors import CommError, ConfigError, PeerLostError
@@ -41,7 +41,7 @@ class Sockets:
     """Everything that must be let go of again.
 
     Attributes:
-        inlet: where letters for this rank arrive.
+        inlet: where messages for this rank arrive.
         port: of the inlet.
         lost: since when a rank's connection has been gone, in seconds of `time.monotonic`.
     """
@@ -90,7 +90,7 @@ class Sockets:
         return True
 
     def listen(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
-        """Start the thread in which letters come; it ends with the mailbox."""
+        """Start the thread in which messages come; it ends with the mailbox."""
         self._thread = threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="thinwire-mailbox")
         self._thread.start()
 
@@ -147,8 +147,8 @@ class ZeroMqMailbox(Mailbox):
     Args:
         comm: the ranks, who tell each other their addresses over it.
         epoch: which mailbox of the comm this is.
-        like: a vector on the comm's device, as long as the longest letter.
-        capacity: letters that may be under way on one edge.
+        like: a vector on the comm's device, as long as the longest message.
+        capacity: messages that may be under way on one edge.
 
     Attributes:
         strangers: frames that were not meant for this mailbox, and were dropped.
@@ -162,7 +162,7 @@ class ZeroMqMailbox(Mailbox):
         self.strangers = 0
         self._epoch = epoch
         self._left: set[int] = set()
-        # A letter takes two parts, and each has an answer that says there is room again.
+        # A message takes two parts, and each has an answer that says there is room again.
         self._sockets = Sockets(own_address(), largest_bytes=nbytes_of(like), queue=4 * capacity + 16)
         shut = weakref.finalize(self, self._sockets.shut)
         try:
@@ -178,60 +178,60 @@ class ZeroMqMailbox(Mailbox):
             if self._closed:
                 return
             self._closed = True
-            for to in self._sockets.linked:
-                self._say(Kind.GOODBYE, to, 0)
+            for dst in self._sockets.linked:
+                self._say(Kind.GOODBYE, dst, 0)
             self.changed.notify_all()
         self._sockets.shut()
 
     def receive(self, parts: Sequence[memoryview]) -> None:
         """A frame has come, from whomever; called by the thread that listens."""
         try:
-            found = parse(parts, run=self._run, epoch=self._epoch, to=self._rank)
+            found = parse(parts, run=self._run, epoch=self._epoch, dst=self._rank)
         except DamagedError as error:
             self._fail(CommError(f"rank {self._rank}: {error}; a wire or a program between the ranks changes bytes"))
             return
-        if found is None or found[0].frm not in self._edges:
+        if found is None or found[0].src not in self._edges:
             self.strangers += 1
             return
         header, content = found
         if header.kind is Kind.ROOM:
-            self._room_was_made(header.frm, header.number)
+            self._room_was_made(header.src, header.number)
         elif header.kind is Kind.GOODBYE:
             with self.changed:
-                self._left.add(header.frm)
+                self._left.add(header.src)
                 self.changed.notify_all()
         else:
-            self._deliver(Letter(header.frm, header.step, header.topic, content), header.number)
+            self._deliver(Message(header.src, header.step, header.topic, content), header.number)
 
-    def _carry(self, to: int, letter: Letter, number: int) -> None:
-        if not self._say(Kind.LETTER, to, number, letter):
-            raise CommError(f"rank {self._rank}: the queue of letters to rank {to} is full beyond its capacity")
+    def _carry(self, dst: int, message: Message, number: int) -> None:
+        if not self._say(Kind.MESSAGE, dst, number, message):
+            raise CommError(f"rank {self._rank}: the queue of messages to rank {dst} is full beyond its capacity")
 
-    def _make_room(self, frm: int, taken: int) -> None:
-        self._say(Kind.ROOM, frm, taken)
+    def _make_room(self, src: int, taken: int) -> None:
+        self._say(Kind.ROOM, src, taken)
 
-    def _say(self, kind: Kind, to: int, number: int, letter: Letter | None = None) -> bool:
-        content = _NOTHING if letter is None else letter.content
+    def _say(self, kind: Kind, dst: int, number: int, message: Message | None = None) -> bool:
+        content = _NOTHING if message is None else message.content
         data = bytes_of(content)
         header = Header(
             kind=kind,
             dtype=dtype_number(content),
             run=self._run,
             epoch=self._epoch,
-            frm=self._rank,
-            to=to,
-            topic=0 if letter is None else letter.topic,
-            step=0 if letter is None else letter.step,
+            src=self._rank,
+            dst=dst,
+            topic=0 if message is None else message.topic,
+            step=0 if message is None else message.step,
             number=number,
             nbytes=data.nbytes,
             checksum=zlib.crc32(data),
         )
-        self._sockets.link(to, self._addresses[to])
-        return self._sockets.send(to, [header.pack(), data] if data.nbytes else [header.pack()])
+        self._sockets.link(dst, self._addresses[dst])
+        return self._sockets.send(dst, [header.pack(), data] if data.nbytes else [header.pack()])
 
-    def _complain(self, frm: Sequence[int]) -> None:
-        super()._complain(frm)
-        for rank in frm:
+    def _complain(self, src: Sequence[int]) -> None:
+        super()._complain(src)
+        for rank in src:
             self._sockets.link(rank, self._addresses[rank])
             if rank in self._left:
                 raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
@@ -245,7 +245,7 @@ def _introduce(comm: Comm, port: int, device: torch.device) -> tuple[int, list[s
     """The run's secret number, which is rank 0's, and where each rank receives."""
     mine = secrets.token_bytes(8) + endpoint(own_address(), port).encode()
     row = torch.frombuffer(bytearray(mine.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
-    rows = [bytes(each.tolist()) for each in comm.gather(row.to(device)).wait()]
+    rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
     addresses = [row[8:].rstrip(b"\0").decode() for row in rows]
     local = [rank for rank, address in enumerate(addresses) if "//127." in address or "//[::1]" in address]
     if 0 < len(local) < len(rows):
@@ -265,5 +265,5 @@ def _library() -> ModuleType:
     try:
         import zmq
     except ImportError as error:
-        raise ConfigError("letters between processes need pyzmq; pip install 'thinwire[async]'") from error
+        raise ConfigError("messages between processes need pyzmq; pip install 'thinwire[async]'") from error
     return zmq

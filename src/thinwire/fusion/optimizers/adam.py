@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, Handful, Tensors, in_rows
+from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, Tensors, in_rows
 from thinwire.fusion.optimizers.vectors import (
     Coefficient,
     add_product_,
@@ -77,11 +77,11 @@ class Adam(FusedOptimizer):
         """With AMSGrad, the largest second moment too."""
         return (*self.kept, "max_exp_avg_sq") if group["amsgrad"] else self.kept
 
-    def by_rows(self, handful: Handful) -> bool:
+    def by_rows(self, handful: ParameterBatch) -> bool:
         """On a CPU."""
         return in_rows(handful)
 
-    def move_rows(self, handful: Handful, active: Tensor) -> None:
+    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
         """By a kernel of our own: torch's fused one has one of each hyperparameter."""
         v, states, steps = handful.values, handful.states, handful.steps
         none, pull = torch.zeros_like(steps), v["lr"] * v["weight_decay"]
@@ -95,7 +95,7 @@ class Adam(FusedOptimizer):
         for x, gradient, mean, square, largest in every:
             adam_rows_(x, gradient.contiguous(), mean, square, largest, numbers=every_number, going=active)
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once, by torch's own formula."""
         v, states, steps = handful.values, handful.states, handful.steps
         gradients = self._decayed(handful)
@@ -111,7 +111,7 @@ class Adam(FusedOptimizer):
         shift_(spreads, Coefficient(v["eps"]))
         add_quotient_(handful.parameters, moments, spreads, Coefficient(-v["lr"] / (1 - v["beta1"] ** steps)))
 
-    def _decayed(self, handful: Handful) -> Tensors:
+    def _decayed(self, handful: ParameterBatch) -> Tensors:
         decay = handful.values["weight_decay"]
         if not bool(decay.any()):
             return handful.gradients

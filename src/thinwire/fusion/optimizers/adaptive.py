@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, Handful, Tensors
+from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, Tensors
 from thinwire.fusion.optimizers.vectors import (
     Coefficient,
     add_,
@@ -23,7 +23,7 @@ from thinwire.fusion.optimizers.vectors import (
 )
 
 
-def _with_decay(handful: Handful) -> Tensors:
+def _with_decay(handful: ParameterBatch) -> Tensors:
     decay = handful.values["weight_decay"]
     if not bool(decay.any()):
         return handful.gradients
@@ -84,7 +84,7 @@ class Adagrad(FusedOptimizer):
         values = group["initial_accumulator_value"][slots].to(parameter)
         return torch.zeros_like(parameter) + values.view(-1, *[1] * (parameter.dim() - 1))
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once, by torch's own formula."""
         v, sums, gradients = handful.values, handful.states["sum"], _with_decay(handful)
         add_product_(sums, gradients, gradients, _one(v["lr"]))
@@ -146,7 +146,7 @@ class RMSprop(FusedOptimizer):
         """Centred, the mean gradient too."""
         return (*self.kept, "grad_avg") if group["centered"] else self.kept
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once, by torch's own formula."""
         v, states, gradients = handful.values, handful.states, _with_decay(handful)
         scale_(states["square_avg"], Coefficient(v["alpha"]))
@@ -206,7 +206,7 @@ class Adadelta(FusedOptimizer):
         values = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values, {}, models=models)
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once, by torch's own formula."""
         v, states, gradients = handful.values, handful.states, _with_decay(handful)
         rho, eps = Coefficient(v["rho"]), Coefficient(v["eps"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.optimizers.parameter_batch import Group, Handful, as_they_were, count_models, slots_of
+from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, as_they_were, count_models, slots_of
 from thinwire.fusion.store import Selection, owner_of
 
 Numbers = float | Sequence[float] | Tensor
@@ -135,7 +135,7 @@ class FusedOptimizer(Optimizer):
         if not bool(active.any()):
             return
         step += active
-        handful = Handful(
+        handful = ParameterBatch(
             [parameter.detach() for parameter in parameters],
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             {name: [self.state[parameter][name] for parameter in parameters] for name in self.names(group)},
@@ -158,15 +158,15 @@ class FusedOptimizer(Optimizer):
         """What a state of these slots is before their first step, of the shape of their part of a parameter."""
         return torch.zeros_like(parameter)
 
-    def by_rows(self, handful: Handful) -> bool:
+    def by_rows(self, handful: ParameterBatch) -> bool:
         """Whether there is a kernel for these tensors, `move_rows`; elsewhere it is `move`."""
         return False
 
     @abstractmethod
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """Change parameters and states of all models by one step."""
 
-    def move_rows(self, handful: Handful, active: Tensor) -> None:
+    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
         """Change those of the models that are active, bool [models] on the host, by one pass over memory."""
 
     def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:

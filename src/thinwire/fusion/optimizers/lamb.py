@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, Handful
+from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch
 from thinwire.fusion.optimizers.vectors import Coefficient, add_, add_product_, divide_, scale_, shift_, towards_
 
 
@@ -65,7 +65,7 @@ class LAMB(FusedOptimizer):
         values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**values, "least_trust": least_trust, "most_trust": most_trust}, {}, models=models)
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once."""
         v, steps, gradients = handful.values, handful.steps, handful.gradients
         momenta, variances = handful.states["momentum"], handful.states["variance"]

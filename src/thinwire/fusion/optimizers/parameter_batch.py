@@ -18,7 +18,7 @@ Tensors = list[Tensor]
 
 
 @dataclass(slots=True)
-class Handful:
+class ParameterBatch:
     """Parameters of one group, of the same age, to be moved together.
 
     Args:
@@ -38,7 +38,7 @@ class Handful:
     group: Group
 
 
-def in_rows(handful: Handful) -> bool:
+def in_rows(handful: ParameterBatch) -> bool:
     """Whether every model's part of every tensor is a row in the host's memory, as the kernels for rows need it."""
     first = handful.parameters[0].dtype
     columns = (handful.parameters, *handful.states.values())

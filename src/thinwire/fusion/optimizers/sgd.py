@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, Handful, in_rows
+from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, in_rows
 from thinwire.fusion.optimizers.vectors import Coefficient, add_, plus, scale_
 from thinwire.kernels.rows import sgd_rows_
 
@@ -65,11 +65,11 @@ class SGD(FusedOptimizer):
                 model = int(wrong.nonzero()[0])
                 raise ConfigError(f"nesterov of model {model}: needs momentum above 0 and dampening 0")
 
-    def by_rows(self, handful: Handful) -> bool:
+    def by_rows(self, handful: ParameterBatch) -> bool:
         """On a CPU."""
         return in_rows(handful)
 
-    def move_rows(self, handful: Handful, active: Tensor) -> None:
+    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
         """By a kernel of our own; a model without momentum keeps none."""
         v = handful.values
         take = torch.where(handful.steps == 1, 1.0, 1 - v["dampening"])
@@ -78,7 +78,7 @@ class SGD(FusedOptimizer):
         for x, gradient, momentum in every:
             sgd_rows_(x, gradient.contiguous(), momentum, numbers=numbers, going=active)
 
-    def move(self, handful: Handful) -> None:
+    def move(self, handful: ParameterBatch) -> None:
         """All models at once; one without momentum keeps its gradient as its momentum."""
         values, buffers = handful.values, handful.states["momentum_buffer"]
         gradients = plus(handful.gradients, handful.parameters, Coefficient(values["weight_decay"]))

@@ -21,17 +21,17 @@ from thinwire.kernels.reference.bits import (
 def encode_signs_(x: Tensor, error: Tensor | None, out: Tensor, *, block: int, norm: str, scale_bytes: int) -> None:
     """The scales and signs of `x + error`, and what they leave unsaid."""
     n = x.numel()
-    owed = x if error is None else x + error
-    rows = in_blocks(owed, block)
+    residual = x if error is None else x + error
+    rows = in_blocks(residual, block)
     sizes = torch.full((len(rows),), float(block), device=x.device)
     sizes[-1] = n - (len(rows) - 1) * block
     means = tree_sums(rows.abs() if norm == "l1" else rows.square()) / sizes
     head = len(rows) * scale_bytes
     write_scales(means if norm == "l1" else rooted(means), out[:head], scale_bytes)
-    signs = torch.signbit(owed)
+    signs = torch.signbit(residual)
     out[head:].copy_(pack_bits(signs))
     if error is not None:
-        error.copy_(owed - _signed(spread(read_scales(out, len(rows), scale_bytes), n, block), signs))
+        error.copy_(residual - _signed(spread(read_scales(out, len(rows), scale_bytes), n, block), signs))
 
 
 def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int) -> None:

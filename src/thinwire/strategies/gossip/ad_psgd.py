@@ -8,10 +8,10 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
-from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
@@ -35,8 +35,8 @@ class ADPSGD(Strategy):
     The graph has two sides. A worker on the one *asks*: after a step it sends $a = x_i$ and goes on. Its neighbour
     *answers*, also in the middle of its own step: $h = (x_j - a)/2$, $x_j \leftarrow x_j - h$, and $h$ goes back, to be
     added to $x_i$ at the end of the first step by which it has come. What is added on one side is what is taken from
-    the other, so the sum of all $x_i$ changes by updates alone, however letters and steps interleave. Nobody asks again
-    before the answer, and nobody who answers ever asks, so that no circle of workers can wait for each other.
+    the other, so the sum of all $x_i$ changes by updates alone, however messages and steps interleave. Nobody asks
+    again before the answer, and nobody who answers ever asks, so that no circle of workers can wait for each other.
 
     Results depend on timing. Of the topology the edges count, in either direction; its weights do not.
     Traffic: at most one vector per asking worker and step in either direction; fewer where a link takes longer than
@@ -70,14 +70,14 @@ class ADPSGD(Strategy):
         if r.comm.size == 1:
             return
         # A worker that has not finished a step answers nobody: it may be about to read a checkpoint.
-        box = open_letters(r, r.x)
+        box = open_mailbox(r, r.x)
         if self._asks(r):
             return
         r.state["published"], r.state["snapshot"] = r.x.clone(), r.x.clone()
         r.state["flushed"] = torch.zeros(r.comm.size, dtype=torch.int64)
         me, near = proxy(r), self._neighbours(r)
-        box.answer(_REQUEST, partial(_average, me, box), like=r.x, frm=near)
-        box.answer(_FLUSH, partial(_note, me), like=torch.zeros(1, dtype=torch.int64), frm=near)
+        box.answer(_REQUEST, partial(_average, me, box), like=r.x, src=near)
+        box.answer(_FLUSH, partial(_note, me), like=torch.zeros(1, dtype=torch.int64), src=near)
 
     def after_step(self, r: Replica) -> None:
         """Take in what has come of averages, and ask for another or show what is new."""
@@ -89,7 +89,7 @@ class ADPSGD(Strategy):
 
     def average_(self, r: Replica) -> None:
         """Finish what is under way, then average."""
-        r.settle()
+        r.wait_pending()
         if "answer" in r.inflight:
             r.x.add_(r.inflight.pop("answer").wait()[0])
         r.x.copy_(mean_(r.comm, _current(r)).wait())
@@ -98,7 +98,7 @@ class ADPSGD(Strategy):
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of what all workers' parameters have become, answers under way included."""
-        r.settle()
+        r.wait_pending()
         x = _current(r)
         if "answer" in r.inflight:
             x.add_(r.inflight["answer"].wait()[0])
@@ -113,16 +113,16 @@ class ADPSGD(Strategy):
             # Half of what lies between two workers, which came anyway.
             r.notice_distance(torch.zeros_like(half), [2 * half])
             r.x.add_(half)
-        to = partner(self.topology, r.comm.rank, r.comm.size, r.step - 1)
-        box.post(to, r.x, topic=_REQUEST)
-        r.launch("answer", box.expect(to, r.x).then(lambda letter: [letter.content]))
+        dst = partner(self.topology, r.comm.rank, r.comm.size, r.step - 1)
+        box.send(dst, r.x, topic=_REQUEST)
+        r.launch("answer", box.expect(dst, r.x).then(lambda message: [message.content]))
 
     def _flush(self, r: Replica) -> list[Tensor]:
         """Make sure that nothing is under way: what was asked has been answered, and all who ask have said so."""
         box, near = r.comm.mailbox(r), self._neighbours(r)
         if self._asks(r):
             for rank in near:
-                box.post(rank, torch.tensor([r.step]), topic=_FLUSH)
+                box.send(rank, torch.tensor([r.step]), topic=_FLUSH)
             return []
         with box.changed:
             box.until(lambda: _unfinished(r, near), f"all neighbours to finish step {r.step}")
@@ -135,24 +135,24 @@ class ADPSGD(Strategy):
         return neighbours(self.topology, r.comm.rank, r.comm.size)
 
 
-def _average(r: Replica, box: Mailbox, letter: Letter) -> bool:
+def _average(r: Replica, box: Mailbox, message: Message) -> bool:
     """Meet a neighbour half-way, in whatever thread; touches the published vector alone.
 
     Where the neighbour has finished a step for all to stand still, and this worker has not gone beyond it, the answer
     must wait: it belongs to what comes after.
     """
-    if r.state["flushed"][letter.frm] >= r.step:
+    if r.state["flushed"][message.src] >= r.step:
         return False
     published = r.state["published"]
-    half = (published - letter.content).div_(2)
+    half = (published - message.content).div_(2)
     published.sub_(half)
-    box.post(letter.frm, half)
+    box.send(message.src, half)
     return True
 
 
-def _note(r: Replica, letter: Letter) -> bool:
+def _note(r: Replica, message: Message) -> bool:
     """A neighbour has finished its exchanges up to a step."""
-    r.state["flushed"][letter.frm] = letter.content[0]
+    r.state["flushed"][message.src] = message.content[0]
     return True
 
 

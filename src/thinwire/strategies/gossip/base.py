@@ -12,7 +12,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.exact_weights import exact_weights
 from thinwire.validation import check_kinds
 
 
@@ -59,8 +59,8 @@ class DecentralisedMomentum(Strategy):
                 f"{self} on parameters of {r.x.dtype}: it divides small differences of parameters by the learning "
                 "rate; keep the parameters in float32 and compute under torch.autocast, or use Gossip(order='after')"
             )
-        r.scratch("anchor")
-        r.scratch("momentum")
+        r.zeros_state("anchor")
+        r.zeros_state("momentum")
 
     def before_step(self, r: Replica) -> None:
         """Remember where the step begins."""
@@ -72,4 +72,4 @@ class DecentralisedMomentum(Strategy):
 
     def peers(self, r: Replica) -> Peers:
         """The neighbours of the step that the optimizer has just taken, which `r.step` counts already."""
-        return whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+        return exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)

@@ -13,7 +13,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
 from thinwire.validation import check_kinds
 
@@ -60,7 +60,7 @@ class Choco(Strategy):
             raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: public copies remember what is unsaid; use {self.codec.codec}")
-        if self.codec.expansion >= 1 or self.codec.late:
+        if self.codec.expansion >= 1 or self.codec.residual_after_sum:
             raise ConfigError(
                 f"codec={self.codec}: it can leave more unsaid than it was given, so copies would run away; use "
                 "OneBit(), TopK(), or more bits in smaller blocks"
@@ -77,9 +77,9 @@ class Choco(Strategy):
 
     def start(self, r: Replica) -> None:
         """Make the parameters public."""
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
+        peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
         public = r.x.to(torch.float32, copy=True)
-        received = r.comm.exchange(public, peers.to, peers.frm).wait()
+        received = r.comm.send_recv(public, peers.dst, peers.src).wait()
         mixed = public * peers.own
         for weight, theirs in zip(peers.weights, received, strict=True):
             mixed.add_(theirs, alpha=weight)
@@ -87,7 +87,7 @@ class Choco(Strategy):
 
     def after_step(self, r: Replica) -> None:
         """Say how far the parameters are from what is known of them, and move towards the neighbours' copies."""
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
+        peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
         public, mixed, news = r.state["public"], r.state["mixed"], r.x.to(torch.float32)
         exchange = coded_exchange(r.comm, news - public, self.codec, peers, key=draw_key(r.seed, r.step))
         mine, theirs = exchange.wait()

@@ -54,7 +54,7 @@ class ExactDiffusion(DecentralisedMomentum):
     def start(self, r: Replica) -> None:
         """Begin without momentum and with nothing to correct."""
         DecentralisedMomentum.start(self, r)
-        r.scratch("correction")
+        r.zeros_state("correction")
 
     def after_step(self, r: Replica) -> None:
         """Let the momentum smooth the optimizer's step, correct it, and mix."""

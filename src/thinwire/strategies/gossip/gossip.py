@@ -8,7 +8,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
 from thinwire.validation import check_kinds
 
@@ -57,16 +57,16 @@ class Gossip(Strategy):
         received = r.collect("neighbours")
         if received is not None:
             r.notice_distance(r.x, received)
-            mix_(r.x, received, whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
+            mix_(r.x, received, exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
 
     def after_step(self, r: Replica) -> None:
         """Send, and in the order "after" wait and mix."""
         if self.order == "after":
-            peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+            peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.notice_distance).wait()
             return
-        peers = whole_shares(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
-        r.launch("neighbours", r.comm.exchange(r.x, peers.to, peers.frm))
+        peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+        r.launch("neighbours", r.comm.send_recv(r.x, peers.dst, peers.src))
 
     def average_(self, r: Replica) -> None:
         """Mix in what is still in flight, then average."""

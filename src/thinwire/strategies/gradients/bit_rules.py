@@ -19,7 +19,7 @@ _POINTS = 64  # at which the rest of a run is looked at
 
 
 @dataclass(frozen=True)
-class Ledger:
+class BitLedger:
     """What has been spent, and what came of it.
 
     Args:
@@ -39,16 +39,16 @@ class Ledger:
     answered: float = 0.0
 
     @staticmethod
-    def read(numbers: Tensor) -> Ledger:
+    def read(numbers: Tensor) -> BitLedger:
         """From six numbers, as `written` gives them."""
         step, *rest = (float(number) for number in numbers.tolist())
-        return Ledger(int(step), *rest)
+        return BitLedger(int(step), *rest)
 
     def written(self) -> Tensor:
         """As six numbers in double precision."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
-    def after(self, bits: float, error: float, square: float) -> Ledger:
+    def after(self, bits: float, error: float, square: float) -> BitLedger:
         """One step later."""
         level, slope = self.level, self.slope
         if square > 0:
@@ -56,9 +56,9 @@ class Ledger:
             known = now if isnan(level) else level
             level = _LEVEL * known + (1 - _LEVEL) * now
             slope = _SLOPE * slope + (1 - _SLOPE) * (level - known)
-        return Ledger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
+        return BitLedger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
 
-    def with_answer(self, bits: float) -> Ledger:
+    def with_answer(self, bits: float) -> BitLedger:
         """With what the mean of the last step was sent back in."""
         return replace(self, answered=self.answered + bits)
 
@@ -110,11 +110,11 @@ class FixedBits:
         """The same."""
         return self.bits
 
-    def choose(self, ledger: Ledger, step: Step) -> list[int]:
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """The bits of each part of the gradient."""
         return [self.bits] * len(step.sizes)
 
-    def settle(self, ledger: Ledger, step: Step, bits: Sequence[int]) -> Ledger:
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
         """The ledger once what a step was like is known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
@@ -172,7 +172,7 @@ class ErrorBound:
                 "and finite, the second lie between 0 and it; 1.0 and 0.0 weigh all steps alike"
             )
 
-    def choose(self, ledger: Ledger, step: Step) -> list[int]:
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """The bits of each part of the gradient."""
         if isinf(step.square):
             return [self.most] * len(step.sizes)
@@ -186,7 +186,7 @@ class ErrorBound:
         bound /= 1 + self.margin
         return fewest_bits(weights, share, bound=bound, sizes=step.sizes, least=self.least, most=self.most)
 
-    def settle(self, ledger: Ledger, step: Step, bits: Sequence[int]) -> Ledger:
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
         """The ledger once what a step was like is known."""
         alpha = contraction(step.lr, self.smoothness, self.strong_convexity)
         carried = alpha * ledger.error if ledger.step % self.steps else 0.0
@@ -234,7 +234,7 @@ class BitBudget:
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; 1 is for functions that are not convex")
 
-    def choose(self, ledger: Ledger, step: Step) -> list[int]:
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """The bits of each part of the gradient."""
         left = self.steps - ledger.step % self.steps
         rounds = ledger.step // self.steps
@@ -247,11 +247,11 @@ class BitBudget:
         budget = given * entries * (1 + 1e-12)
         return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
 
-    def settle(self, ledger: Ledger, step: Step, bits: Sequence[int]) -> Ledger:
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
         """The ledger once what a step was like is known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
-    def _lead(self, ledger: Ledger, square: float, left: int) -> float:
+    def _lead(self, ledger: BitLedger, square: float, left: int) -> float:
         """Bits that a step should have more than the mean of the remaining ones."""
         if left == 1:
             return 0.0
@@ -294,7 +294,7 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
     return (high if added(high) <= target else low), left - sum(least[1:]) * (remaining - 1) / max(1, count - 1)
 
 
-def passed_over(ledger: Ledger, step: Step, bits: Sequence[int]) -> Ledger:
+def passed_over(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
     """The ledger after a step that told nothing, as its gradient was not finite: bits are spent, no error is made."""
     return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
 

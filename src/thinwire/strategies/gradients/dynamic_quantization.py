@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.stages import TwoStageMean, launched
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits, Ledger, Step, passed_over
+from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, passed_over
 from thinwire.strategies.gradients.bits import MOST, square_of
 from thinwire.validation import check_kinds
 
@@ -87,7 +87,7 @@ class DQSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """An empty ledger, and no parts yet."""
-        r.state["ledger"] = Ledger().written()
+        r.state["ledger"] = BitLedger().written()
         r.state["now"] = torch.zeros(0, 3, dtype=torch.int64)
         r.state["known"] = torch.zeros(0, dtype=torch.float64)
         r.state["terms"] = torch.zeros(2, dtype=torch.float64)
@@ -102,7 +102,7 @@ class DQSGD(Strategy):
         codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
         mean = launched(r.comm, TwoStageMean(r.comm, r.g[part], codec, None, key, r.active, server=server))
         if part.start == 0:
-            total = r.comm.sum_(r.state.pop("squares"))
+            total = r.comm.all_reduce_(r.state.pop("squares"))
             r.launch("squares", total.then(lambda squares: [squares]))
         return mean
 
@@ -132,8 +132,8 @@ class DQSGD(Strategy):
             r.state["parts"][:, 2] = torch.tensor(chosen)
         r.state["terms"] = torch.tensor(terms, dtype=torch.float64)
 
-    def _settled(self, r: Replica, squares: Tensor, sizes: list[int], bits: list[int]) -> Ledger:
-        ledger, (lr, share) = Ledger.read(r.state["ledger"]), r.state["terms"].tolist()
+    def _settled(self, r: Replica, squares: Tensor, sizes: list[int], bits: list[int]) -> BitLedger:
+        ledger, (lr, share) = BitLedger.read(r.state["ledger"]), r.state["terms"].tolist()
         step = Step([], sizes, lr, share)
         if squares.is_meta or not bool(squares.isfinite().all()):
             ledger = passed_over(ledger, step, bits)
@@ -143,10 +143,10 @@ class DQSGD(Strategy):
         said = step.mean_bits(bits)
         ledger = ledger.with_answer(_WHOLE if self.answer is None else said + self.answer)
         r.state["ledger"] = ledger.written()
-        r.observed["bits"] = said
-        r.observed["spent_bits_per_entry"] = ledger.bits
-        r.observed["answered_bits_per_entry"] = ledger.answered
-        r.observed["quantisation_error"] = ledger.error
+        r.metrics["bits"] = said
+        r.metrics["spent_bits_per_entry"] = ledger.bits
+        r.metrics["answered_bits_per_entry"] = ledger.answered
+        r.metrics["quantisation_error"] = ledger.error
         return ledger
 
     def _bits_of(self, r: Replica, part: slice) -> int:
@@ -155,7 +155,7 @@ class DQSGD(Strategy):
         bits = next((each for *known, each in r.state["parts"].tolist() if known == place), 0)
         if not bits:
             blind = Step([inf], [part.stop - part.start], *r.state["terms"].tolist())
-            (bits,) = self.rule.choose(Ledger.read(r.state["ledger"]), blind)
+            (bits,) = self.rule.choose(BitLedger.read(r.state["ledger"]), blind)
         r.state["now"] = torch.cat([r.state["now"], torch.tensor([[*place, bits]])])
         return bits
 

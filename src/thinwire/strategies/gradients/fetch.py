@@ -109,11 +109,11 @@ class FetchSGD(Strategy):
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
         if not fresh_table.finite:
-            r.observed["skipped_steps"] = 1.0
+            r.metrics["skipped_steps"] = 1.0
             return
         velocity, error = r.state["momentum_sketch"], Table(r.state["error_sketch"], fresh.numel(), key)
         error.cells.add_(velocity.mul_(self.momentum).add_(fresh_table.cells))
-        r.observed["unsent_norm"] = error.norm
+        r.metrics["unsent_norm"] = error.norm
         if self.conserving:
             self._move_exactly_(r, fresh, error)
             return
@@ -129,7 +129,7 @@ class FetchSGD(Strategy):
         momentum, unsent, k = r.state["momentum"], r.state["unsent"], self.moved(r.x.numel())
         unsent.add_(momentum.mul_(self.momentum).add_(fresh))
         candidates = error.heaviest(self.second_round * k)
-        exact = r.comm.sum_(unsent[candidates]).wait()
+        exact = r.comm.all_reduce_(unsent[candidates]).wait()
         largest = largest_of(exact, k)
         where = candidates[largest]
         gone = move_(r, Move([(where, exact[largest])], where, fresh[:0], ()), inside=self.lr_in_residual)

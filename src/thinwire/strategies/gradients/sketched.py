@@ -120,7 +120,7 @@ class SketchedSGD(Strategy):
         move = self._gathered(r, unsent, cut) if gathers else self._recovered(r, unsent, cut)
         r.g.zero_()
         if move is None:
-            r.observed["skipped_steps"] = 1.0
+            r.metrics["skipped_steps"] = 1.0
             return
         gone = move_(r, move, inside=self.lr_in_residual)
         r.state["momentum"].copy_(momentum)
@@ -164,10 +164,10 @@ class SketchedSGD(Strategy):
         table, dense = mine.all_reduced(r, cut.small_of(unsent))
         if not table.finite or not finite(dense):
             return None
-        r.observed["unsent_norm"] = table.norm
+        r.metrics["unsent_norm"] = table.norm
         chosen = table.heaviest(self.second_round * k or k)
         if self.second_round:
-            exact = r.comm.sum_(large[chosen]).wait()
+            exact = r.comm.all_reduce_(large[chosen]).wait()
             largest = largest_of(exact, k)
             chosen, values = chosen[largest], exact[largest]
         else:
@@ -178,12 +178,12 @@ class SketchedSGD(Strategy):
     def _gathered(self, r: Replica, unsent: Tensor, cut: Cut) -> Move | None:
         """By everyone's own largest; None if a gradient is not finite."""
         k, large = self.moved(cut), cut.large_of(unsent)
-        dense = r.comm.sum_(cut.small_of(unsent)) if cut.small else None
+        dense = r.comm.all_reduce_(cut.small_of(unsent)) if cut.small else None
         fine = finite(large)
         mine = largest_of(large, k) if fine else torch.arange(k, device=large.device)
         values = large[mine] if fine else torch.full_like(large[:k], torch.nan)
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
-        rows = torch.stack(r.comm.gather(message).wait())
+        rows = torch.stack(r.comm.all_gather(message).wait())
         what, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, places = what.view(large.dtype).flatten(), cut.places(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()

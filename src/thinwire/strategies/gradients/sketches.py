@@ -46,7 +46,7 @@ class Table:
     def all_reduced(self, r: Replica, dense: Tensor) -> tuple[Table, Tensor]:
         """The sum of this table over ranks, and that of a vector that travels with it as it is: one message."""
         message = torch.cat([self.cells.view(-1).to(dense.dtype), dense])
-        total = r.comm.sum_(message).wait()
+        total = r.comm.all_reduce_(message).wait()
         cells, rest = total[: self.cells.numel()], total[self.cells.numel() :]
         return Table(cells.view(self.cells.shape).float(), self.length, self.key), rest
 

@@ -123,7 +123,7 @@ class ZeroOne(Strategy):
             self._agree(r)
         elif not r.x.is_meta and not bool(r.g.isfinite().all()):
             r.g.zero_()
-            r.observed["skipped_steps"] = 1.0
+            r.metrics["skipped_steps"] = 1.0
 
     def after_step(self, r: Replica) -> None:
         """Tell the optimizer what kind of step comes next."""
@@ -157,7 +157,7 @@ class ZeroOne(Strategy):
             return
         if not bool(agreed[:1].isfinite().all()):
             view.optimizer.skip()
-            r.observed["skipped_steps"] = 1.0
+            r.metrics["skipped_steps"] = 1.0
             return
         view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
 

@@ -9,10 +9,10 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
@@ -34,7 +34,7 @@ _AWAKE, _PARTED = -1, -2  # of a rank that does not stand still; of rank 0 befor
 
 
 @dataclass(frozen=True)
-class AsyncLSGD(Strategy):
+class AsyncLeaderSGD(Strategy):
     r"""Leader SGD whose rounds are $n\tau$ steps of all workers together: fast ones take more of them.
 
     After each step a worker asks how many steps the round has had; rank 0 counts, on the side. Who finds the round
@@ -45,11 +45,11 @@ class AsyncLSGD(Strategy):
     Steps that have begun are finished, so that a round has between $n\tau$ and $n\tau + n - 1$ of them. A worker that
     has to stand still (for `consensus`, `save`, at the end) takes part in the elections of those that do not yet, and
     goes on when all do. Between such moments each worker takes a step at least, and as many more as it likes; before
-    `save`, which names a checkpoint by the step, all take as many. The loop tells the losses: `replica.saw(loss=loss)`
-    before the optimizer's step.
+    `save`, which names a checkpoint by the step, all take as many. The loop tells the losses:
+    `worker.record_batch(loss=loss)` before the optimizer's step.
 
-    Which steps belong to a round depends on timing. At equal speeds it is `LSGD(period, pull)`.
-    Traffic: $\frac{n-1}{n}$ of the parameters per worker and round, and two letters of 8 bytes per step of ranks
+    Which steps belong to a round depends on timing. At equal speeds it is `LeaderSGD(period, pull)`.
+    Traffic: $\frac{n-1}{n}$ of the parameters per worker and round, and two messages of 8 bytes per step of ranks
     other than 0. State: `losses` and numbers.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
@@ -58,8 +58,8 @@ class AsyncLSGD(Strategy):
     Args:
         period: $\tau$, a worker's fair share of a round's steps; more says less.
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader.
-        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean, `Metric` what
-            you like. A worker with fewer steps is compared by those it has taken.
+        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
+            `ScoreFunction` what you like. A worker with fewer steps is compared by those it has taken.
         result: what is evaluated and shipped: the "leader" of the moment, or the "mean" of all workers.
     """
 
@@ -88,14 +88,14 @@ class AsyncLSGD(Strategy):
         r.state["own"] = torch.zeros((), dtype=torch.int64)
         if r.comm.size == 1:
             return
-        box = open_letters(r, _number(0))
+        box = open_mailbox(r, _number(0))
         if r.comm.rank == 0:
             r.state["counts"] = torch.zeros(2, dtype=torch.int64)
             r.state["resting"] = torch.full((r.comm.size,), _AWAKE)
             r.state["resting"][0] = _PARTED
             me, everyone = proxy(r), range(1, r.comm.size)
-            box.answer(_STEP, partial(self._count, me, box), like=_number(0), frm=everyone)
-            box.answer(_REST, partial(self._let_rest, me, box), like=_number(0), frm=everyone)
+            box.answer(_STEP, partial(self._count, me, box), like=_number(0), src=everyone)
+            box.answer(_REST, partial(self._let_rest, me, box), like=_number(0), src=everyone)
 
     def after_step(self, r: Replica) -> None:
         """Count the step, and follow the leader where the round is over."""
@@ -110,12 +110,12 @@ class AsyncLSGD(Strategy):
 
     def average_(self, r: Replica) -> None:
         """Wait until all stand still, then average."""
-        r.settle()
+        r.wait_pending()
         Strategy.average_(self, r)
 
     def consensus(self, r: Replica) -> Tensor:
         """The leader of the moment, or the mean."""
-        r.settle()
+        r.wait_pending()
         if self.result == "mean" or r.comm.size == 1:
             return Strategy.consensus(self, r)
         return leader_or_mean(r, score_of(r, self.metric))
@@ -130,7 +130,7 @@ class AsyncLSGD(Strategy):
         if leader is None:
             warn_once(r)
             return
-        r.observed["leader"] = float(leader)
+        r.metrics["leader"] = float(leader)
         if self.pull and (z := leader_s(r, leader)) is not r.x:
             r.x.lerp_(z, self.pull)
 
@@ -140,7 +140,7 @@ class AsyncLSGD(Strategy):
         """Steps of this round by all workers, with the one that has just ended."""
         number, round_ = r.comm.size * int(r.state["own"]), int(r.state["round"])
         if r.comm.rank:
-            box.post(0, _number(round_), topic=_STEP)
+            box.send(0, _number(round_), topic=_STEP)
             return int(box.expect(0, _number(number)).wait().content)
         if r.x.is_meta:  # nobody writes
             return number
@@ -156,11 +156,11 @@ class AsyncLSGD(Strategy):
         self._wake(r, box, round_)
         return int(counts[round_ % 2])
 
-    def _count(self, r: Replica, box: Mailbox, letter: Letter) -> bool:
+    def _count(self, r: Replica, box: Mailbox, message: Message) -> bool:
         """Answer with the number of steps; not before rank 0 has taken one: it may be about to read a checkpoint."""
         if r.state["resting"][0] == _PARTED:
             return False
-        box.post(letter.frm, _number(self._counted(r, box, int(letter.content))))
+        box.send(message.src, _number(self._counted(r, box, int(message.content))))
         return True
 
     # -- standing still ------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class AsyncLSGD(Strategy):
         """Wait for an election, or for all to stand still."""
         round_ = int(r.state["round"])
         if r.comm.rank:
-            box.post(0, _number(round_), topic=_REST)
+            box.send(0, _number(round_), topic=_REST)
             return int(box.expect(0, _number(_PART)).wait().content)
         with box.changed:
             resting = r.state["resting"]
@@ -184,12 +184,12 @@ class AsyncLSGD(Strategy):
             box.until(lambda: _moving(resting) if resting[0] >= 0 else [], f"all to stand still at step {r.step}")
             return _PART if resting[0] == _PARTED else _MEET
 
-    def _let_rest(self, r: Replica, box: Mailbox, letter: Letter) -> bool:
+    def _let_rest(self, r: Replica, box: Mailbox, message: Message) -> bool:
         """Answer when there is an election, or when all stand still."""
         if r.state["resting"][0] == _PARTED:
             return False
-        r.state["resting"][letter.frm] = letter.content[0]
-        self._wake(r, box, int(letter.content))
+        r.state["resting"][message.src] = message.content[0]
+        self._wake(r, box, int(message.content))
         return True
 
     def _wake(self, r: Replica, box: Mailbox, round_: int) -> None:
@@ -204,7 +204,7 @@ class AsyncLSGD(Strategy):
         for rank in range(1, r.comm.size):
             if resting[rank] >= 0:
                 resting[rank] = _AWAKE
-                box.post(rank, _number(word))
+                box.send(rank, _number(word))
         if resting[0] >= 0:
             resting[0] = own
 

@@ -26,7 +26,7 @@ _RANKS = 0xFFFFFFFF
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 
 
-class Metric:
+class ScoreFunction:
     """What workers are compared by, computed by the caller; less is better.
 
     A forward pass over the same few examples on all ranks compares parameters and not the luck of batches.
@@ -41,7 +41,7 @@ class Metric:
         self._name = name
 
     def __repr__(self) -> str:
-        return f"Metric({self._name!r})"
+        return f"ScoreFunction({self._name!r})"
 
     def __call__(self, r: Replica) -> Tensor:
         """This worker's number.
@@ -55,7 +55,7 @@ class Metric:
         return as_number(value, r.x, repr(self))
 
 
-Measure = Literal["window", "ema"] | Metric
+Measure = Literal["window", "ema"] | ScoreFunction
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def start_scores(r: Replica, measure: Measure, length: int) -> None:
     Raises:
         ConfigError: the metric's answer is of no use.
     """
-    if isinstance(measure, Metric):
+    if isinstance(measure, ScoreFunction):
         measure(r)
         return
     r.state["losses"] = r.x.new_zeros(length if measure == "window" else 1, dtype=torch.float32)
@@ -81,7 +81,7 @@ def start_scores(r: Replica, measure: Measure, length: int) -> None:
 
 def note_loss(r: Replica, measure: Measure, length: int) -> None:
     """Take in what the loop said of this step's loss, if it said anything; nothing is waited for."""
-    if r.loss is None or isinstance(measure, Metric):
+    if r.loss is None or isinstance(measure, ScoreFunction):
         return
     losses, told = r.state["losses"], r.state["told"]
     if measure == "window":
@@ -97,13 +97,13 @@ def score_of(r: Replica, measure: Measure) -> Tensor | None:
     """A worker's score; None where it was told nothing yet."""
     if r.x.is_meta:
         return torch.zeros(())
-    if isinstance(measure, Metric):
+    if isinstance(measure, ScoreFunction):
         return measure(r)
     losses = _losses_of(r)
     return losses.mean() if len(losses) else None
 
 
-def doubt_of(r: Replica) -> Tensor:
+def standard_error(r: Replica) -> Tensor:
     """The standard error of a window's mean, as far as one can tell; infinite before the second loss."""
     losses = _losses_of(r)
     return losses.std() / len(losses) ** 0.5 if len(losses) > 1 else r.x.new_full((), inf, dtype=torch.float32)
@@ -133,7 +133,7 @@ def elect(r: Replica, score: Tensor | None) -> int | None:
     Raises:
         ConfigError: no worker was ever told a loss; on all ranks.
     """
-    return winner([int(r.comm.min_(ballot(r, score)).wait())])
+    return winner([int(r.comm.all_reduce_(ballot(r, score), op="min").wait())])
 
 
 def winner(ballots: Sequence[int]) -> int | None:
@@ -145,8 +145,8 @@ def winner(ballots: Sequence[int]) -> int | None:
     least = min(ballots)
     if least >> 32 == _SILENT:
         raise ConfigError(
-            "no worker knows a loss to be compared by: call replica.saw(loss=loss) before optimizer.step(), or give "
-            "metric=Metric(...)"
+            "no worker knows a loss to be compared by: call worker.record_batch(loss=loss) before optimizer.step(), or "
+            "give metric=ScoreFunction(...)"
         )
     return None if least >> 32 == _NOT_FINITE else least & _RANKS
 
@@ -155,12 +155,12 @@ def gather_ballots(r: Replica, score: Tensor | None, members: Sequence[int]) -> 
     """The ballots of some ranks, this one among them, by rank: 8 bytes to each of the others."""
     mine = ballot(r, score)
     others = [rank for rank in members if rank != r.comm.rank]
-    received = r.comm.exchange(mine, others, others).wait()
+    received = r.comm.send_recv(mine, others, others).wait()
     found = {rank: int(each) for rank, each in zip(others, received, strict=True)} | {r.comm.rank: int(mine)}
     return {rank: found[rank] for rank in members}
 
 
-def somebody_stands_out(r: Replica, certainty: float) -> bool:
+def differs_significantly(r: Replica, certainty: float) -> bool:
     """Whether any worker's window is worse than the best one's by more than chance; 8 bytes to each of the others.
 
     Args:
@@ -170,7 +170,7 @@ def somebody_stands_out(r: Replica, certainty: float) -> bool:
     score = score_of(r, "window")
     if score is None or r.x.is_meta:
         return True
-    rows = torch.stack(r.comm.gather(torch.stack([score, doubt_of(r)])).wait())
+    rows = torch.stack(r.comm.all_gather(torch.stack([score, standard_error(r)])).wait())
     scores, doubts = rows[:, 0], rows[:, 1]
     if not bool(torch.isfinite(scores).all()):
         return True
@@ -214,12 +214,12 @@ def pass_along_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
     place = chain.index(comm.rank)
     nbytes = min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
     pieces = x.split(max(1, nbytes // x.element_size()))
-    arriving = [comm.exchange(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
-    leaving = [comm.exchange(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
+    arriving = [comm.send_recv(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
+    leaving = [comm.send_recv(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
     for piece, work in zip(pieces, arriving, strict=False):
         piece.copy_(work.wait()[0])
         if place < len(chain) - 1:
-            leaving.append(comm.exchange(piece, [chain[place + 1]], []))
+            leaving.append(comm.send_recv(piece, [chain[place + 1]], []))
     for work in leaving:
         work.wait()
     return x
@@ -242,7 +242,7 @@ def leader_s(r: Replica, leader: int) -> Tensor:
 
 def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
     """A new vector, equal on all ranks: the best worker's parameters, or their mean where none is best."""
-    least = int(r.comm.min_(ballot(r, score)).wait())
+    least = int(r.comm.all_reduce_(ballot(r, score), op="min").wait())
     if least >> 32 >= _NOT_FINITE:
-        return r.comm.sum_(r.x.clone()).wait().div_(r.comm.size)
+        return r.comm.all_reduce_(r.x.clone()).wait().div_(r.comm.size)
     return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

@@ -13,6 +13,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
     Measure,
     chain_from,
+    differs_significantly,
     elect,
     gather_ballots,
     leader_or_mean,
@@ -21,7 +22,6 @@ from thinwire.strategies.leader.election import (
     pass_along_,
     pass_between_nodes_,
     score_of,
-    somebody_stands_out,
     start_scores,
     start_warning,
     warn_once,
@@ -31,7 +31,7 @@ from thinwire.validation import check_kinds
 
 
 @dataclass(frozen=True)
-class LSGD(Strategy):
+class LeaderSGD(Strategy):
     r"""Leader SGD: train locally, and every `period` steps move everyone a part of the way to the best worker.
 
     With $z = x_j$ of the worker $j$ whose recent losses are lowest,
@@ -42,7 +42,8 @@ class LSGD(Strategy):
     With `node_size` $m$, the best of each node of $m$ consecutive ranks leads its node every $\tau$ steps, and the best
     of all pulls everyone besides, by $\lambda_G$, every `global_period` steps; both elections use the same losses. With
     `proximal` $p$, every step is followed by $x_i \leftarrow x_i + \frac{p}{\tau} (z - x_i)$ towards the last leader
-    there was, once there was one. The loop tells the losses: `replica.saw(loss=loss)` before the optimizer's step.
+    there was, once there was one. The loop tells the losses: `worker.record_batch(loss=loss)` before the optimizer's
+    step.
 
     Without any pull workers train by themselves and say nothing; `pull=1, period=1` makes all of them the best one
     after each step. The optimizer's state stays local, and no pull touches it.
@@ -60,8 +61,8 @@ class LSGD(Strategy):
         node_size: $m$, ranks with a leader of their own; 1 is one leader for all.
         global_period: steps between elections of all, where nodes elect in between; a multiple of `period`.
         global_pull: $\lambda_G$, in [0, 1]; None is as `pull`.
-        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean, `Metric` what
-            you like, such as the loss of a batch that is the same on all ranks.
+        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
+            `ScoreFunction` what you like, such as the loss of a batch that is the same on all ranks.
         proximal: $p$, in [0, 1]; more holds workers near the last leader between elections too.
         certainty: with "window", the leader is sent only where some worker is worse than the best by so many standard
             errors of their difference; more sends less often, 0 sends always.
@@ -108,7 +109,7 @@ class LSGD(Strategy):
         if (self.node_size > 1) != (self.global_period is not None):
             raise ConfigError(
                 f"node_size={self.node_size}, global_period={self.global_period}: nodes need both, as in "
-                "LSGD(period=16, node_size=4, global_period=64)"
+                "LeaderSGD(period=16, node_size=4, global_period=64)"
             )
         if self.global_pull is not None and self.node_size == 1:
             raise ConfigError(f"global_pull={self.global_pull}: without nodes there is one pull; use pull")
@@ -156,7 +157,7 @@ class LSGD(Strategy):
 
     def average_(self, r: Replica) -> None:
         """The mean of all; a leader that is still on its way is let go."""
-        r.settle()
+        r.wait_pending()
         r.inflight.clear()
         Strategy.average_(self, r)
 
@@ -173,12 +174,12 @@ class LSGD(Strategy):
         if leader is None:
             warn_once(r)
             return None
-        r.observed["leader"] = float(leader)
+        r.metrics["leader"] = float(leader)
         return leader
 
     def _follow_(self, r: Replica) -> None:
         leader = self._elect(r)
-        if leader is None or (self.certainty and not somebody_stands_out(r, self.certainty)):
+        if leader is None or (self.certainty and not differs_significantly(r, self.certainty)):
             return
         self._pull_(r, "leader", leader_s(r, leader), self.pull)
 
@@ -208,7 +209,7 @@ class LSGD(Strategy):
         self._follow_through_(r, "node_leader", own, self.pull, node)
         self._follow_through_(r, "leader", leader, self._global_pull, everyone)
         if leader is not None:
-            r.observed["leader"] = float(leader)
+            r.metrics["leader"] = float(leader)
 
     def _follow_through_(self, r: Replica, name: str, leader: int | None, pull: float, members: Sequence[int]) -> None:
         if leader is None:
@@ -238,9 +239,9 @@ class LSGD(Strategy):
         rank, size = r.comm.rank, r.comm.size
         if place == hops:
             x = r.x.clone() if place == 0 else r.inflight["leader"].wait()[0]
-            r.launch("passed", r.comm.exchange(x, [(rank + 1) % size], []))
+            r.launch("passed", r.comm.send_recv(x, [(rank + 1) % size], []))
         if place == hops + 1:
-            r.launch("leader", r.comm.exchange(r.x, [], [(rank - 1) % size]))
+            r.launch("leader", r.comm.send_recv(r.x, [], [(rank - 1) % size]))
 
 
 def _check_shares(**shares: float) -> None:

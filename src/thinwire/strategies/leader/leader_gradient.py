@@ -23,7 +23,7 @@ from thinwire.validation import check_kinds
 
 
 @dataclass(frozen=True)
-class LGD(Strategy):
+class LeaderGradientDescent(Strategy):
     r"""Leader gradient descent: at every step, add to each worker's gradient a pull towards the best of them.
 
     With $z = x_j$ of the worker $j$ whose loss at this step is lowest,
@@ -31,9 +31,9 @@ class LGD(Strategy):
     $$x_i \leftarrow x_i - \gamma \left( g_i(x_i) + \lambda (x_i - z) \right) .$$
 
     $z$ counts as a constant: the leader's own step is plain. The pull is the learning rate's part of the way, and does
-    not go through the optimizer: momentum knows nothing of it. The loop tells the losses: `replica.saw(loss=loss)`
-    before the optimizer's step. Where all workers stand at one stationary point, they stay; wherever they come to rest,
-    the leader's gradient is zero.
+    not go through the optimizer: momentum knows nothing of it. The loop tells the losses:
+    `worker.record_batch(loss=loss)` before the optimizer's step. Where all workers stand at one stationary point,
+    they stay; wherever they come to rest, the leader's gradient is zero.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
@@ -69,7 +69,7 @@ class LGD(Strategy):
         if leader is None:
             warn_once(r)
             return
-        r.observed["leader"] = float(leader)
+        r.metrics["leader"] = float(leader)
         z = leader_s(r, leader)
         if z is not r.x:
             descend_(r.x, r.x - z, r.lr, self.pull)

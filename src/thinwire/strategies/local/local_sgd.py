@@ -31,7 +31,7 @@ def common_start(r: Replica) -> Tensor:
     return r.comm.broadcast_(r.x.to(exact, copy=True), 0).wait()
 
 
-def coded_way(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
+def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
     """The mean of how far workers have come from `anchor`, as their codes tell; the same on all ranks.
 
     Args:
@@ -78,8 +78,8 @@ class LocalSGD(Strategy):
         global_period: steps between averages of all, where nodes average in between; a multiple of `period`.
         warmup_steps: steps at the start of which each ends with an average of all; more keeps workers together while
             parameters move fastest, and sends as much as AllReduce meanwhile.
-        weights: "equal", or "samples" to weigh workers by what `Attached.saw` was told; a step of which it was told
-            nothing counts as one, a step without gradient as none.
+        weights: "equal", or "samples" to weigh workers by what `Worker.record_batch` was told; a step of which it was
+            told nothing counts as one, a step without gradient as none.
         codec: for how far parameters have come since all last agreed; None sends them as they are.
     """
 
@@ -160,13 +160,13 @@ class LocalSGD(Strategy):
         if self.codec is None:
             self._mean_(r, r.x)
         else:
-            r.x.copy_(r.state["anchor"].add_(coded_way(r, r.state["anchor"], self.codec)))
+            r.x.copy_(r.state["anchor"].add_(compressed_delta(r, r.state["anchor"], self.codec)))
         self._count_anew(r)
 
     def _mean_(self, r: Replica, x: Tensor) -> Tensor:
         if self.weights == "equal":
             return mean_(r.comm, x).wait()
-        return weighted_mean_(x, r.state["samples"], lambda vector: r.comm.sum_(vector).wait())
+        return weighted_mean_(x, r.state["samples"], lambda vector: r.comm.all_reduce_(vector).wait())
 
     def _node_mean_(self, r: Replica) -> None:
         first = r.comm.rank - r.comm.rank % self.node_size

@@ -26,12 +26,12 @@ def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
     count, me = len(members), members.index(comm.rank)
     pieces = x.new_zeros(count, -(-x.numel() // count))
     pieces.view(-1)[: x.numel()].copy_(x)
-    to, frm = (members[(me + 1) % count],), (members[me - 1],)
+    dst, src = (members[(me + 1) % count],), (members[me - 1],)
     for hop in range(count - 1):
-        (received,) = comm.exchange(pieces[(me - hop) % count], to, frm).wait()
+        (received,) = comm.send_recv(pieces[(me - hop) % count], dst, src).wait()
         pieces[(me - hop - 1) % count].add_(received)
     for hop in range(count - 1):
-        (received,) = comm.exchange(pieces[(me + 1 - hop) % count], to, frm).wait()
+        (received,) = comm.send_recv(pieces[(me + 1 - hop) % count], dst, src).wait()
         pieces[(me - hop) % count].copy_(received)
     return x.copy_(pieces.view(-1)[: x.numel()])
 
@@ -58,16 +58,16 @@ def part_of(comm: Comm, x: Tensor) -> Tensor:
     return x.tensor_split(comm.size)[comm.rank]
 
 
-def mean_part(comm: Comm, x: Tensor) -> Tensor:
+def reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
     """This rank's part of the mean over ranks, a new vector: the first half of an all-reduce."""
     parts = x.tensor_split(comm.size)
-    received = comm.scatter(parts, [parts[comm.rank].numel()] * comm.size).wait()
+    received = comm.all_to_all(parts, [parts[comm.rank].numel()] * comm.size).wait()
     return reduce(torch.add, received) / comm.size
 
 
-def spread_(comm: Comm, part: Tensor, x: Tensor) -> Tensor:
+def all_gather_(comm: Comm, part: Tensor, x: Tensor) -> Tensor:
     """Put every rank's part in its place in `x`, on all ranks: the second half of an all-reduce."""
     parts = list(x.tensor_split(comm.size))
-    received = comm.scatter([part] * comm.size, [each.numel() for each in parts]).wait()
+    received = comm.all_to_all([part] * comm.size, [each.numel() for each in parts]).wait()
     copy_each_(parts, received)
     return x

@@ -16,7 +16,7 @@ from thinwire.validation import check_kinds
 
 
 @dataclass(frozen=True)
-class InnerOuter(Strategy):
+class MinibatchLocalSGD(Strategy):
     r"""Gather gradients along `period` short steps of one's own, then step from where the round began along their mean.
 
     With $\gamma$ the optimizer's learning rate, $\rho$ = `inner` and $x_r$ where round $r$ begins,
@@ -74,7 +74,7 @@ class InnerOuter(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the sum."""
-        r.scratch("gathered")
+        r.zeros_state("gathered")
 
     def before_step(self, r: Replica) -> None:
         """Gather the gradient, and leave the optimizer its inner part."""

@@ -19,7 +19,7 @@ _PREFIX = "outer."
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterOptimizer:
     r"""One step of a torch optimizer on the average, with how far a round has come as its gradient.
 
     With $x_0$ where the round began and $\bar x$ the average at its end, the gradient is $x_0 - \bar x$: not divided by
@@ -94,7 +94,9 @@ class Outer:
             ) from None
 
     def _refusal(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self}: {reason}; use another optimizer or other arguments, such as Outer('SGD', lr=0.7)")
+        return ConfigError(
+            f"{self}: {reason}; use another optimizer or other arguments, such as OuterOptimizer('SGD', lr=0.7)"
+        )
 
 
 def _named(name: str) -> type[Optimizer]:

@@ -6,7 +6,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from thinwire.comm.work import arrived
+from thinwire.comm.work import completed
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
@@ -94,7 +94,7 @@ class OverlapLocalSGD(Strategy):
         """Anchor the workers where they begin, which is also the first mean."""
         r.state["anchor"] = r.x.clone()
         r.state["velocity"] = torch.zeros_like(r.x)
-        r.launch("mean", arrived([r.x.clone()]))
+        r.launch("mean", completed([r.x.clone()]))
         if self.compensate:
             r.state["start"] = r.x.clone()
 

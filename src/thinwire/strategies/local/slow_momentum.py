@@ -15,9 +15,9 @@ from thinwire.errors import ConfigError
 from thinwire.replica.moments import made_anew, moments_of
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.local.local_sgd import Local, check_period, coded_way, common_start
-from thinwire.strategies.local.means import mean_part, part_of, spread_
-from thinwire.strategies.local.outer_optimizer import Outer
+from thinwire.strategies.local.local_sgd import Local, check_period, common_start, compressed_delta
+from thinwire.strategies.local.means import all_gather_, part_of, reduce_scatter
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.validation import check_kinds
 
 _MOMENTUM, _LR = 0.5, 1.0
@@ -37,7 +37,7 @@ class SlowMo(Strategy):
 
     `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`), and with `buffers="average"` it is
     double averaging; `period=1` under plain SGD is AllReduce with heavy-ball momentum; one worker with `momentum=0` is
-    Lookahead; `outer` SGD of rate 1 with momentum is BMUF, and AdamW under Nesterov's `Outer()` is DiLoCo.
+    Lookahead; `outer` SGD of rate 1 with momentum is BMUF, and AdamW under Nesterov's `OuterOptimizer()` is DiLoCo.
     Traffic: the base's, plus per period the base's exact average: one all-reduce of what the base sends, of the
     parameters over `Local()`, of nothing over `AllReduce()`. `shard` sends as much over `Local()`, and half an
     all-reduce more over others; `buffers="average"` one all-reduce of the optimizer's moments more; `exact=False`
@@ -70,7 +70,7 @@ class SlowMo(Strategy):
     lr: float = _LR
     buffers: Literal["maintain", "reset", "average"] = "maintain"
     exact: bool = True
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     shard: bool = False
     device: Literal["cpu"] | None = None
     codec: Codec | None = None
@@ -92,7 +92,7 @@ class SlowMo(Strategy):
         if self.outer is not None and (self.momentum, self.lr) != (_MOMENTUM, _LR):
             raise ConfigError(
                 f"outer={self.outer} beside momentum={self.momentum}, lr={self.lr}: the slow step is the outer "
-                "optimizer's alone; say them in Outer(...)"
+                "optimizer's alone; say them in OuterOptimizer(...)"
             )
         if self.shard and not self.exact:
             raise ConfigError("shard=True, exact=False: workers without an average have nothing to share out; keep one")
@@ -168,7 +168,7 @@ class SlowMo(Strategy):
             self._move_(anchor, begun - average, r.state)
 
         if self.shard:
-            spread_(r.comm, anchor.to(r.x), r.x)
+            all_gather_(r.comm, anchor.to(r.x), r.x)
         else:
             r.x.copy_(anchor)
         if self.outer is None:
@@ -186,15 +186,15 @@ class SlowMo(Strategy):
         """The workers' average, where the slow state lies, and as much of it as this worker has slow state for."""
         anchor = r.state["anchor"]
         if self.codec is not None:
-            return anchor + coded_way(r, anchor, self.codec).to(anchor.device)
+            return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
         if self.shard and type(self.base).average_ is Strategy.average_:
             # A plain mean can stop half-way: the first half of an all-reduce leaves each worker its part.
-            return mean_part(r.comm, r.x).to(anchor)
+            return reduce_scatter(r.comm, r.x).to(anchor)
         if self.exact:
             self.base.average_(r)
         else:
             # Messages in flight may still be read from the parameters, which the slow step is about to change.
-            r.settle()
+            r.wait_pending()
         return self._shard_of(r, r.x).to(anchor)
 
     def _move_(self, anchor: Tensor, displacement: Tensor, state: MutableMapping[str, Tensor]) -> None:

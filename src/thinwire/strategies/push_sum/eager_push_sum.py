@@ -7,12 +7,12 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
-from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
 from thinwire.topology.base import Peers, Topology, check_edges
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
 from thinwire.validation import check_kinds
 
@@ -28,21 +28,21 @@ class EagerPushSum(Strategy):
       (x_i, w_i) \leftarrow P^k_{ii} (x_i, w_i) + \sum_{(j, s)} P^s_{ij} (x_j^s, w_j^s), \qquad
       z_i \leftarrow x_i / w_i ,$$
 
-    where the sum is over all letters that have come since the last step. Before it goes on it waits for every letter
+    where the sum is over all messages that have come since the last step. Before it goes on it waits for every message
     that was sent at a step $s \le k - \tau$, and for no other. A worker that is late therefore holds up those it sends
-    to by nothing, until it is more than $\tau$ of their steps behind. Letters are unscaled; who receives them knows
-    the sender's shares. Sums over workers of $x$ and of $w$, letters under way included, change by updates alone.
+    to by nothing, until it is more than $\tau$ of their steps behind. Messages are unscaled; who receives them knows
+    the sender's shares. Sums over workers of $x$ and of $w$, messages under way included, change by updates alone.
 
     `staleness=0` is `PushSum` with its weights. Otherwise results depend on timing, which the weights correct for, and
     a resumed run keeps all mass but not all bits; `PushSum(staleness=...)` is the same method on a schedule.
     Traffic: one vector and 8 bytes per peer and step. State: `mass`, that vector of $x$ and $w$ together, and
-    `debiased`, $z$ before the step; letters under way, at most $\tau + 2$ from each peer.
+    `debiased`, $z$ before the step; messages under way, at most $\tau + 2$ from each peer.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2.
 
     Args:
         topology: any graph, directed and time-varying ones too, that connects everyone over its period.
-        staleness: $\tau$, steps that a worker lets a letter be late; more bears slower workers and links, and delays
+        staleness: $\tau$, steps that a worker lets a message be late; more bears slower workers and links, and delays
             agreement.
     """
 
@@ -69,9 +69,9 @@ class EagerPushSum(Strategy):
             return
         r.state["mass"] = mass_of(r.x)
         r.state["debiased"] = r.x.clone()
-        # Nobody can be more than so many letters ahead of who waits for them by the rule of staleness, so that posting
+        # Nobody can be more than so many messages ahead of who waits for them by the rule of staleness, so that posting
         # waits for slow workers only, and no circle of workers waits for room.
-        open_letters(r, r.state["mass"], capacity=self.staleness + 2)
+        open_mailbox(r, r.state["mass"], capacity=self.staleness + 2)
 
     def after_step(self, r: Replica) -> None:
         """Carry the update over to the mass, post it, take in what has come, and de-bias."""
@@ -80,10 +80,10 @@ class EagerPushSum(Strategy):
         mass, debiased, box = r.state["mass"], r.state["debiased"], r.comm.mailbox(r)
         numerator(mass).sub_(debiased.sub_(r.x))
         now = self._shares(r, r.step - 1)
-        for rank in now.to:
-            box.post(rank, mass)
-        for rank in now.frm:
-            r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda letter: [letter.content]))
+        for rank in now.dst:
+            box.send(rank, mass)
+        for rank in now.src:
+            r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda message: [message.content]))
         self._absorb_(r, mass, now.own)
         _divide_(r, mass)
 
@@ -108,30 +108,30 @@ class EagerPushSum(Strategy):
 
     def _absorb_(self, r: Replica, mass: Tensor, own: float) -> None:
         """Keep the own share, and take in what has come or must not be later."""
-        letters, shares, ages, waits = list[Tensor](), list[float](), [0], 0
+        messages, shares, ages, waits = list[Tensor](), list[float](), [0], 0
         for name, age, share in list(self._under_way(r)):
             here = r.inflight[name].ready
             if here or age >= self.staleness:
-                letters += r.inflight.pop(name).wait()
+                messages += r.inflight.pop(name).wait()
                 shares.append(share)
                 ages.append(age)
                 waits += not here
-        weights = [weight(each) for each in (mass, *letters)]
-        r.notice_distance(numerator(mass), [numerator(letter) for letter in letters], weights)
-        mix_mass_(mass, letters, Peers((), (), own, tuple(shares)))
-        r.observed["letters_waited_for"] = float(waits)
-        r.observed["letter_age_steps"] = float(max(ages))
+        weights = [weight(each) for each in (mass, *messages)]
+        r.notice_distance(numerator(mass), [numerator(message) for message in messages], weights)
+        mix_mass_(mass, messages, Peers((), (), own, tuple(shares)))
+        r.metrics["messages_waited_for"] = float(waits)
+        r.metrics["message_age_steps"] = float(max(ages))
 
     def _under_way(self, r: Replica) -> Iterator[tuple[str, int, float]]:
-        """Letters not yet taken in, oldest first: their name, their age in steps, and the share that is ours."""
+        """Messages not yet taken in, oldest first: their name, their age in steps, and the share that is ours."""
         for step in range(max(0, r.step - 1 - self.staleness), r.step):
             shares = self._shares(r, step)
-            for rank, share in zip(shares.frm, shares.weights, strict=True):
+            for rank, share in zip(shares.src, shares.weights, strict=True):
                 if _name(step, rank) in r.inflight:
                     yield _name(step, rank), r.step - 1 - step, share
 
     def _shares(self, r: Replica, step: int) -> Peers:
-        return whole_shares(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
+        return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
 
 def _name(step: int, rank: int) -> str:

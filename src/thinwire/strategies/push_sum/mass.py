@@ -36,9 +36,9 @@ def quotient(mass: Tensor) -> Tensor:
 def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
     """Replace a mass by the weighted sum of itself and of those received, numerators and weights alike."""
     total = peers.own * weight(mass)
-    for share, letter in zip(peers.weights, received, strict=True):
-        total += share * weight(letter)
-    mix_(numerator(mass), [numerator(letter) for letter in received], peers)
+    for share, message in zip(peers.weights, received, strict=True):
+        total += share * weight(message)
+    mix_(numerator(mass), [numerator(message) for message in received], peers)
     mass[-_tail(mass) :].copy_(total[None].view(mass.dtype))
     return mass
 

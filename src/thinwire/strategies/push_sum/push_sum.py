@@ -11,7 +11,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
-from thinwire.topology.exact_weights import whole_shares
+from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
 from thinwire.validation import check_kinds
 
@@ -110,15 +110,15 @@ class PushSum(Strategy):
         if self.staleness:
             # Before the new message leaves: together on the wire, both would be late, and then the wire idle.
             received = r.collect(_name(due))
-            r.launch(_name(step), r.comm.exchange(mass.clone(), now.to, now.frm))
+            r.launch(_name(step), r.comm.send_recv(mass.clone(), now.dst, now.src))
         else:
-            received = r.comm.exchange(mass, now.to, now.frm).wait()
+            received = r.comm.send_recv(mass, now.dst, now.src).wait()
         shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
         if mass is r.x:
             r.notice_distance(mass, received or [])
         else:
-            letters = [mass, *(received or [])]
-            r.notice_distance(numerator(mass), [numerator(y) for y in letters[1:]], [weight(y) for y in letters])
+            messages = [mass, *(received or [])]
+            r.notice_distance(numerator(mass), [numerator(y) for y in messages[1:]], [weight(y) for y in messages])
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
@@ -128,7 +128,7 @@ class PushSum(Strategy):
                 yield _name(step), self._shares(r, step)._replace(own=1.0)
 
     def _shares(self, r: Replica, step: int) -> Peers:
-        return whole_shares(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
+        return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
     def _weightless(self, r: Replica) -> bool:
         """Whether the weight is one for ever, or unwanted."""

@@ -33,7 +33,7 @@ class BackupWorkers(Strategy):
     Every gradient that counts was taken at $x_t$; the others are dropped, and never applied late. Any optimizer may
     move $x$, and all workers end the step with the same bits: who was late takes the parameters and the optimizer's
     state of one who was not. A worker that is far behind goes on at the step where the others are, so loops run
-    `while attached.step < steps`. Who was a member of which step is decided once, by one rank for all, and kept.
+    `while worker.step < steps`. Who was a member of which step is decided once, by one rank for all, and kept.
 
     There is no server: members add up parts of the gradient for each other, or all workers do in an all-reduce, to
     which late ones add zeros beside their computation; and one of the workers counts arrivals while it computes.
@@ -55,7 +55,7 @@ class BackupWorkers(Strategy):
         keeper: the rank that counts arrivals. It may be slow; it may not be stopped.
         patience_seconds: the least time after which a member that hears nothing says so, so that the step is tried
             without who is silent.
-        plane: how members add up. "ring" is by letters among them; "zeros" is an all-reduce among all, which carries
+        plane: how members add up. "ring" is by messages among them; "zeros" is an all-reduce among all, which carries
             more and computes less; "auto" tries both and stays with the faster.
     """
 
@@ -126,7 +126,7 @@ class BackupWorkers(Strategy):
         if party.outcome is not None:
             raise ConfigError(
                 f"step {r.step}: a second backward pass before optimizer.step(); accumulate gradients within "
-                "attached.no_sync() in all but the last pass, and use bfloat16, which needs no GradScaler"
+                "worker.no_sync() in all but the last pass, and use bfloat16, which needs no GradScaler"
             )
 
         def arrive() -> Tensor:
@@ -148,18 +148,18 @@ class BackupWorkers(Strategy):
             write_log(r, party.outcome.members)
         else:
             party.catch_up(party.outcome)
-        r.observed["on_time"] = float(on_time)
-        r.observed["all_reduced"] = float(party.outcome.sum > 0)
-        r.observed["steps_missed"] = float(r.step - ended + (not on_time))
+        r.metrics["on_time"] = float(on_time)
+        r.metrics["all_reduced"] = float(party.outcome.sum > 0)
+        r.metrics["steps_missed"] = float(r.step - ended + (not on_time))
         for rank, used in enumerate(r.state[USED][:_SHOWN].tolist()):
-            r.observed[f"share_of_rank_{rank}"] = used / r.step
+            r.metrics[f"share_of_rank_{rank}"] = used / r.step
         party.rest()
         r.launch("still", Work(lambda: _stand_still(r)))
 
     def _check_alone(self, r: Replica) -> None:
         """Refuse what counts every step of every worker."""
         if r.active != r.comm.size:
-            raise ConfigError(f"{self}: join() cannot tell who is late; loop `while attached.step < steps` instead")
+            raise ConfigError(f"{self}: join() cannot tell who is late; loop `while worker.step < steps` instead")
         if others := r.state.keys() - {LOG, USED}:
             raise ConfigError(
                 f"{self}: a late worker leaves out steps, which a strategy around this one would miss (it keeps "

@@ -11,9 +11,9 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from thinwire.comm.mailbox.base import Letter, Mailbox
+from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
-from thinwire.replica.point_to_point import open_letters
+from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.validation import check_kinds
@@ -69,9 +69,9 @@ class ParameterServer(Strategy):
         r.state["stood"] = torch.zeros(size, dtype=torch.int64)
         r.state["moved"] = torch.full((1,), -1, dtype=torch.int64)
         r.state["staleness"] = torch.zeros(2, dtype=torch.int64)
-        box, me = open_letters(r, r.state["published"]), proxy(r)
-        box.answer(_PUSH, partial(self._answer, me, proxy(box)), like=r.state["published"], frm=others)
-        box.answer(_STILL, partial(_note, me), like=torch.zeros(1, dtype=torch.int64), frm=others)
+        box, me = open_mailbox(r, r.state["published"]), proxy(r)
+        box.answer(_PUSH, partial(self._answer, me, proxy(box)), like=r.state["published"], src=others)
+        box.answer(_STILL, partial(_note, me), like=torch.zeros(1, dtype=torch.int64), src=others)
 
     def after_step(self, r: Replica) -> None:
         """Push the update, and go on from what the parameters have become."""
@@ -84,7 +84,7 @@ class ParameterServer(Strategy):
         updates = _parts(r.x - r.state["snapshot"], size)
         others = [(rank + turn) % size for turn in range(1, size)]
         for other in others:
-            box.post(other, updates[other], topic=_PUSH)
+            box.send(other, updates[other], topic=_PUSH)
             # Each look answers what was put aside; a wire that only counts is written to once a look.
             box.retry()
         parts = dict[int, Tensor]()
@@ -107,26 +107,26 @@ class ParameterServer(Strategy):
         """The shared parameters, when all have pushed what they had."""
         if r.comm.size == 1:
             return r.x
-        r.settle()
-        return torch.cat(r.comm.gather(r.state["published"]).wait())[: r.x.numel()]
+        r.wait_pending()
+        return torch.cat(r.comm.all_gather(r.state["published"]).wait())[: r.x.numel()]
 
-    def _answer(self, r: Replica, box: Mailbox, letter: Letter) -> bool:
+    def _answer(self, r: Replica, box: Mailbox, message: Message) -> bool:
         """Take in an update, in whatever thread, and say what has become of the parameters.
 
         Where its worker stood still and this one has not moved since, it waits: it belongs to what comes after.
         """
-        if r.state["stood"][letter.frm] > r.state["moved"][0]:
+        if r.state["stood"][message.src] > r.state["moved"][0]:
             return False
-        box.post(letter.frm, self._move(r, letter.frm, letter.content))
+        box.send(message.src, self._move(r, message.src, message.content))
         return True
 
-    def _move(self, r: Replica, frm: int, update: Tensor) -> Tensor:
+    def _move(self, r: Replica, src: int, update: Tensor) -> Tensor:
         """Apply a worker's update to the own part, which it reads now."""
         version, read = r.state["version"], r.state["read"]
-        staleness = int(version[0] - read[frm])
+        staleness = int(version[0] - read[src])
         scale = 1 / max(1, staleness) if self.scaling == "staleness" else 1.0
         version.add_(1)
-        read[frm] = version[0]
+        read[src] = version[0]
         r.state["staleness"].add_(torch.tensor([staleness, 1]))
         return r.state["published"].add_(update, alpha=scale)
 
@@ -134,7 +134,7 @@ class ParameterServer(Strategy):
         with box.changed:
             total, count = r.state["staleness"].tolist()
             r.state["staleness"].zero_()
-        r.observed["staleness_steps"] = total / max(1, count)
+        r.metrics["staleness_steps"] = total / max(1, count)
 
 
 def _parts(x: Tensor, size: int) -> Sequence[Tensor]:
@@ -144,9 +144,9 @@ def _parts(x: Tensor, size: int) -> Sequence[Tensor]:
     return filled.split(length)
 
 
-def _note(r: Replica, letter: Letter) -> bool:
+def _note(r: Replica, message: Message) -> bool:
     """A worker stands still once more."""
-    r.state["stood"][letter.frm] += 1
+    r.state["stood"][message.src] += 1
     return True
 
 
@@ -157,7 +157,7 @@ def _stand_still(r: Replica) -> list[Tensor]:
         stood[rank] += 1
         for other in range(r.comm.size):
             if other != rank:
-                box.post(other, stood[rank].view(1), topic=_STILL)
+                box.send(other, stood[rank].view(1), topic=_STILL)
         box.until(
             lambda: [other for other in range(r.comm.size) if stood[other] < stood[rank]],
             "all workers to end their steps",

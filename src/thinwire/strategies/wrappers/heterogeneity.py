@@ -65,7 +65,7 @@ class Recommendation:
     reason: str
 
 
-def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -> Recommendation:
+def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) -> Recommendation:
     r"""What figures of `Probe` speak for: steps at one point, local steps, or shorter local steps.
 
     A rule of thumb. In a round of $K$ steps a worker is carried off by what is its own, $\zeta K$, while all together
@@ -78,20 +78,20 @@ def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -
     Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: ask again as training goes on.
 
     Args:
-        observed: the probe's figures, as `Attached.observations` returns them; means over some steps are better.
+        metrics: the probe's figures, as `Worker.metrics` returns them; means over some steps are better.
         workers: how many.
         period: the round that is planned, in steps; the recommended one is at most four times as long.
 
     Raises:
         ConfigError: a figure is missing or not finite, or there is nobody to differ from.
     """
-    missing = [name for name in NAMES if not isfinite(observed.get(name, inf))]
+    missing = [name for name in NAMES if not isfinite(metrics.get(name, inf))]
     if missing:
         raise ConfigError(
-            f"{missing[0]}={observed.get(missing[0])}: needs a finite figure; train some steps under Probe"
+            f"{missing[0]}={metrics.get(missing[0])}: needs a finite figure; train some steps under Probe"
         )
     # Unbiased estimates of small squares may be negative.
-    dissimilarity, noise, gradient = (max(0.0, float(observed[name])) for name in NAMES)
+    dissimilarity, noise, gradient = (max(0.0, float(metrics[name])) for name in NAMES)
     if workers < 2 or period < 1:
         raise ConfigError(f"workers={workers}, period={period}: needs at least 2 workers, and 1 step a round")
     noisy = noise / (workers * period) >= gradient
@@ -110,11 +110,11 @@ def recommend(observed: Mapping[str, float], *, workers: int, period: int = 8) -
             if noisy
             else f"{apart}, and {common}: local steps would drift; few long steps are left, which AC-SA speeds up"
         )
-        return Recommendation("minibatch", f"InnerOuter(period={length}, inner=0.0)", length, 0.0, reason)
+        return Recommendation("minibatch", f"MinibatchLocalSGD(period={length}, inner=0.0)", length, 0.0, reason)
     length = max(1, int(min(steps, longest)))
     if inner >= _MOST:
         reason = f"{apart}, and {common}: for about {length} local steps the common part prevails"
         return Recommendation("local", f"LocalSGD(period={length})", length, 1.0, reason)
     inner = float(f"{inner:.2g}")
     reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below it"
-    return Recommendation("inner/outer", f"InnerOuter(period={period}, inner={inner})", period, inner, reason)
+    return Recommendation("inner/outer", f"MinibatchLocalSGD(period={period}, inner={inner})", period, inner, reason)

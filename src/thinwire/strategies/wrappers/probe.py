@@ -31,7 +31,7 @@ class Probe(Strategy):
 
     without bias where $\nabla F_i$ hardly changes between the two. Noise is that of one worker's gradient at one step
     (an average over $K$ steps has a $K$-th of it). Means of them, the recent ones counting more, are noted in
-    `Replica.observed` as `gradient_dissimilarity`, `gradient_noise` and `gradient_square`; `recommend` reads them.
+    `Replica.metrics` as `gradient_dissimilarity`, `gradient_noise` and `gradient_square`; `recommend` reads them.
     Training is not changed by a bit.
     Traffic: the base's, and a sum of three numbers of 8 bytes in `every` exchanges. State: `probe.deviation` and
     `probe.earlier`, each like the parameters (over averages `probe.anchor` too), and a few numbers.
@@ -96,10 +96,10 @@ class Probe(Strategy):
     def start(self, r: Replica) -> None:
         """Make room for two deviations, and over averages for where a round begins."""
         self.base.start(r)
-        r.scratch("probe.deviation")
-        r.scratch("probe.earlier")
+        r.zeros_state("probe.deviation")
+        r.zeros_state("probe.earlier")
         if not self.sends_gradients:
-            r.scratch("probe.anchor")
+            r.zeros_state("probe.anchor")
         r.state["probe.means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
         r.state["probe.square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
         r.state["probe.half"] = torch.zeros((), dtype=torch.bool)
@@ -202,7 +202,7 @@ class Probe(Strategy):
         if not complete:
             return
         pairs = ((now, now), (earlier, earlier), (now, earlier))
-        sums = r.comm.sum_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
+        sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
         steps = r.state.get("probe.steps", torch.ones(()))
         found = estimate(sums, r.state["probe.square"], r.comm.size, float(steps))
         # Means over looks, the first element counting them as the others are counted: dividing by it corrects for
@@ -210,4 +210,4 @@ class Probe(Strategy):
         means = r.state["probe.means"].mul_(self.keep)
         means.add_(torch.cat([torch.ones_like(found[:1]), found]))
         for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
-            r.observed[name] = mean
+            r.metrics[name] = mean
