@@ -93,7 +93,7 @@ def test_different_calls_are_named_on_both_sides() -> None:
         x = torch.zeros(3)
         (comm.all_reduce_(x) if comm.rank == 0 else comm.broadcast_(x, 0)).wait()
 
-    with pytest.raises(MismatchError, match=r"call 0 is (all_reduce|broadcast) of 3 x float32.* on rank \d and a"):
+    with pytest.raises(MismatchError, match=r"call 0 is (all_reduce|broadcast) of 3 x float32.* on rank \d and "):
         run_threads(2, work)
     assert {type(end) for end in outcomes(2, work)} == {MismatchError, PeerLostError}
 
