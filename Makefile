@@ -9,9 +9,9 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test coverage check format bench reproduce docs clean help
+.PHONY: demo test test-all coverage check format bench reproduce docs clean help
 help:            ## list the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
 $(VENV)/ok: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,12 @@ $(VENV)/ok: pyproject.toml constraints.txt
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
 	$(BIN)/thinwire demo
 
-test: $(VENV)/ok check  ## set-up, checks and tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test: $(VENV)/ok check  ## set-up, checks and the core tests; at most 8 minutes on two cores
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests reproductions
 
 coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term

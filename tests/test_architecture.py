@@ -207,6 +207,15 @@ def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
     assert not wrong, wrong
 
 
+ORACLES = sorted((REPOSITORY / "tests" / "oracles").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", ORACLES, ids=lambda path: path.stem)
+def test_oracles_import_nothing_of_the_project(path: Path) -> None:
+    modules = {module for module, _ in imports_of(path) if module.partition(".")[0] in ("thinwire", "tests")}
+    assert all(module.startswith("tests.oracles") for module in modules), modules
+
+
 # -- what must not be there --------------------------------------------------------------------------------------------
 
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -101,9 +101,10 @@ def test_every_test_that_is_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_make_target_that_is_named_exists(page: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     shell = "\n".join(body for _, body in blocks(page, "sh"))
-    named = re.findall(r"^make (\w+)", shell, re.MULTILINE) + [n[5:] for n in inline(page) if re.match(r"make \w+$", n)]
+    named = re.findall(r"^make ([\w-]+)", shell, re.MULTILINE)
+    named += [name[5:] for name in inline(page) if re.match(r"make [\w-]+$", name)]
     assert set(named) <= targets
 
 

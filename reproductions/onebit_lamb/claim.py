@@ -36,7 +36,7 @@ class Scale:
         timed_rounds: how often each of these is run, taking turns.
         batch_size: of these, a step and worker.
         links: over which they run.
-        peers: torch's own methods beside them.
+        baselines: torch's own methods beside them.
     """
 
     steps: int = 600
@@ -47,15 +47,15 @@ class Scale:
     timed_rounds: int = 3
     batch_size: int = 4
     links: tuple[str, ...] = (_SLOW, _FAST)
-    peers: tuple[str, ...] = (DDP, POWER)
+    baselines: tuple[str, ...] = (DDP, POWER)
 
     @property
     def timed(self) -> tuple[str, ...]:
         """What is timed, in order."""
-        return (ALONE, *self.peers, OURS)
+        return (ALONE, *self.baselines, OURS)
 
 
-QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=1, links=(_SLOW,), peers=(DDP,))
+QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=1, links=(_SLOW,), baselines=(DDP,))
 
 
 def warm_up(steps: int) -> int:
