@@ -111,7 +111,7 @@ def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed
 
     Args:
         task: what is learned, with the model of its default size.
-        strategy: how workers speak.
+        strategy: how workers communicate.
         race: how long and how fast.
         delays: what makes workers late.
         seed: of the first parameters, the order of the data and the delays.

@@ -90,7 +90,7 @@ def trained(
 
     Args:
         problem: what is learned.
-        strategy: how workers speak.
+        strategy: how workers communicate.
         rates: learning rates.
         momentum: of the workers' own SGD.
         most: steps after which the search for a point of rest is given up.

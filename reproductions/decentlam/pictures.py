@@ -13,8 +13,8 @@ from thinwire.report.palette import Look, looks
 from thinwire.report.picture import Picture, canvas, key, legend, plain
 
 _NAMES = [method.name for method in METHODS]
-_YARDSTICK = "PmSGD"
-_LOOKS = dict(zip(_NAMES, looks(["ddp" if name == _YARDSTICK else name for name in _NAMES]), strict=True))
+_REFERENCE = "PmSGD"
+_LOOKS = dict(zip(_NAMES, looks(["ddp" if name == _REFERENCE else name for name in _NAMES]), strict=True))
 _ROUNDING = 1e-15
 
 

@@ -1,4 +1,4 @@
-"""Bits drawn: accuracy against what it took to say, and how a rule spends them over a run."""
+"""Plots of bits: accuracy against the bytes sent, and how a rule spends them over a run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Convex:
     Args:
         x: [n, features], in double precision.
         y: [n], 0 or 1.
-        workers: among whom the rows are dealt in turn.
+        workers: among which the rows are divided, one row each in turn.
         decay: of the objective.
     """
 

@@ -12,7 +12,7 @@ from reproductions.dqsgd.regression import Kept, kept, parity
 from reproductions.dqsgd.thread_runs import Learned, learned
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd import claim as sketched_sgd
-from reproductions.sketched_sgd.processes import Office, learned_by_processes
+from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
 from thinwire.runs.launcher import unheard
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.gradients.sketched import SketchedSGD
@@ -132,12 +132,12 @@ def test_accounts_of_threads_count_every_byte() -> None:
 
 
 def test_processes_learn_what_threads_do_and_count_the_same_bytes(tmp_path: Path) -> None:
-    task, schedule, heard = load("digits"), Schedule(20, 8, 0.2), list[str]()
+    task, schedule, attended = load("digits"), Schedule(20, 8, 0.2), list[str]()
     strategy = SketchedSGD(0.02, columns=4, rows=1, momentum=0.0, dense_below=128, recovery="sketch")
-    office = Office(tmp_path / "runs", unheard, heard.append)
-    (found,) = learned_by_processes(task, strategy, schedule, office, workers=2, seeds=1)
+    output = RunOutput(tmp_path / "runs", unheard, attended.append)
+    (found,) = learned_by_processes(task, strategy, schedule, output, workers=2, seeds=1)
     same = learned(task, strategy, schedule, workers=2, seed=0)
-    assert heard == [brief(strategy)]
+    assert attended == [brief(strategy)]
     assert (found.payload_bytes, found.steps, found.parameters) == (same.payload_bytes, 20, same.parameters)
     assert found.loss == pytest.approx(same.loss, rel=1e-4)
     assert found.wire_bytes is None or found.wire_bytes > found.payload_bytes

@@ -1,4 +1,4 @@
-"""A task learned by threads, with an account of every byte: accuracy against what it took to say."""
+"""A task learned by threads, with an account of every byte: accuracy against the bytes sent."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Learned:
 def learned(
     task: Task, strategy: Strategy, schedule: Schedule, *, workers: int, seed: int, model: str | None = None
 ) -> Learned:
-    """Train on evenly dealt data, one thread for each worker, and measure rank 0's account and model.
+    """Train on evenly divided data, one thread for each worker, and measure rank 0's account and model.
 
     Args:
         task: what is learned.
-        strategy: how workers speak.
+        strategy: how workers communicate.
         schedule: how long and how fast.
         workers: how many threads.
-        seed: of the deal, the first parameters, the order of the data and the strategy's draws.
+        seed: of the division of data, the initial parameters, the order of the data and the strategy's draws.
         model: of a named size; the task's first unless given.
     """
     shards = task.shards(workers, split="iid", seed=seed)
@@ -72,7 +72,7 @@ def learned(
             optimizer.step()
         sent = comm.meter.payload_bytes - before
         worker.detach()
-        # Parameters are equal on all ranks, and models of these tasks have no buffers that differ in what they say.
+        # Parameters are equal on all ranks, and models of these tasks have no buffers that differ between ranks.
         found = task.evaluate(network) if comm.rank == 0 else None
         size = sum(p.numel() for p in network.parameters())
         metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)

@@ -66,7 +66,7 @@ def judge(paces: Paces, differences: Mapping[str, Mapping[str, float]], details:
     Args:
         paces: by network, number of models and way, round by round.
         differences: by network, those of `largest`.
-        details: what else is told.
+        details: what else is reported.
     """
     largest = {title: sizes[max(sizes)] for title, sizes in paces.items()}
     gains = {title: speedup(found, "array", "process") for title, found in largest.items()}

@@ -16,7 +16,7 @@ _WIRE_TOLERANCE = 0.03
 
 
 def measure(attempt: Attempt) -> Result:
-    """Train both ways and compare what the counters of bytes say."""
+    """Train both ways and compare the counted bytes."""
     link = None if available() else _LINK
     steps, rounds = (16, 1) if attempt.quick else (40, 3)
     settings = resolve(

@@ -128,10 +128,10 @@ def _details(problem: EvenOdd, grid: Grid, cells: list[Cell], difference: float)
 def _recommended(problem: EvenOdd, grid: Grid, cell: Cell, most: int) -> str:
     """What exact figures, where minibatch SGD is after so many rounds, speak for, beside what was best later."""
     figures = problem.figures(cell.share, grid[MINIBATCH, cell].point)
-    said = recommend(figures, workers=MACHINES, period=cell.period)
+    advice = recommend(figures, workers=MACHINES, period=cell.period)
     told = ", ".join(f"{name.removeprefix('gradient_')} {value:.2g}" for name, value in figures.items())
     later = grid[INNER_OUTER, replace(cell, rounds=most)].inner
-    return f"{said.method}, inner {said.inner:g} ({told}); after {most} rounds inner {later:g} was best"
+    return f"{advice.method}, inner {advice.inner:g} ({told}); after {most} rounds inner {later:g} was best"
 
 
 def _seeds(grid: Grid) -> int:

@@ -1,4 +1,4 @@
-"""Even or odd: 25 machines that tell one even digit from one odd digit each, by logistic regression.
+"""Even or odd: 25 machines, each of which separates one even digit from one odd digit, by logistic regression.
 
 All machines have the same labels, only their pictures differ, so that the mean of their losses is one function whatever
 share of pictures they draw from the pool of all: heterogeneity changes, the optimum does not.

@@ -82,7 +82,7 @@ class Candidates:
     """Runs that differ in their step sizes.
 
     Args:
-        rates: [C], as they are told.
+        rates: [C], as given.
         inner: [C].
         kept: their points, after each number of rounds: [S, C, D] each.
     """
@@ -98,7 +98,7 @@ def measured(problem: EvenOdd, scale: Scale, begin: Callable[[str], None]) -> di
     Args:
         problem: what is learned.
         scale: how much is measured.
-        begin: told of each part before it starts.
+        begin: called before each part starts.
     """
     found: dict[tuple[str, Cell], Best] = {}
     for share in scale.shares:

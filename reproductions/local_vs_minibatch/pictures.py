@@ -49,8 +49,8 @@ def heterogeneity_picture(grid: Grid) -> Picture:
             means: dict[float, float] = {}
             for share in shares:
                 cell = Cell(share, periods[-1], r)
-                yardstick = grid[METHODS[0], cell].mean
-                gaps = [gap / yardstick for gap in grid[method, cell].gaps]
+                reference = grid[METHODS[0], cell].mean
+                gaps = [gap / reference for gap in grid[method, cell].gaps]
                 where = 100 * share + 1.2 * (place - 1.5)
                 means[where] = sum(gaps) / len(gaps)
                 axes.vlines(where, min(gaps), max(gaps), color=look.tone.light, lw=1)

@@ -122,10 +122,10 @@ def test_figures_are_those_of_the_machines_own_gradients(problem: EvenOdd) -> No
 
 def test_a_small_grid_is_measured_and_its_best_rates_are_chosen_on_other_seeds(problem: EvenOdd) -> None:
     scale = Scale(periods=(2,), rounds=(2, 3), shares=(1.0,), tuning_seeds=1, seeds=2)
-    said: list[str] = []
-    grid = measured(problem, scale, said.append)
+    lines: list[str] = []
+    grid = measured(problem, scale, lines.append)
     assert set(grid) == {(method, Cell(1.0, 2, rounds)) for method in METHODS for rounds in (2, 3)}
-    assert said == ["2 gradients a round, 100% of them of the machine's own digits"]
+    assert lines == ["2 gradients a round, 100% of them of the machine's own digits"]
     best = grid[MINIBATCH, Cell(1.0, 2, 3)]
     again = torch.stack([problem.draws(1.0, 6, seed) for seed in (0, 1, 2)])
     kept = minibatch(rounds_of(problem, again, 2), torch.tensor([best.rate]).double(), {3})[0][:, 0]

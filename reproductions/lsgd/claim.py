@@ -47,7 +47,7 @@ _WELLS = {
 _HILL, _WELL_STEPS = 0.25, 600
 # Of springs and leaders at matrix completion: one that holds, and one strong enough to bring all together at once.
 _PULLS = (0.01, 0.1)
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 # By method and learning rate: one curve for each round.
 Runs = Mapping[str, Mapping[float, Sequence[Curve]]]
 
@@ -150,7 +150,7 @@ def _led(folder: Path, place: int) -> list[int]:
     return counts
 
 
-def _descended(scale: Scale, begin: Told) -> Landscapes:
+def _descended(scale: Scale, begin: Progress) -> Landscapes:
     begin("double wells")
     # A little off the symmetric point, which no descent would leave.
     sides = torch.tensor([[1.05], [-1.0]], dtype=torch.float64)

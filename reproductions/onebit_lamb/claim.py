@@ -1,4 +1,4 @@
-"""1-bit LAMB learns what LAMB learns from the same samples, says far less, and is faster for it."""
+"""1-bit LAMB learns what LAMB learns from the same samples, sends far less, and is faster for it."""
 
 from __future__ import annotations
 

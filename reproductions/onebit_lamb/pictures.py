@@ -1,4 +1,4 @@
-"""1-bit LAMB drawn: held-out loss beside LAMB's, and the time of a step beside its rivals'."""
+"""Plots of 1-bit LAMB: held-out loss beside LAMB's, and the time of a step beside that of other methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in two dimensions says less, holds less and is done sooner than in one, at four ranks already."""
+"""Tensor parallelism in two dimensions sends less, holds less and is faster than in one, at four ranks already."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINK = "1gbit"
 MEMORY_TOLERANCE = 0.1
 LARGER_BATCH = 4.0
 HIDDEN_PART = 0.5
-RIVALS: tuple[Scheme, ...] = ("1d", "1d+sequence")
+OTHERS: tuple[Scheme, ...] = ("1d", "1d+sequence")
 _QUICK = (Race(Stem(2, 256, 4, 64, 32), 2, 2, rounds=5, steps=2, product=4096, panels=4),)
 _FULL = (
     Race(Stem(4, 256, 4, 64, 32), 2, 2, rounds=7, steps=2, product=4096, panels=4),
@@ -27,7 +27,7 @@ _FULL = (
 
 
 def measure(attempt: Attempt) -> Result:
-    """Race on a shaped link, compare with the formulas, and let these speak of more ranks."""
+    """Race on a shaped link, compare with the formulas, which then predict more ranks."""
     link = None if available() else LINK
     finishes: list[Finish] = []
     for place, race in enumerate(_QUICK if attempt.quick else _FULL):
@@ -38,14 +38,16 @@ def measure(attempt: Attempt) -> Result:
 
 
 def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pictures: Sequence[str]) -> Result:
-    """Whether each race was won in bytes, memory and time, as the formulas say, and what they say of 16 ranks."""
+    """Whether each race was won in bytes, memory and time, as the formulas predict, and what they predict for 16
+    ranks.
+    """
     first = finishes[0]
     sixteen = next(row for row in rows if row.ranks == 16)
     verdicts = {
         "the three train the same model": all(_alike(finish) for finish in finishes),
         "counted bytes are those of the formulas": all(_exact(finish) for finish in finishes),
         "fewest bytes": all(_fewest(finish.payload_bytes) for finish in finishes),
-        "peak memory as the formulas say": all(_close(finish) for finish in finishes),
+        "peak memory as the formulas predict": all(_close(finish) for finish in finishes),
         "least memory": all(_fewest(finish.peak_bytes) for finish in finishes),
         "soonest at 4 ranks": all(_soonest(finish) for finish in finishes if _ranks(finish.race) == 4),
         "overlap hides half of the wait for panels": median(first.hidden()) >= HIDDEN_PART,
@@ -108,16 +110,16 @@ def _close(finish: Finish) -> bool:
 
 
 def _fewest(figure: Any) -> bool:
-    return all(figure("2d") < figure(rival) for rival in RIVALS)
+    return all(figure("2d") < figure(other) for other in OTHERS)
 
 
 def _soonest(finish: Finish) -> bool:
-    return all(median(_time_ratios(finish, rival)) < 1 for rival in RIVALS)
+    return all(median(_time_ratios(finish, other)) < 1 for other in OTHERS)
 
 
-def _time_ratios(finish: Finish, rival: Scheme) -> list[float]:
-    """Two dimensions over a rival, in each round."""
-    return [ours / theirs for ours, theirs in zip(finish.seconds("2d"), finish.seconds(rival), strict=True)]
+def _time_ratios(finish: Finish, other: Scheme) -> list[float]:
+    """Two dimensions over another scheme, in each round."""
+    return [ours / theirs for ours, theirs in zip(finish.seconds("2d"), finish.seconds(other), strict=True)]
 
 
 def _rows(finish: Finish) -> dict[str, str]:

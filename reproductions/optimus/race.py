@@ -74,9 +74,9 @@ def run_race(race: Race, link: str | None) -> Finish:
 
     Raises:
         ConfigError: the machine cannot emulate the link.
-        ThinwireError: a worker failed; with the last of what it said.
+        ThinwireError: a worker failed; with its last lines of output.
     """
-    workers, said = race.rows * race.columns, list[str]()
+    workers, lines = race.rows * race.columns, list[str]()
     with ExitStack() as contexts:
         folder = contexts.enter_context(tempfile.TemporaryDirectory())
         network = None if link is None else contexts.enter_context(Network(parse_links(link, workers)))
@@ -87,13 +87,13 @@ def run_race(race: Race, link: str | None) -> Finish:
                 workers,
                 network=network,
                 environment={"OMP_NUM_THREADS": "1"},
-                on_line=lambda rank, _, line: said.append(f"{rank}: {line}"),
+                on_line=lambda rank, _, line: lines.append(f"{rank}: {line}"),
                 timeout=_TIMEOUT_SECONDS,
             )
         )
         running.wait()
         if running.failure is not None:
-            raise ThinwireError(f"{running.failure}; the last lines: {' / '.join(said[-3:])[:600]}")
+            raise ThinwireError(f"{running.failure}; the last lines: {' / '.join(lines[-3:])[:600]}")
         return _finish(race, [json.loads(Path(folder, f"rank-{k}.json").read_bytes()) for k in range(workers)])
 
 

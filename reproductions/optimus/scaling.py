@@ -1,4 +1,4 @@
-"""What formulas say of more ranks than a machine can play: bytes, memory and the largest batch."""
+"""What the formulas predict for more ranks than one machine can emulate: bytes, memory and the largest batch."""
 
 from __future__ import annotations
 

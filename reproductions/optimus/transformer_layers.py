@@ -63,8 +63,8 @@ class Heads(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         """[b, s, h] to the same, on however many whole heads `projection` gives."""
         heads = self.projection(stream).unflatten(-1, (-1, 3 * self.size)).transpose(1, 2)
-        heard = F.scaled_dot_product_attention(*heads.chunk(3, dim=-1), is_causal=True)
-        return self.out(heard.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(*heads.chunk(3, dim=-1), is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

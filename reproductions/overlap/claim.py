@@ -28,7 +28,7 @@ METHODS = {
     "Overlap Local-SGD": f"OverlapLocalSGD(period={PERIOD})",
     "CoCoD-SGD": f"CoCoD(period={PERIOD})",
 }
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 Ends = dict[tuple[str, str], dict[float, list[tuple[float, float]]]]
 
 
@@ -38,7 +38,7 @@ class Scale:
 
     Args:
         rates: learning rates tried for every method.
-        seeds: with which each is run; they decide first parameters, the deal and the order of data.
+        seeds: with which each is run; they decide the initial parameters and how data are divided and ordered.
         timed_steps: of the runs over the link; they end just before a message, behind which nothing could hide.
         rounds: how often each of these is run.
     """
@@ -95,7 +95,7 @@ def _timed(
     )
 
 
-def _trained(scale: Scale, begin: Told) -> Ends:
+def _trained(scale: Scale, begin: Progress) -> Ends:
     """Loss and accuracy on held-out data of every method at every rate: one pair for each seed."""
     task = load("digits")
     found: Ends = {}

@@ -1,4 +1,6 @@
-"""Pushing to one peer a step learns as much per step as synchronous SGD and more per second, stragglers or not."""
+"""Sending to one neighbour per step learns as much per step as synchronous SGD and more per second, stragglers or
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from thinwire.strategies.recipe import WORDS
 LINK = "100mbit"
 SLOWED = "1:3x"
 NOISE = 0.03
-YARDSTICK, SGP, OVERLAP = "AllReduce", "SGP", "Overlap SGP"
+REFERENCE, SGP, OVERLAP = "AllReduce", "SGP", "Overlap SGP"
 CONDITIONS: Mapping[str, str | None] = {"all workers alike": None, "one worker 3x slower": SLOWED}
 RECIPES: Mapping[str, str] = {
-    YARDSTICK: "AllReduce()",
+    REFERENCE: "AllReduce()",
     "D-PSGD": "Gossip()",
     "AD-PSGD": "ADPSGD()",
     SGP: "PushSum()",
@@ -56,7 +58,7 @@ def measure(attempt: Attempt) -> Result:
             list(known.values()),
             attempt.folder / "runs" / ("slowed" if slow else "alike"),
             rounds=rounds,
-            title=f"Stochastic gradient push and its rivals, {condition}",
+            title=f"Stochastic gradient push and other methods, {condition}",
             listener=attempt.listener,
             begin=lambda recipe, _, condition=condition: attempt.begin(f"{recipe}, {condition}", next(places)),
         )
@@ -77,7 +79,7 @@ def judge(curves: Curves, link: str | None, pictures: Sequence[str]) -> Result:
         holds=all(level and ahead for level, ahead in verdicts.values()),
         measured="; ".join(
             f"{name}, {condition}: the same steps in {fmean(times[condition, name]):.2f}x AllReduce's time, loss "
-            f"{_mean_loss(curves, condition, name):.3f} against {_mean_loss(curves, condition, YARDSTICK):.3f} after "
+            f"{_mean_loss(curves, condition, name):.3f} against {_mean_loss(curves, condition, REFERENCE):.3f} after "
             f"them and {_loss_meanwhile(curves, condition, name):.3f} in that time"
             for condition, name in verdicts
         ),
@@ -100,26 +102,26 @@ def judge(curves: Curves, link: str | None, pictures: Sequence[str]) -> Result:
 
 def _level(curves: Curves, condition: str, name: str) -> bool:
     """Whether the last losses lie within noise of AllReduce's: a fixed part of it, or how much its rounds differ."""
-    yardstick = [curve.last_loss for curve in curves[condition, YARDSTICK]]
-    noise = max(NOISE * fmean(yardstick), max(yardstick) - min(yardstick))
-    return _mean_loss(curves, condition, name) - fmean(yardstick) <= noise
+    reference = [curve.last_loss for curve in curves[condition, REFERENCE]]
+    noise = max(NOISE * fmean(reference), max(reference) - min(reference))
+    return _mean_loss(curves, condition, name) - fmean(reference) <= noise
 
 
 def _ahead(curves: Curves, condition: str, name: str) -> bool:
     """Whether the last loss is lower than AllReduce's at the same second, in every round."""
-    pairs = zip(curves[condition, name], curves[condition, YARDSTICK], strict=True)
+    pairs = zip(curves[condition, name], curves[condition, REFERENCE], strict=True)
     return all(ours.last_loss < theirs.loss_at(ours.last_second) for ours, theirs in pairs)
 
 
 def _loss_meanwhile(curves: Curves, condition: str, name: str) -> float:
     """AllReduce's loss at the second at which the other method was done, the mean over rounds."""
-    pairs = zip(curves[condition, name], curves[condition, YARDSTICK], strict=True)
+    pairs = zip(curves[condition, name], curves[condition, REFERENCE], strict=True)
     return fmean(theirs.loss_at(ours.last_second) for ours, theirs in pairs)
 
 
 def _time_ratios(curves: Curves, condition: str, name: str) -> list[float]:
     """The time of all steps over AllReduce's, in each round."""
-    pairs = zip(curves[condition, name], curves[condition, YARDSTICK], strict=True)
+    pairs = zip(curves[condition, name], curves[condition, REFERENCE], strict=True)
     return [ours.last_second / theirs.last_second for ours, theirs in pairs]
 
 

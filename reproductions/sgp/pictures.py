@@ -1,4 +1,4 @@
-"""Gossip and its rivals drawn: loss against seconds, and what a step's time is spent on."""
+"""Plots of gossip and the methods it is compared with: loss against seconds, and where the time of a step goes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproductions.sgp.claim import CONDITIONS, OVERLAP, SGP, YARDSTICK, Curves, judge
+from reproductions.sgp.claim import CONDITIONS, OVERLAP, REFERENCE, SGP, Curves, judge
 from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.runs.comparison import Comparison
@@ -30,7 +30,7 @@ def curves(loss: float, seconds: float) -> Curves:
     return {
         (condition, name): [curve(last, time), curve(last + 0.01, time)]
         for condition in CONDITIONS
-        for name, last, time in ((YARDSTICK, 2.0, 10.0), (SGP, 2.0, 5.0), (OVERLAP, loss, seconds))
+        for name, last, time in ((REFERENCE, 2.0, 10.0), (SGP, 2.0, 5.0), (OVERLAP, loss, seconds))
     }
 
 
@@ -58,7 +58,7 @@ def test_a_loss_beside_the_yardstick_is_told_even_where_the_verdict_is_the_other
     details = judge(curves(2.07, 12.0), None, ["loss.png"]).details
     assert details[f"{OVERLAP}, one worker 3x slower"] == "NOT level per step, NOT ahead per second"
     assert details[f"{SGP}, all workers alike"] == "level per step, ahead per second"
-    assert YARDSTICK in details["better than Overlap SGP after the same steps"]
+    assert REFERENCE in details["better than Overlap SGP after the same steps"]
     assert details["pictures"] == "![loss.png](loss.png)"
     assert details["all workers alike: AllReduce"] == (
         "500 ms a step, of which 250 ms waiting; 2.00 MB sent; held-out loss 2.0050 (2.0000 to 2.0100)"
@@ -91,5 +91,5 @@ def test_curves_are_read_from_the_folders_of_a_comparison(tmp_path: Path) -> Non
 def test_both_pictures_show_every_method_under_both_conditions(tmp_path: Path) -> None:
     for picture in (loss_picture(curves(2.0, 4.0)), pace_picture(curves(2.0, 4.0))):
         assert len(picture.figure.axes) == len(CONDITIONS)
-        assert all(name in picture.description for name in (YARDSTICK, SGP, OVERLAP))
+        assert all(name in picture.description for name in (REFERENCE, SGP, OVERLAP))
         assert picture.png(tmp_path).read_bytes().startswith(b"\x89PNG")

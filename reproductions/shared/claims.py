@@ -52,8 +52,8 @@ class Attempt:
     Args:
         folder: a new one for its runs.
         quick: fewer steps and rounds.
-        listener: told how each run gets on.
-        begin: told of each run before it starts: its strategy and its place.
+        listener: called with the progress of each run.
+        begin: called before each run starts: its strategy and its place.
     """
 
     folder: Path

@@ -43,11 +43,11 @@ def train_on_threads(
 
     Args:
         task: what is learned, with the model of its default size.
-        strategy: how workers speak.
+        strategy: how workers communicate.
         schedule: how long and how fast.
         workers: how many threads.
-        split: how the training data is dealt out, such as "dirichlet(0.1)".
-        seed: of the deal, the first parameters, the order of the data and the strategy's draws.
+        split: how the training data are divided among workers, such as "dirichlet(0.1)".
+        seed: of the division of data, the initial parameters, the order of the data and the strategy's draws.
     """
     shards = task.shards(workers, split=split, seed=seed)
 

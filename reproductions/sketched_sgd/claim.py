@@ -12,7 +12,7 @@ from typing import Any
 from reproductions.dqsgd.thread_runs import Learned, learned
 from reproductions.shared.claims import Attempt, Claim, Result
 from reproductions.shared.threads import Schedule
-from reproductions.sketched_sgd.processes import Office, learned_by_processes
+from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.gradients.fetch import FetchSGD
@@ -146,9 +146,9 @@ def _by_processes(task: Task, plan: Scale, rates: Mapping[str, float], attempt: 
     few, found = plan.workers[0], dict[tuple[int, str], Sequence[Learned]]()
     for name, method in _all(plan).items():
         home = attempt.folder / f"{plan.task}-{name.replace(', ', '-').replace(' ', '-')}"
-        office = Office(home, attempt.listener, lambda recipe: begin(f"{few} processes: {recipe}"))
+        output = RunOutput(home, attempt.listener, lambda recipe: begin(f"{few} processes: {recipe}"))
         schedule = _schedule(plan, few, rates[name], method)
-        found[few, name] = learned_by_processes(task, method.strategy, schedule, office, workers=few, seeds=plan.seeds)
+        found[few, name] = learned_by_processes(task, method.strategy, schedule, output, workers=few, seeds=plan.seeds)
     begin(f"{few} threads: {SKETCHED}")
     ours = methods(plan)[SKETCHED]
     found[few, AS_THREADS] = [_run(task, ours, rates[SKETCHED], plan, few, seed) for seed in range(plan.seeds)]
@@ -232,7 +232,7 @@ def _per_step(run: Learned) -> float:
 
 
 def _on_wire(plans: Sequence[Scale], found: Mapping[str, Found]) -> str:
-    """What the interfaces of the processes say, in words."""
+    """The bytes that the interfaces of the processes counted, in words."""
     pairs = [[found[plan.task][plan.workers[0], name][0].wire_bytes for name in (DENSE, SKETCHED)] for plan in plans]
     ratios = [dense / ours for dense, ours in pairs if dense and ours]
     if not ratios:

@@ -23,13 +23,13 @@ LINK = "1gbit"
 
 
 @dataclass(frozen=True)
-class Office:
-    """Where runs are kept, and who hears of them.
+class RunOutput:
+    """Where runs are kept, and what is called with their progress.
 
     Args:
         folder: a new one.
-        listener: told how each run gets on.
-        begin: told of each run before it starts.
+        listener: called with the progress of each run.
+        begin: called before each run starts.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Office:
 
 
 def learned_by_processes(
-    task: Task, strategy: Strategy, schedule: Schedule, office: Office, *, workers: int, seeds: int
+    task: Task, strategy: Strategy, schedule: Schedule, output: RunOutput, *, workers: int, seeds: int
 ) -> list[Learned]:
     """What `learned` does, once for each seed from 0 on, with a process for each worker.
 
@@ -46,9 +46,9 @@ def learned_by_processes(
 
     Args:
         task: what is learned, with the model of its default size.
-        strategy: how workers speak.
+        strategy: how workers communicate.
         schedule: how long and how fast.
-        office: where runs are kept.
+        output: where runs are kept.
         workers: how many processes.
         seeds: how often.
     """
@@ -70,11 +70,11 @@ def learned_by_processes(
     done = compare(
         replace(settings, eval_limit=None, timeline_steps=0),
         [brief(strategy)],
-        office.folder,
+        output.folder,
         rounds=seeds,
         title=f"{task.title}, {workers} processes",
-        listener=office.listener,
-        begin=lambda recipe, _: office.begin(recipe),
+        listener=output.listener,
+        begin=lambda recipe, _: output.begin(recipe),
     )
     with torch.device("meta"):
         parameters = sum(p.numel() for p in task.model(seed=0).parameters())

@@ -9,7 +9,7 @@ from math import sqrt
 from statistics import fmean, median, stdev
 
 from reproductions.shared.claims import Attempt, Claim, Result
-from reproductions.slowmo.steps import Figures, Kept, Plan, Run, Runs, Told, Trial, best, tuned
+from reproductions.slowmo.steps import Figures, Kept, Plan, Progress, Run, Runs, Trial, best, tuned
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
 from thinwire.tasks import load
@@ -97,7 +97,7 @@ class Study:
     ended: Mapping[str, Sequence[Figures]]
 
 
-def study(plan: Plan, scale: Scale, told: Told, run: Run) -> Study:
+def study(plan: Plan, scale: Scale, told: Progress, run: Run) -> Study:
     """Tune every method alike, and train each at its best; SGP for as many bytes as slow momentum sends, too."""
     runs = tuned(plan, grids(scale), scale.tuning_seeds, told, run)
     chosen = {name: best(trials) for name, trials in runs.items()}

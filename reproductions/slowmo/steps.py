@@ -66,7 +66,7 @@ class Figures:
     accuracy: float
 
 
-Told = Callable[[Trial, int], None]
+Progress = Callable[[Trial, int], None]
 Run = Callable[["Plan", Trial, int], Figures]
 Runs = Mapping[str, Mapping[Trial, Sequence[Figures]]]
 
@@ -135,7 +135,9 @@ def _loss(task: Task, model: nn.Module, batch: Batch) -> float:
         return float(task.loss(model, batch))
 
 
-def tuned(plan: Plan, grids: Mapping[str, Sequence[Trial]], seeds: Sequence[int], told: Told, run: Run = run) -> Runs:
+def tuned(
+    plan: Plan, grids: Mapping[str, Sequence[Trial]], seeds: Sequence[int], told: Progress, run: Run = run
+) -> Runs:
     """Every trial of every method, with every seed."""
     found: dict[str, dict[Trial, list[Figures]]] = {name: {} for name in grids}
     for name, trials in grids.items():
