@@ -1,0 +1,79 @@
+"""One concept, one word: what was renamed stays renamed, and words that only this project used stay away."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+PYTHON = [ROOT / name for name in TRACKED if name.endswith(".py")]
+TABLE = (
+    (ROOT / "CHANGELOG.md")
+    .read_text(encoding="utf-8")
+    .partition("<!-- renamed -->")[2]
+    .partition("<!-- renamed-end")[0]
+)
+ROWS = [[cell.strip() for cell in row.strip("|").split("|")] for row in TABLE.split("\n") if row.startswith("| `")]
+GONE = sorted({name for old, _, where in ROWS if where == "everywhere" for name in re.findall(r"`(\w+)`", old)})
+MEMBERS = [
+    (where.strip("`"), name)
+    for old, _, where in ROWS
+    if where.startswith("`")
+    for name in re.findall(r"`(?:\w+\.)*(\w+)`", old)
+]
+
+
+@cache
+def identifiers() -> dict[str, str]:
+    """Every name that code defines, uses or passes, and a file that has it."""
+    found: dict[str, str] = {}
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("id", "attr", "arg", "name"):
+                name = getattr(node, field, None)
+                if isinstance(name, str):
+                    found.setdefault(name, path.relative_to(ROOT).as_posix())
+    return found
+
+
+@pytest.mark.skipif(not TRACKED, reason="not a checkout")
+@pytest.mark.parametrize("name", GONE)
+def test_an_old_name_is_no_identifier(name: str) -> None:
+    assert name not in identifiers(), identifiers()[name]
+
+
+@pytest.mark.parametrize(("place", "name"), MEMBERS)
+def test_an_old_name_is_no_member(place: str, name: str) -> None:
+    module, _, member = place.rpartition(".")
+    try:
+        thing = importlib.import_module(place)
+    except ModuleNotFoundError:
+        thing = getattr(importlib.import_module(module), member)
+    assert not hasattr(thing, name)
+
+
+# Words that meant something here alone. In texts that readers see they are replaced by the field's.
+PRIVATE = {
+    "letter": "message",
+    "keeper": "coordinator",
+    "owed": "residual",
+    "unsaid": "residual",
+    "knob": "hyperparameter",
+    "buddy": "member",
+}
+TEXTS = [ROOT / name for name in TRACKED if re.match(r"(README|CONTRIBUTING|docs/.*)\.md|src/.*\.(py|c)$", name)]
+
+
+@pytest.mark.skipif(not TRACKED, reason="not a checkout")
+@pytest.mark.parametrize("word", PRIVATE)
+def test_a_private_word_is_not_used(word: str) -> None:
+    pattern = re.compile(rf"\b{word}s?\b", re.IGNORECASE)
+    found = [path.relative_to(ROOT).as_posix() for path in TEXTS if pattern.search(path.read_text(encoding="utf-8"))]
+    assert not found, f"say {PRIVATE[word]}"
