@@ -1,4 +1,4 @@
-"""Backup workers: the first N of n count, everyone ends the step with the same bits, and nobody waits for the late."""
+"""Backup workers: the first N of n count, all ranks end the step with the same bits, and nobody waits for late ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torch import Tensor
 
 import thinwire
 from tests.engine import Mixed, attach, batch, batches, flat, momentum, net, steps, threads
-from tests.oracles.backup import Optimizing, Run, adam, loss_of, slow_last, stalls, together, train
 from tests.pool import run_processes, start_processes
+from tests.strategies.backup_runs import MakeOptimizer, Run, adam, check_runs, loss_of, slow_last, stalls, train
 from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from thinwire.plan.traffic import DryRun
-from thinwire.quorum.control_messages import Note
 from thinwire.quorum.elastic_sampler import ElasticSampler
 from thinwire.quorum.log import memberships
-from thinwire.quorum.participant import Party
-from thinwire.quorum.reduction_selector import Plane
-from thinwire.quorum.round import Round
+from thinwire.quorum.messages import ControlMessage
+from thinwire.quorum.participant import Participant, Round
+from thinwire.quorum.rules import Reduction
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
 
 # -- without backups ---------------------------------------------------------------------------------------------------
@@ -49,26 +48,28 @@ def test_without_backups_it_is_all_reduce_to_the_bit_on_processes() -> None:
 # -- the method --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizing", [momentum, adam])
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize(("backups", "pause"), [(1, stalls), (2, stalls), (3, stalls), (1, slow_last)])
-def test_all_ranks_hold_what_one_process_makes_of_the_log(
-    optimizing: Optimizing, backups: int, pause: Callable[[int, int], float]
+def test_all_ranks_hold_what_one_process_computes_from_the_log(
+    make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
 ) -> None:
     strategy = BackupWorkers(backups=backups)
 
     def body(comm: Comm) -> Run:
-        return train(attach(comm, strategy, optimizer=optimizing), 25, pause)
+        return train(attach(comm, strategy, optimizer=make_optimizer), 25, pause)
 
-    together(run_threads(4, body, timeout=20), strategy, optimizing)
+    check_runs(run_threads(4, body, timeout=20), strategy, make_optimizer)
 
 
 def stalled(strategy: BackupWorkers) -> Run:
     return train(attach(None, strategy, optimizer=adam), 20, stalls)
 
 
-@pytest.mark.parametrize("strategy", [BackupWorkers(plane="ring"), BackupWorkers(2, keeper=3, plane="ring")])
-def test_all_ranks_hold_what_one_process_makes_of_the_log_on_processes(strategy: BackupWorkers) -> None:
-    together(run_processes(4, stalled, strategy), strategy, adam)
+@pytest.mark.parametrize(
+    "strategy", [BackupWorkers(reduction="messages"), BackupWorkers(2, coordinator=3, reduction="messages")]
+)
+def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(strategy: BackupWorkers) -> None:
+    check_runs(run_processes(4, stalled, strategy), strategy, adam)
 
 
 def test_a_rank_that_is_always_late_takes_few_steps_and_ends_with_the_others() -> None:
@@ -79,41 +80,41 @@ def test_a_rank_that_is_always_late_takes_few_steps_and_ends_with_the_others() -
     assert runs[0].metrics[-1]["share_of_rank_3"] == sum(3 in m for m in runs[3].log) / 60
 
 
-def test_a_late_keeper_keeps_counting() -> None:
-    strategy = BackupWorkers(keeper=3)
+def test_a_late_coordinator_still_coordinates() -> None:
+    strategy = BackupWorkers(coordinator=3)
     runs = run_threads(4, lambda comm: train(attach(comm, strategy), 30, slow_last), timeout=20)
-    together(runs, strategy, momentum)
+    check_runs(runs, strategy, momentum)
     assert sum(3 in members for members in runs[0].log) < 30
 
 
 @pytest.mark.parametrize("choice", ["deadline", "online"])
-def test_a_number_that_is_chosen_by_the_clock_divides_by_who_came(choice: Any) -> None:
+def test_a_number_of_members_chosen_from_times_is_the_divisor(choice: Any) -> None:
     strategy = BackupWorkers(2, choice)
 
     def body(comm: Comm) -> Run:
         return train(attach(comm, strategy, optimizer=adam), 40, lambda rank, step: 0.04 if rank == 3 else 0.004)
 
     runs = run_threads(4, body, timeout=20)
-    together(runs, strategy, adam)
+    check_runs(runs, strategy, adam)
     assert all(2 <= len(members) <= 4 for members in runs[0].log)
 
 
-def test_letters_on_a_script_change_nothing() -> None:
+def test_delayed_messages_change_nothing() -> None:
     def body(comm: Comm) -> Run:
         return train(attach(comm, BackupWorkers()), 10, stalls)
 
-    together(run_threads(3, body, timeout=20, delay=lambda *_: 2), BackupWorkers(), momentum)
+    check_runs(run_threads(3, body, timeout=20, delay=lambda *_: 2), BackupWorkers(), momentum)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_data_of_a_rank_that_is_always_late_are_seen() -> None:
+def test_the_data_of_a_rank_that_is_always_late_are_used() -> None:
     def body(comm: Comm) -> tuple[dict[int, int], list[tuple[int, ...]]]:
         worker = attach(comm, BackupWorkers())
-        dispenser, dealt = ElasticSampler(12, seed=1), dict[int, int]()
-        for number in dispenser.until(worker.replicas[0], 12):
-            dealt[worker.step] = number
+        sampler, assigned = ElasticSampler(12, seed=1), dict[int, int]()
+        for number in sampler.until(worker.replicas[0], 12):
+            assigned[worker.step] = number
             x, y = batch(0, number)
             worker.optimizer.zero_grad()
             loss = (worker.model(x) - y).square().mean()
@@ -121,33 +122,33 @@ def test_the_data_of_a_rank_that_is_always_late_are_seen() -> None:
             loss.backward()
             worker.optimizer.step()
         worker.detach()
-        return dealt, list(memberships(worker.replicas[0]))
+        return assigned, list(memberships(worker.replicas[0]))
 
     seen = run_threads(4, body, timeout=20)
     used = [seen[rank][0][step] for step, members in enumerate(seen[0][1]) for rank in members]
     assert sorted(used) == sorted(3 * list(range(12)))
 
 
-# -- stopped and silent ranks ------------------------------------------------------------------------------------------
+# -- stopped ranks -----------------------------------------------------------------------------------------------------
 
 
-def stops(folder: str, rank: int, within: bool, plane: Plane) -> Run:
-    """Rank `rank` stops at step 5, in its computation or as a member; it is continued when others are at step 30."""
-    mine, work, bring = int(os.environ["RANK"]), Party._work, Party._bring
+def stops(folder: str, rank: int, within: bool, reduction: Reduction) -> Run:
+    """Rank `rank` stops at step 5, in its computation or as a member; it is continued once others are at step 30."""
+    mine, advance, contribution = int(os.environ["RANK"]), Participant._advance, Participant._all_reduce_input
 
     def stop() -> None:
         Path(folder, "stopped").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def before_letters(self: Party, here: Round) -> None:
-        if here.step >= 5 and here.adding is not None and not Path(folder, "stopped").exists():
+    def before_messages(self: Participant, current: Round) -> None:
+        if current.step >= 5 and current.reduction is not None and not Path(folder, "stopped").exists():
             stop()
-        work(self, here)
+        advance(self, current)
 
-    def before_sum(self: Party, note: Note) -> Tensor:
-        if note.step >= 5 and self.rank in note.members and not Path(folder, "stopped").exists():
+    def before_all_reduce(self: Participant, message: ControlMessage) -> Tensor:
+        if message.step >= 5 and self.rank in message.members and not Path(folder, "stopped").exists():
             stop()
-        return bring(self, note)
+        return contribution(self, message)
 
     def pause(rank_now: int, step: int) -> float:
         if mine == rank and not within and step == 5:
@@ -157,17 +158,17 @@ def stops(folder: str, rank: int, within: bool, plane: Plane) -> Run:
         return 0.002
 
     if mine == rank and within:
-        Party._work, Party._bring = before_letters, before_sum  # type: ignore[method-assign]
+        Participant._advance, Participant._all_reduce_input = before_messages, before_all_reduce  # type: ignore[method-assign]
     try:
-        return train(attach(None, BackupWorkers(plane=plane)), 40, pause)
+        return train(attach(None, BackupWorkers(reduction=reduction)), 40, pause)
     finally:
-        Party._work, Party._bring = work, bring  # type: ignore[method-assign]
+        Participant._advance, Participant._all_reduce_input = advance, contribution  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("plane", ["ring", "zeros"])
+@pytest.mark.parametrize("reduction", ["messages", "all_reduce"])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: Plane, tmp_path: Path) -> None:
-    workers = start_processes(4, stops, str(tmp_path), 2, within, plane)
+def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reduction: Reduction, tmp_path: Path) -> None:
+    workers = start_processes(4, stops, str(tmp_path), 2, within, reduction)
     deadline = time.monotonic() + 40
     try:
         while not (tmp_path / "far").exists() and time.monotonic() < deadline:
@@ -179,11 +180,11 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, plane: P
         for worker in workers:
             worker.finish(deadline)
     assert not [worker.error for worker in workers if worker.error]
-    together([worker.result for worker in workers], BackupWorkers(), momentum, exact=plane == "ring")
+    check_runs([worker.result for worker in workers], BackupWorkers(), momentum, exact=reduction == "messages")
     assert len(workers[2].result.digests) < 40
     # Where a stopped process holds up an all-reduce, the others go on by messages.
     reduced = [bool(each["all_reduced"]) for each in workers[0].result.metrics]
-    assert any(reduced) == (plane == "zeros")
+    assert any(reduced) == (reduction == "all_reduce")
     assert not all(reduced)
 
 
@@ -205,7 +206,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> No
 
     runs = run_threads(4, body, timeout=20)
     for which in (0, 1):
-        together([run[which] for run in runs], BackupWorkers(), adam)
+        check_runs([run[which] for run in runs], BackupWorkers(), adam)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backup
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     def body(comm: Comm) -> float:
-        worker = attach(comm, BackupWorkers(patience_seconds=2.0, plane="ring"))
+        worker = attach(comm, BackupWorkers(retry_seconds=2.0, reduction="messages"))
         before = comm.meter.payload_bytes
         train(worker, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
         sent = comm.meter.payload_bytes - before
@@ -229,7 +230,7 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
 
     sent = run_threads(3, body, timeout=20)
     dry = DryRun(BackupWorkers(), [15, 5, 10, 2], workers=3, rank=1, dtype=torch.float32, bucket_bytes=48)
-    # What is more is one state of 4,128 bytes, from one of the members to the late one.
+    # The rest is one state of 4,128 bytes, from one of the members to the late rank.
     assert {sent[1] - 4 * dry.step().sent} <= {0, 4128}
     assert sent[2] < 500
 
@@ -242,9 +243,9 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     [
         (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
         (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must not be negative"),
-        (lambda: BackupWorkers(patience_seconds=0.0), "patience_seconds=0.0: must be positive"),
-        (lambda: BackupWorkers(plane="air"), "plane must be"),  # type: ignore[arg-type]
-        (lambda: BackupWorkers(keeper=-1), "keeper=-1: must be a rank"),
+        (lambda: BackupWorkers(retry_seconds=0.0), "retry_seconds=0.0: must be positive"),
+        (lambda: BackupWorkers(reduction="air"), "reduction must be"),  # type: ignore[arg-type]
+        (lambda: BackupWorkers(coordinator=-1), "coordinator=-1: must be a rank"),
         (
             lambda: BackupWorkers().check(1),
             "backups=1: of 1 workers at least one must be waited for; must be at most 0",
@@ -253,10 +254,10 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
             lambda: BackupWorkers(5).check(4),
             "backups=5: of 4 workers at least one must be waited for; must be at most 3",
         ),
-        (lambda: BackupWorkers(keeper=4).check(4), r"keeper=4: there are ranks 0\.\.3"),
+        (lambda: BackupWorkers(coordinator=4).check(4), r"coordinator=4: there are ranks 0\.\.3"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_rule(made: Callable[[], Any], words: str) -> None:
+def test_recipes_that_cannot_work_are_refused_with_the_rule(made: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         made()
 
@@ -278,7 +279,7 @@ def test_a_second_backward_pass_is_refused_and_accumulation_is_not() -> None:
         run_threads(2, body, timeout=10)
 
 
-def test_uneven_data_are_refused_in_words() -> None:
+def test_uneven_data_are_refused() -> None:
     def body(comm: Comm) -> None:
         worker = attach(comm, BackupWorkers())
         for _ in worker.join(batches(comm.rank, 1 + comm.rank)):
@@ -306,7 +307,7 @@ def test_a_step_without_a_gradient_is_refused() -> None:
         run_threads(2, lambda comm: attach(comm, BackupWorkers()).optimizer.step(), timeout=10)
 
 
-def test_schedules_that_count_a_late_worker_s_own_steps_are_found_out() -> None:
+def test_schedules_that_count_a_late_worker_s_own_steps_are_detected() -> None:
     def body(comm: Comm) -> None:
         worker = attach(comm, BackupWorkers())
         worker.optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
@@ -316,7 +317,7 @@ def test_schedules_that_count_a_late_worker_s_own_steps_are_found_out() -> None:
         run_threads(3, body, timeout=10)
 
 
-def test_whoever_trains_on_alone_meets_a_deadline_in_words() -> None:
+def test_a_worker_that_trains_on_alone_gets_a_timeout_error() -> None:
     def body(comm: Comm) -> None:
         worker = thinwire.attach(model := net(), momentum(model), BackupWorkers(), comm=comm)
         train(worker, 2 if comm.rank else 3, ends=False)

@@ -52,4 +52,4 @@ def test_a_run_with_a_stopped_worker_is_whole(tmp_path: Path) -> None:
     assert sum(row["metrics"]["steps_missed"] for row in rows if "metrics" in row) > 5
     assert summary["eval_loss"] < 2.5
     spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
-    assert {"arrivals", "mean", "compute"} <= {span["name"] for span in spans}
+    assert {"quorum", "mean", "compute"} <= {span["name"] for span in spans}

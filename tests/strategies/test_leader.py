@@ -112,7 +112,7 @@ def test_on_processes_as_on_threads() -> None:
 
 
 @pytest.mark.parametrize("strategy", [LeaderSGD(period=3, pull=0), LeaderGradientDescent(pull=0)], ids=repr)
-def test_without_a_pull_workers_train_by_themselves_and_say_nothing(strategy: thinwire.Strategy) -> None:
+def test_without_a_pull_workers_train_by_themselves_and_send_nothing(strategy: thinwire.Strategy) -> None:
     problem, starts = Regression(3, STEPS, torch.float32), starts_of(3).float()
 
     def body(comm: Comm) -> tuple[Tensor, float]:
@@ -127,7 +127,7 @@ def test_without_a_pull_workers_train_by_themselves_and_say_nothing(strategy: th
         assert sent == 0
 
 
-def test_the_whole_way_at_every_step_makes_all_the_best_of_them() -> None:
+def test_a_full_pull_at_every_step_makes_all_workers_the_best_one() -> None:
     found = together(
         4, LeaderSGD(period=1, pull=1.0), Regression(4, 9, torch.float32), RATES[:9], starts=starts_of(4).float()
     )
@@ -146,7 +146,7 @@ def test_one_worker_alone_is_the_plain_optimizer(strategy: thinwire.Strategy) ->
         assert torch.equal(flat(model), flat(worker.model))
 
 
-def test_nodes_that_meet_at_once_are_one_leader_for_all() -> None:
+def test_nodes_that_elect_with_all_others_are_one_leader_for_all() -> None:
     problem, starts = Regression(4, STEPS, DOUBLE), starts_of(4)
     single = together(4, LeaderSGD(period=3, pull=0.3), problem, RATES, starts=starts)
     nodes = LeaderSGD(period=3, pull=0.0, node_size=2, global_period=3, global_pull=0.3)
@@ -178,7 +178,7 @@ def test_the_best_of_all_is_where_its_own_step_took_it() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 4, 6])
-def test_two_stages_bring_what_one_broadcast_brings(n: int) -> None:
+def test_two_level_broadcasts_equal_one_broadcast(n: int) -> None:
     width = 700_000  # several pieces
 
     def body(comm: Comm) -> bool:

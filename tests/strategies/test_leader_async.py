@@ -95,7 +95,7 @@ def test_without_a_pull_workers_train_by_themselves() -> None:
     assert torch.equal(found, together(3, Local(), problem, RATES, starts=starts))
 
 
-def test_one_worker_alone_counts_nothing() -> None:
+def test_one_worker_alone_sends_nothing() -> None:
     problem = Regression(1, STEPS, DOUBLE)
     worker = train(None, AsyncLeaderSGD(period=2), problem, RATES)
     assert worker.comm.meter.messages == 0
@@ -103,7 +103,7 @@ def test_one_worker_alone_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_who_stands_still_takes_part_in_the_elections_of_those_who_do_not(late: int) -> None:
+def test_a_worker_at_a_barrier_takes_part_in_the_elections_of_those_that_train(late: int) -> None:
     """All but one are through at once; its steps are enough for two rounds more."""
     problem, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
@@ -142,7 +142,7 @@ def check_uneven(rows: list[tuple[int, list[list[float]]]]) -> None:
     assert all(shipped == rows[0][1] for _, shipped in rows)
 
 
-def test_between_two_stands_workers_may_take_different_numbers_of_steps() -> None:
+def test_between_two_barriers_workers_may_take_different_numbers_of_steps() -> None:
     check_uneven(run_threads(3, lambda comm: at_their_own_pace(comm, UNEVEN), timeout=20))
 
 
@@ -150,11 +150,11 @@ def uneven_processes() -> tuple[int, list[list[float]]]:
     return at_their_own_pace(None, UNEVEN)
 
 
-def test_between_two_stands_processes_may_take_different_numbers_of_steps() -> None:
+def test_between_two_barriers_processes_may_take_different_numbers_of_steps() -> None:
     check_uneven(run_processes(3, uneven_processes))
 
 
-def test_a_worker_that_never_comes_is_waited_for_until_the_deadline() -> None:
+def test_a_worker_that_never_reaches_the_barrier_is_waited_for_until_the_timeout() -> None:
     problem = DoubleWell(0.1, 3)
 
     def body(comm: Comm) -> str:
@@ -216,7 +216,7 @@ def test_rank_zero_may_still_be_reading_a_checkpoint_when_others_have_taken_a_st
 
 
 @pytest.mark.parametrize("result", ["leader", "mean"])
-def test_all_ship_the_same(result: Any) -> None:
+def test_consensus_is_the_same_on_all_ranks(result: Any) -> None:
     problem, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ def test_all_ship_the_same(result: Any) -> None:
         assert torch.allclose(shipped, best if result == "leader" else starts.mean(0), rtol=0, atol=1e-15)
 
 
-def test_a_round_sends_the_leader_once_and_a_step_two_letters() -> None:
+def test_a_round_sends_the_leader_once_and_a_step_two_messages() -> None:
     for rank, messages in ((0, 0), (1, 8)):
         run = DryRun(AsyncLeaderSGD(period=8), [840], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1)
         assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * messages

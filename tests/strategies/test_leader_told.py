@@ -60,7 +60,7 @@ def test_the_least_finite_score_wins_and_the_lowest_rank_among_equals(scores: li
     assert found == [leader] * 3
 
 
-def test_ballots_are_ordered_as_their_scores() -> None:
+def test_score_keys_are_ordered_as_their_scores() -> None:
     draw = torch.Generator().manual_seed(0)
     scores = torch.cat([torch.randn(200, generator=draw) * 10.0**power for power in (-40, -5, 0, 5, 30)])
     r = replica(CountingComm(7, 8))
@@ -69,12 +69,12 @@ def test_ballots_are_ordered_as_their_scores() -> None:
     assert {winner([int(key)]) for key in keys} == {7}
 
 
-def test_a_worker_that_was_told_nothing_never_leads() -> None:
+def test_a_worker_without_a_loss_never_leads() -> None:
     assert run_threads(2, lambda comm: elect(replica(comm), torch.tensor(9.0) if comm.rank else None)) == [1, 1]
     assert run_threads(2, lambda comm: elect(replica(comm), torch.tensor(NAN) if comm.rank else None)) == [None] * 2
 
 
-def test_where_nobody_is_told_a_loss_all_are_told_how() -> None:
+def test_if_no_worker_has_a_loss_all_raise_with_the_fix() -> None:
     def body(comm: Comm) -> str:
         worker = begin(comm, LeaderSGD(period=2), quadratic(2, DOUBLE))
         with pytest.raises(ConfigError) as refused:
@@ -116,7 +116,7 @@ def test_a_worker_whose_loss_is_nan_never_leads() -> None:
     assert distance(together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, told=told), expected) < 1e-12
 
 
-def test_where_no_loss_is_finite_nobody_is_pulled_and_one_warning_says_so() -> None:
+def test_if_no_loss_is_finite_nobody_is_pulled_and_there_is_one_warning() -> None:
     problem, starts = Regression(2, STEPS, DOUBLE), starts_of(2)
 
     def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
@@ -135,7 +135,7 @@ def test_where_no_loss_is_finite_nobody_is_pulled_and_one_warning_says_so() -> N
         assert torch.equal(found, together(2, Local(), problem, RATES, starts=starts))
 
 
-def test_a_window_that_is_not_full_is_averaged_over_what_it_holds() -> None:
+def test_a_window_that_is_not_full_is_averaged_over_the_losses_it_holds() -> None:
     """Half of rank 1's steps tell nothing; what it told is worse, and it must not lead for having told less."""
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
 
@@ -146,7 +146,7 @@ def test_a_window_that_is_not_full_is_averaged_over_what_it_holds() -> None:
     assert torch.equal(found, torch.ones_like(found))
 
 
-def test_an_exponential_mean_forgets_and_survives_a_nan() -> None:
+def test_an_exponential_mean_decays_and_recovers_from_a_nan() -> None:
     values = [[4.0, NAN, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]]
     starts = torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
 
@@ -165,7 +165,7 @@ def test_an_exponential_mean_forgets_and_survives_a_nan() -> None:
     assert [leader(1), leader(2), leader(3), leader(4)] == [-1.0, -1.0, 1.0, 1.0]
 
 
-def test_a_metric_of_one_s_own_decides() -> None:
+def test_a_custom_score_function_decides() -> None:
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
     strategy = LeaderSGD(period=1, pull=1.0, metric=ScoreFunction(lambda r: r.x.sum(), "the leftmost"))
     assert repr(strategy.metric) == "ScoreFunction('the leftmost')"
@@ -179,12 +179,12 @@ def test_a_metric_of_one_s_own_decides() -> None:
         (lambda r: torch.zeros((), device="meta"), "returned a tensor on meta; compute it on cpu"),
     ],
 )
-def test_a_metric_that_answers_badly_is_refused_before_the_first_step(answer: Any, words: str) -> None:
+def test_a_score_function_without_one_number_is_refused_before_the_first_step(answer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         begin(None, LeaderSGD(metric=ScoreFunction(answer)), quadratic(1, DOUBLE))
 
 
-def test_what_is_said_of_a_step_is_checked_and_forgotten_after_it() -> None:
+def test_the_arguments_of_record_batch_are_checked_and_reset_after_the_step() -> None:
     worker = begin(None, LeaderSGD(), quadratic(1, DOUBLE))
     (r,) = worker.replicas
     worker.record_batch(3)
@@ -207,7 +207,7 @@ def test_what_is_said_of_a_step_is_checked_and_forgotten_after_it() -> None:
 
 
 @pytest.mark.parametrize(("gap", "sends"), [(0.0, False), (0.1, False), (50.0, True), (INF, True)])
-def test_the_leader_is_sent_only_where_somebody_stands_out(gap: float, sends: bool) -> None:
+def test_the_leader_is_sent_only_if_a_worker_differs_significantly(gap: float, sends: bool) -> None:
     """Losses of 0 and 1 in turn have a standard error of about a third; of a gap of 50 that is nothing."""
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0], [1.0]], dtype=DOUBLE)
 

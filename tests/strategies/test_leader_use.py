@@ -103,7 +103,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(
 @pytest.mark.parametrize(
     "strategy", [LeaderSGD(period=4), LeaderSGD(period=4, result="mean"), LeaderGradientDescent()], ids=repr
 )
-def test_what_is_shipped_is_the_leader_or_the_mean(strategy: thinwire.Strategy) -> None:
+def test_consensus_is_the_leader_or_the_mean(strategy: thinwire.Strategy) -> None:
     well, starts = DoubleWell(0.1, 3), starts_of(3, 3)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def test_what_is_shipped_is_the_leader_or_the_mean(strategy: thinwire.Strategy) 
         assert torch.allclose(shipped, expected, rtol=0, atol=1e-15)
 
 
-def test_an_average_of_all_lets_a_late_leader_go() -> None:
+def test_averaging_drops_a_leader_in_flight() -> None:
     problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
     strategy = LeaderSGD(period=4, overlap=True)
 

@@ -142,7 +142,7 @@ def test_no_update_is_lost_at_any_speeds(size: int) -> None:
         assert count == 30 * size
 
 
-def test_who_stands_still_is_not_moved_by_those_who_go_on() -> None:
+def test_a_worker_at_a_barrier_is_not_moved_by_workers_that_continue() -> None:
     def body(comm: Comm) -> bool:
         r = Replica(torch.zeros(4, dtype=DOUBLE), torch.empty(0), comm, lr=lambda: 1.0)
         strategy = ParameterServer()
@@ -222,6 +222,6 @@ def test_its_bytes_are_the_pushes_and_the_answers(workers: int) -> None:
         assert run.step().sent == 2 * (workers - 1) / workers * 3200
 
 
-def test_a_word_that_is_none_of_the_scalings_is_refused() -> None:
+def test_an_unknown_scaling_is_refused() -> None:
     with pytest.raises(ConfigError, match="scaling"):
         ParameterServer("sometimes")  # type: ignore[arg-type]

@@ -1,7 +1,16 @@
-"""Who comes first: a step that ends when enough ranks have arrived, with late ones brought up to date afterwards.
+"""Steps that end when enough ranks are ready; late ranks are brought up to date afterwards.
 
-One rank, the keeper, counts arrivals in the thread in which its messages come, and says which ranks are members of a
-step. Members add up their gradients by messages among themselves. A step counts when the keeper has heard from all its
-members that they hold the result; until then it can be tried again with others. Whoever was not a member takes the
-state of one who was.
+- `rules`: for how many ranks to wait, and which reduction to use, from measured times.
+- `messages`: what ranks send each other.
+- `coordinator`: a state machine that decides which ranks are members of a step. It holds no tensor and no clock.
+- `reductions`: members average their gradients by messages, or all ranks do in an all-reduce.
+- `state_transfer`: a rank's parameters, optimizer state and settings as bytes, for late ranks.
+- `participant`: one rank's side of all this, with its mailbox and its thread; one rank runs the coordinator as well.
+- `opening`: a participant for each replica, or one that only counts bytes.
+- `log`, `elastic_sampler`: which ranks were members of each step, and data for workers that are sometimes late.
+
+One rank, the coordinator, counts ready gradients in the thread in which its messages arrive, and names the members of
+each step. The members average their gradients among themselves. The step is committed when the coordinator knows that
+every member holds the mean; until then it can be tried again with other members. A rank that was not a member takes the
+state of one that was.
 """

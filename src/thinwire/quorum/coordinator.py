@@ -1,175 +1,185 @@
-"""The keeper of arrivals: decides who is a member of which step, exactly once.
+"""The coordinator decides which ranks are the members of a step, exactly once.
 
-It holds no tensor and sends nothing itself: notes go in, and notes with their addresses come out.
+It is a state machine: control messages and times go in, control messages with their destinations come out. It holds no
+tensor, reads no clock and sends nothing itself.
+
+A step goes through three phases. It *waits* until enough ranks are ready. It is *in progress* while its members average
+their gradients. It is *committed* when every member has acknowledged that it holds the mean; only then does any rank
+use that mean, so that all ranks use the same one or none.
+
+A member may stop in between. The others then send READY again; as soon as most members have, or hold the mean, the
+attempt is abandoned and another one starts without the members that sent nothing. A member that was merely slow costs
+an attempt, and may be a member of a later one.
+
+An all-reduce needs every rank, so that any rank may hold it up, late ones too. If most members wait for it in vain, the
+next attempt is by messages among those that were heard from, and no other all-reduce starts until all ranks have ended
+the last one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from math import inf
 
-from thinwire.quorum.control_messages import Kind, Note
-from thinwire.quorum.reduction_selector import Planes
-from thinwire.quorum.rules import Rule
+from thinwire.quorum.messages import ControlMessage, Kind
+from thinwire.quorum.rules import QuorumRule, ReductionSelector
 
-_COMPLAINTS = 2  # of one rank, where most members have not complained
-Mail = list[tuple[int, Note]]
+_ENOUGH_REMINDERS = 2  # of one rank, where most members have sent none
+Outbox = list[tuple[int, ControlMessage]]
+"""Messages, each with its destination."""
 
 
 @dataclass
-class Keeper:
+class Coordinator:
     """Decides one step after the other.
 
-    A step is *open* until enough ranks have arrived, then *under way* among its members until all of them hold the
-    mean, then closed for good. Of members that wait in vain some have been told to wait for one that says nothing: as
-    soon as most members wait or hold the mean, an attempt without the silent ones follows. No member uses a mean before
-    the step is closed, and a member of an attempt that was given up has used none, so that all ranks use the same mean
-    or none, and a member that was merely slow costs an attempt.
-
-    In an all-reduce everyone takes part, so that anyone may hold it up: where most members wait in vain for it, the
-    next attempt is by messages among those that are heard. The next all-reduce is announced when all have ended the
-    last one.
-
-    Args:
-        rule: how long to wait for whom.
-        planes: by which way members add up.
-        step: to be decided first.
-        sums: all-reduces so far.
-        sum: the number of the one that is under way, or 0.
-        last_sum: of the one that added up the step before this one, or 0.
+    Attributes:
+        rule: how long to wait for how many ranks.
+        selector: by which reduction members average.
+        step: the step to be decided next.
+        attempt: attempts at this step so far.
+        members: of the attempt in progress; empty while none is.
+        last: members of the latest committed step.
+        opened: when the first of the ready ranks began to compute, in seconds.
+        all_reduces: all-reduces started so far.
+        all_reduce: the number of the one in progress, or 0.
+        last_all_reduce: the number of the one that averaged the latest committed step, or 0.
+        started: when the attempt started, in seconds.
         busy: ranks that have not ended the latest all-reduce.
-        went: when the attempt began, in seconds.
-        opened: when the first of those who are here began to compute, in seconds.
+        ready: ranks that are ready in the order of arrival, each with its first READY message.
+        acknowledged: members that hold the mean.
+        reminders: how often each rank has sent READY again during this attempt.
+        timed: the latest step of each rank whose time was recorded.
     """
 
-    rule: Rule
-    planes: Planes = field(default_factory=Planes)
+    rule: QuorumRule
+    selector: ReductionSelector = field(default_factory=ReductionSelector)
     step: int = 0
     attempt: int = 0
     members: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     opened: float = 0.0
-    sums: int = 0
-    sum: int = 0
-    last_sum: int = 0
-    went: float = 0.0
+    all_reduces: int = 0
+    all_reduce: int = 0
+    last_all_reduce: int = 0
+    started: float = 0.0
     busy: set[int] = field(default_factory=set[int])
-    here: dict[int, Note] = field(default_factory=dict[int, Note])
-    holding: set[int] = field(default_factory=set[int])
-    complaints: Counter[int] = field(default_factory=Counter[int])
+    ready: dict[int, ControlMessage] = field(default_factory=dict[int, ControlMessage])
+    acknowledged: set[int] = field(default_factory=set[int])
+    reminders: Counter[int] = field(default_factory=Counter[int])
     timed: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self, step: int) -> None:
-        """Decide this step next, whatever was before."""
+        """Decide this step next, whatever was in progress."""
         self.step, self.attempt = step, 0
-        self.here.clear()
-        self._give_up()
+        self.ready.clear()
+        self._end_attempt()
 
-    def hear(self, src: int, note: Note, now: float) -> Mail:
-        """Take in a note of kind HERE or HELD.
+    def receive(self, src: int, message: ControlMessage, now: float) -> Outbox:
+        """Handle a READY or ACK message.
 
         Args:
-            src: the rank that says so.
-            note: what it says; a rank that waits says that it is here again and again.
+            src: the rank that sent it.
+            message: the message; a rank that waits sends READY again and again.
             now: in seconds.
+
+        Returns:
+            What is to be sent.
         """
-        if note.kind is Kind.HELD:
-            return self._held(src, note, now)
-        self._time(src, note)
-        if note.step < self.step:
-            coming = note.step == self.step - 1 and src in self.last
-            late = Note(Kind.LATE, self.step, note.step, sum=self.last_sum, members=self.last)
-            return [] if coming else [(src, late)]
-        if note.step > self.step:
-            self.begin(note.step)
-        if src in self.here:
-            return self._again(src, note, now)
-        began = now - note.microseconds / 1e6
-        self.opened = min(self.opened, began) if self.here else began
-        self.here[src] = note
-        odd = self._odd()
-        if odd:
-            return [(rank, Note(Kind.REFUSED, self.step, members=odd)) for rank in self.here]
-        return self.look(now)
+        if message.kind is Kind.ACK:
+            return self._acknowledge(src, message, now)
+        if self.timed.get(src) != message.step:
+            # Late gradients are timed too: the rule would not learn otherwise that a rank is slow.
+            self.timed[src] = message.step
+            self.rule.record(src, message.microseconds / 1e6)
+        if message.step < self.step:
+            if message.step == self.step - 1 and src in self.last:
+                return []  # its COMMIT is on its way
+            late = ControlMessage(
+                Kind.LATE, self.step, message.step, all_reduce=self.last_all_reduce, members=self.last
+            )
+            return [(src, late)]
+        if message.step > self.step:
+            self.begin(message.step)  # all ranks have loaded the checkpoint of a later step
+        if src in self.ready:
+            return self._remind(src, message, now)
+        began = now - message.microseconds / 1e6
+        self.opened = min(self.opened, began) if self.ready else began
+        self.ready[src] = message
+        first = next(iter(self.ready))
+        for rank, each in self.ready.items():
+            if each.digest != self.ready[first].digest:
+                refusal = ControlMessage(Kind.REFUSED, self.step, members=(first, rank))
+                return [(dst, refusal) for dst in self.ready]
+        return self.start_if_due(now)
 
-    def look(self, now: float) -> Mail:
-        """Begin an attempt if enough has been waited."""
-        if self.members or self.rule.patience(len(self.here), now - self.opened) != 0.0:
+    def start_if_due(self, now: float) -> Outbox:
+        """Start an attempt if enough ranks are ready and none is in progress."""
+        if self.seconds_to_wait(now) != 0.0:
             return []
-        arrived = list(self.here)
+        members = list(self.ready)
         if self.rule.choice == "fixed":
-            arrived = arrived[: self.rule.least]
-        self.attempt, self.members, self.went = self.attempt + 1, tuple(sorted(arrived)), now
-        told = self.members
-        if self.attempt == 1 and self.planes.sums and not self.busy:
-            told = range(self.rule.size)
-            self.sum = self.sums = self.sums + 1
-            self.busy = set(told)
-        return [(rank, Note(Kind.GO, self.step, self.attempt, sum=self.sum, members=self.members)) for rank in told]
+            members = members[: self.rule.least]
+        self.attempt, self.members, self.started = self.attempt + 1, tuple(sorted(members)), now
+        destinations = self.members
+        # Later attempts are by messages: an all-reduce has just been held up, or a member has stopped.
+        if self.attempt == 1 and self.selector.use_all_reduce and not self.busy:
+            destinations = range(self.rule.size)
+            self.all_reduce = self.all_reduces = self.all_reduces + 1
+            self.busy = set(destinations)
+        start = ControlMessage(Kind.START, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
+        return [(dst, start) for dst in destinations]
 
-    def rest(self, now: float) -> float | None:
-        """Seconds after which to `look` again; None where only another arrival matters."""
-        return None if self.members else self.rule.patience(len(self.here), now - self.opened)
+    def seconds_to_wait(self, now: float) -> float | None:
+        """Seconds after which to call `start_if_due` again; None where only another message matters."""
+        return None if self.members else self.rule.seconds_to_wait(len(self.ready), now - self.opened)
 
-    def _time(self, src: int, note: Note) -> None:
-        """Take note of how long a gradient took, in time or not."""
-        if self.timed.get(src) != note.step:
-            self.timed[src] = note.step
-            self.rule.note(src, note.microseconds / 1e6)
-
-    def _odd(self) -> tuple[int, ...]:
-        """Two ranks whose optimizers differ."""
-        first = next(iter(self.here))
-        return next(((first, rank) for rank, n in self.here.items() if n.digest != self.here[first].digest), ())
-
-    def _again(self, src: int, note: Note, now: float) -> Mail:
-        """A rank that waits says so; members that are not heard of are left out of the next attempt."""
-        if not self._complains(src, note):
+    def _remind(self, src: int, message: ControlMessage, now: float) -> Outbox:
+        """A rank sends READY again because it waits: abandon the attempt if enough ranks wait in vain."""
+        is_member = src in self.members
+        # A member that does not know of the attempt yet does not wait for it.
+        waits = src not in self.acknowledged and (not is_member or message.attempt == self.attempt)
+        if not self.members or not waits:
             return []
-        self.complaints[src] += 1
-        heard = self.holding | (self.complaints.keys() & set(self.members))
+        self.reminders[src] += 1
+        heard = self.acknowledged | (self.reminders.keys() & set(self.members))
         silent = set(self.members) - heard
-        by_most = src in self.members and len(heard) > len(silent)
         if not silent:
-            # Messages are under way then; a sum waits for somebody who is no member.
-            by_most = bool(self.sum) and src in self.members and self.complaints[src] >= _COMPLAINTS
-        if not by_most and (not silent or self.complaints[src] < self._enough(src, heard)):
+            # All members wait. Their messages are on the way, if they use messages; an all-reduce however may be held
+            # up by a rank that is no member.
+            abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
+        elif is_member:
+            abandon = len(heard) > len(silent) or self.reminders[src] >= _ENOUGH_REMINDERS
+        else:
+            # Others count only where no member at all was heard from, and less with every attempt.
+            abandon = not heard and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
+        if not abandon:
             return []
         for rank in silent:
-            del self.here[rank]
-        self.planes.given_up += bool(self.sum)
-        self._give_up()
-        return self.look(now)
+            del self.ready[rank]
+        self.selector.abandoned += bool(self.all_reduce)
+        self._end_attempt()
+        return self.start_if_due(now)
 
-    def _complains(self, src: int, note: Note) -> bool:
-        """Whether a rank waits for members of the attempt under way, and knows of it if it is one."""
-        knows = src not in self.members or note.attempt == self.attempt
-        return bool(self.members) and src not in self.holding and knows
-
-    def _enough(self, src: int, heard: set[int]) -> float:
-        """How often one rank must complain alone; whoever is no member only where none of them says anything."""
-        if src in self.members:
-            return _COMPLAINTS
-        return _COMPLAINTS * (1 + self.attempt) if not heard else inf
-
-    def _held(self, src: int, note: Note, now: float) -> Mail:
-        if note.sum and note.sum == self.sums:
+    def _acknowledge(self, src: int, message: ControlMessage, now: float) -> Outbox:
+        """A member holds the mean, or a rank has ended an all-reduce: commit the step if all members have."""
+        if message.all_reduce and message.all_reduce == self.all_reduces:
             self.busy.discard(src)
-        if (note.step, note.attempt, note.sum) != (self.step, self.attempt, self.sum) or src not in self.members:
+        acknowledged = (message.step, message.attempt, message.all_reduce)
+        if acknowledged != (self.step, self.attempt, self.all_reduce) or src not in self.members:
             return []
-        self.holding.add(src)
-        if len(self.holding) < len(self.members):
+        self.acknowledged.add(src)
+        if len(self.acknowledged) < len(self.members):
             return []
-        closed = Note(Kind.CLOSED, self.step, self.attempt, sum=self.sum, members=self.members)
-        told = [(rank, closed) for rank in self.here]
-        self.last, self.last_sum = self.members, self.sum
+        commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
+        outbox = [(dst, commit) for dst in self.ready]
+        self.last, self.last_all_reduce = self.members, self.all_reduce
         if self.attempt == 1:
-            self.planes.note(now - self.went, summed=bool(self.sum))
+            self.selector.record(now - self.started, all_reduce=bool(self.all_reduce))
         self.begin(self.step + 1)
-        return told
+        return outbox
 
-    def _give_up(self) -> None:
-        self.members, self.sum = (), 0
-        self.holding.clear()
-        self.complaints.clear()
+    def _end_attempt(self) -> None:
+        self.members, self.all_reduce = (), 0
+        self.acknowledged.clear()
+        self.reminders.clear()

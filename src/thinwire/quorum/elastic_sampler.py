@@ -1,4 +1,4 @@
-"""Which batch comes next, so that what a late worker could not contribute is seen all the same."""
+"""Which batch each worker computes next, so that batches whose gradients were dropped are used all the same."""
 
 from __future__ import annotations
 
@@ -13,19 +13,33 @@ from thinwire.replica.replica import Replica
 
 
 class ElasticSampler:
-    """Deals the batches of a data set to all workers, and deals those again that were dropped.
+    """Assigns the batches of a data set to workers, and assigns those again whose gradients were dropped.
 
-    Each epoch is a permutation of its own. At every step the n workers get the next n batches; those of workers that
-    were late go back to the front of the row. So every batch counts once before the next epoch's last ones are dealt,
-    however slow some worker always is. It is a function of the seed and of who was a member of which step, which all
-    workers know: nothing is sent for it.
+    Each epoch is a new permutation. At every step the n workers get the next n batches of the queue; those of workers
+    that were late return to its front. So every batch counts once before the next epoch's last ones are assigned,
+    however slow one worker always is. Assignments are a function of the seed and of the members of each step, which
+    all workers know: nothing is sent.
 
     Args:
         batches: in an epoch, at least as many as workers.
         seed: of the permutations, equal on all ranks.
 
     Raises:
-        ConfigError: there are fewer batches than one.
+        ConfigError: `batches` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CountingComm, Replica
+        >>> from thinwire.quorum.log import begin_log, write_log
+        >>> r = Replica(torch.zeros(1), torch.zeros(1), CountingComm(0, 2), lr=lambda: 0.1)
+        >>> begin_log(r)
+        >>> sampler, assigned = ElasticSampler(batches=3), []
+        >>> for batch in sampler.until(r, steps=3):
+        ...     assigned.append(batch)
+        ...     r.step += 1
+        ...     write_log(r, [0])  # rank 1 is always late
+        >>> sorted(assigned)
+        [0, 1, 2]
     """
 
     def __init__(self, batches: int, *, seed: int = 0) -> None:
@@ -35,35 +49,35 @@ class ElasticSampler:
         self._restart()
 
     def batch(self, r: Replica) -> int:
-        """The number of the batch, from 0, that this worker's next gradient is to be of.
+        """The number of the batch, from 0, for this worker's next gradient.
 
         Args:
             r: a replica, as in `worker.replicas[0]`.
         """
         if self._step > r.step:
-            self._restart()
+            self._restart()  # an earlier checkpoint was loaded
         for members in memberships(r, self._step):
-            dealt = self._deal(r.comm.size)
-            self._row.extendleft(reversed([batch for rank, batch in enumerate(dealt) if rank not in members]))
+            assigned = self._next(r.comm.size)
+            self._queue.extendleft(reversed([batch for rank, batch in enumerate(assigned) if rank not in members]))
             self._step += 1
-        dealt = self._deal(r.comm.size)
-        self._row.extendleft(reversed(dealt))
-        return dealt[r.comm.rank]
+        assigned = self._next(r.comm.size)
+        self._queue.extendleft(reversed(assigned))
+        return assigned[r.comm.rank]
 
     def until(self, r: Replica, steps: int) -> Iterator[int]:
-        """The batches of a whole run: one for each step that this worker takes, until the replica has done `steps`.
+        """The batches of a run: one for each step that this worker takes, until the replica has done `steps`.
 
-        A worker that was late has done the others' steps too, and so takes fewer itself.
+        A worker that recovers from being late skips the steps that it missed, so it takes fewer itself.
         """
         while r.step < steps:
             yield self.batch(r)
 
     def _restart(self) -> None:
-        self._row, self._epoch, self._step = deque[int](), 0, 0
+        self._queue, self._epoch, self._step = deque[int](), 0, 0
 
-    def _deal(self, count: int) -> list[int]:
-        while len(self._row) < count:
-            draw = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
-            self._row.extend(torch.randperm(self._batches, generator=draw).tolist())
+    def _next(self, count: int) -> list[int]:
+        while len(self._queue) < count:
+            rng = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
+            self._queue.extend(torch.randperm(self._batches, generator=rng).tolist())
             self._epoch += 1
-        return [self._row.popleft() for _ in range(count)]
+        return [self._queue.popleft() for _ in range(count)]

@@ -1,192 +1,319 @@
-"""One rank's side of arrivals: it comes, adds up with the other members, or takes their state when it came too late."""
+"""One rank's side of a quorum: it contributes gradients, reduces with other members, and recovers when it was late.
+
+Three threads meet here. The training thread calls the public methods and waits in them. Control messages and chunks are
+handled in whatever thread the mailbox delivers them, under the mailbox's lock: a rank that computes, the coordinator
+too, answers others meanwhile. All-reduces run in a thread of their own.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from statistics import median
-from weakref import proxy
+from typing import ParamSpec, TypeVar
+from weakref import WeakMethod, proxy
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
-from thinwire.comm.work import Work
-from thinwire.errors import CommTimeoutError, MismatchError
-from thinwire.quorum.adding import HEADER_BYTES, Adding, Cut, Piece, piece_of
-from thinwire.quorum.control_messages import Kind, Note, length, note_of
-from thinwire.quorum.coordinator import Keeper
-from thinwire.quorum.endpoint import Office
-from thinwire.quorum.packing import digest, pack, unpack_
-from thinwire.quorum.reduction_selector import Planes
-from thinwire.quorum.round import Round
-from thinwire.quorum.rules import Rule
-from thinwire.quorum.state_transfer import Given, cut_up
-from thinwire.quorum.sums import Ended, Sums, looking
-from thinwire.quorum.weak_callback import weak
+from thinwire.errors import CommError, CommTimeoutError, MismatchError
+from thinwire.quorum.coordinator import Coordinator, Outbox
+from thinwire.quorum.messages import (
+    HEADER_BYTES,
+    ControlMessage,
+    GradientChunk,
+    Kind,
+    control_length,
+    decode_control,
+    decode_gradient_chunk,
+    decode_state_chunk,
+    encode_chunk,
+)
+from thinwire.quorum.reductions import AllReduceThread, MessageReduction, Partition, wait_while_possible
+from thinwire.quorum.rules import QuorumRule, ReductionSelector
+from thinwire.quorum.state_transfer import StateTransfer, digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 
-_NOTE, _PIECE, _STATE = 1, 2, 3
-_CAPACITY = 64
-_LOOK_SECONDS = 0.05
-_LEAST_LOOK_SECONDS = 0.001
-_USUAL_EXCHANGES = 3
-_ALONE = 4
-_REMEMBERED = 16
-_FIRST_PATIENCE_SECONDS = 2.0
-_LEAST_STATE_BYTES = 4096
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONTROL, _GRADIENT, _STATE = 1, 2, 3  # topics of the mailbox
+_CAPACITY = 64  # messages on one edge: a whole state in chunks beside the control messages of some steps
+_MIN_STATE_CHUNK_BYTES = 4096
+_MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the coordinator is still there
+_MIN_WAIT_SECONDS = 0.001
+_WINDOW = 16  # latest reductions whose time is kept
+_USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
+_FIRST_RETRY_SECONDS = 2.0  # before the first reduction was timed
+_OTHERS_FACTOR = 4  # ranks that are no members wait so many times longer
 
 
-class Party:
-    """What one rank does among those who arrive.
+def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
+    """A bound method as a callback that does not keep its object alive; returns `otherwise` once that is gone."""
+    reference = WeakMethod(method)
 
-    Its thread waits in `come`, `catch_up` and `stand_still`; messages are read in whatever thread they come in, under
-    the mailbox's lock.
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        alive = reference()
+        return otherwise if alive is None else alive(*args, **kwargs)
+
+    return call
+
+
+class CoordinatorEndpoint:
+    """The coordinator's messages and its timer; called in whatever thread messages arrive, under the mailbox's lock.
+
+    Args:
+        coordinator: decides.
+        changed: the mailbox's lock.
+        send: sends a control message to a rank.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, changed: threading.Condition, send: Callable[[int, ControlMessage], None]
+    ) -> None:
+        self.coordinator = coordinator
+        self._changed, self._send = changed, send
+
+    def receive(self, src: int, message: ControlMessage) -> None:
+        """Pass a READY or ACK message to the coordinator, and send what it answers."""
+        self._send_all(self.coordinator.receive(src, message, time.monotonic()))
+
+    def _send_all(self, outbox: Outbox) -> None:
+        for dst, message in outbox:
+            self._send(dst, message)
+        seconds = self.coordinator.seconds_to_wait(time.monotonic())
+        if seconds:
+            timer = threading.Timer(seconds, weak_callback(self._on_timer, None))
+            timer.daemon = True
+            timer.start()
+
+    def _on_timer(self) -> None:
+        with suppress(CommError, ReferenceError), self._changed:
+            self._send_all(self.coordinator.start_if_due(time.monotonic()))
+
+
+@dataclass
+class Round:
+    """A step that this rank has contributed to and not ended.
+
+    Attributes:
+        step: of training.
+        gradient: this rank's, on the CPU.
+        began: when it was contributed, in seconds.
+        notified: when READY was last sent.
+        started: when the latest attempt with this rank as a member started here.
+        attempt: the latest attempt that this rank is a member of; 0 before the first.
+        reduction: of that attempt; None where it is an all-reduce.
+        early: chunks of attempts that have not started here, each with its sender.
+        outcome: COMMIT or LATE once the step is decided; None before.
+        all_reduced: the number of the latest all-reduce of this step, and its mean.
+        lent: whether the all-reduce thread reads the gradient, which must not change meanwhile.
+        has_mean: whether the gradient was replaced by the mean of the members.
+        refused: two ranks whose optimizers are set differently.
+    """
+
+    step: int
+    gradient: Tensor
+    began: float
+    notified: float = 0.0
+    started: float = 0.0
+    attempt: int = 0
+    reduction: MessageReduction | None = None
+    early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
+    outcome: ControlMessage | None = None
+    all_reduced: tuple[int, Tensor] | None = None
+    lent: bool = False
+    has_mean: bool = False
+    refused: tuple[int, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step is decided, and nobody reads the gradient any more."""
+        return self.outcome is not None and not self.lent
+
+    def lend(self, step: int) -> bool:
+        """Lend the gradient to the all-reduce thread, if this is that step and it is not decided."""
+        self.lent = self.step == step and self.outcome is None
+        return self.lent
+
+    def start(self, attempt: int, reduction: MessageReduction | None) -> None:
+        """Start an attempt."""
+        self.attempt, self.reduction, self.started = attempt, reduction, time.perf_counter()
+        # Another member may have learned of this attempt first, so that its chunks are here before START.
+        for src, chunk in self.early:
+            if chunk.attempt == attempt and reduction is not None:
+                reduction.receive(src, chunk)
+        self.early = [(src, chunk) for src, chunk in self.early if chunk.attempt > attempt]
+
+    def receive(self, src: int, chunk: GradientChunk) -> None:
+        """Take in a chunk of this attempt or a later one."""
+        if chunk.attempt > self.attempt:
+            self.early.append((src, chunk))
+        elif chunk.attempt == self.attempt and self.reduction is not None:
+            self.reduction.receive(src, chunk)
+
+
+class Participant:
+    """One rank of a quorum.
 
     Args:
         r: the replica.
-        rule: how long to wait for whom.
-        planes: by which way members add up.
-        aside: for all-reduces, connections that nobody else uses; None where there are only messages.
-        keeper: the rank that decides.
-        patience_seconds: the least time that a member waits for others before it says so.
-        names: of the replica's state, those that a late rank must be given.
+        rule: for how many ranks to wait, and how long.
+        selector: by which reduction members average.
+        side_comm: connections of their own for all-reduces; None where members average by messages alone.
+        coordinator: the rank that decides.
+        retry_seconds: the least time that a rank waits before it sends READY again.
+        names: entries of the replica's state that a late rank must receive.
     """
 
     def __init__(
         self,
         r: Replica,
-        rule: Rule,
-        planes: Planes,
-        aside: Comm | None,
+        rule: QuorumRule,
+        selector: ReductionSelector,
+        side_comm: Comm | None,
         *,
-        keeper: int,
-        patience_seconds: float,
+        coordinator: int,
+        retry_seconds: float,
         names: Sequence[str],
     ) -> None:
-        self.rank, self.size, self.keeper_rank = r.comm.rank, r.comm.size, keeper
-        self._cut = Cut(r.x.numel(), rule.least, r.x.dtype)
-        self._state_bytes = max(r.x.numel() * r.x.element_size(), _LEAST_STATE_BYTES)
+        self.rank, self.size, self.coordinator_rank = r.comm.rank, r.comm.size, coordinator
+        self._partition = Partition(r.x.numel(), rule.least, r.x.dtype)
+        self._state_chunk_bytes = max(r.x.numel() * r.x.element_size(), _MIN_STATE_CHUNK_BYTES)
         self._r, self._comm, self._names = proxy(r), r.comm, names
-        self._patience_seconds = patience_seconds
-        self._lasted: list[float] = []
+        self._retry_seconds = retry_seconds
+        self._reduction_seconds = deque[float](maxlen=_WINDOW)
         self._round: Round | None = None
-        self._given = Given()
+        self._transfer = StateTransfer()
         self._packed: tuple[int, Tensor] | None = None
-        self._still: Counter[int] = Counter()
-        self._rests_at, self._since = r.step, time.perf_counter()
-        largest = HEADER_BYTES + max(self._cut.nbytes, self._state_bytes)
+        self._barriers: Counter[int] = Counter()
+        # The step after which this rank's state is consistent and may be sent; -1 while a step is being taken.
+        self._idle_at, self._computing_since = r.step, time.perf_counter()
+        largest = HEADER_BYTES + max(self._partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
-        self._mean: tuple[int, Tensor] | None = None
-        self._sums = Sums(self._box.changed)
-        self._office: Office | None = None
-        if self.rank == keeper:
-            self._office = Office(Keeper(rule, planes), self._box.changed, weak(self._post_pair, None))
+        self._latest_mean: tuple[int, Tensor] | None = None
+        self._all_reduces = AllReduceThread(self._box.changed)
+        self._endpoint: CoordinatorEndpoint | None = None
+        if self.rank == coordinator:
+            send = weak_callback(self._send_control, None)
+            self._endpoint = CoordinatorEndpoint(Coordinator(rule, selector), self._box.changed, send)
         others = [rank for rank in range(self.size) if rank != self.rank]
         for topic, handler, like in (
-            (_NOTE, self._read_note, torch.empty(length(self.size), dtype=torch.int64)),
-            (_PIECE, self._read_piece, torch.empty(HEADER_BYTES + self._cut.nbytes, dtype=torch.uint8)),
-            (_STATE, self._read_state, torch.empty(HEADER_BYTES + self._state_bytes, dtype=torch.uint8)),
+            (_CONTROL, self._on_control, torch.empty(control_length(self.size), dtype=torch.int64)),
+            (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8)),
+            (_STATE, self._on_state, torch.empty(HEADER_BYTES + self._state_chunk_bytes, dtype=torch.uint8)),
         ):
-            self._box.answer(topic, weak(handler, True), like=like, src=others)
-        if aside is not None:
-            bring = weak(self._bring, torch.zeros(self._cut.numel, dtype=self._cut.dtype))
-            self._sums.begin(aside, bring=bring, told=weak(self._ended, None), look=looking(r))
+            self._box.answer(topic, weak_callback(handler, True), like=like, src=others)
+        if side_comm is not None:
+            zeros = torch.zeros(self._partition.numel, dtype=self._partition.dtype)
+            self._all_reduces.run_in_background(
+                side_comm,
+                contribute=weak_callback(self._all_reduce_input, zeros),
+                finish=weak_callback(self._all_reduce_ended, None),
+                wait=wait_while_possible(r),
+            )
 
-    # -- what a strategy calls, in the rank's own thread -------------------------------------------------------------
+    # -- called by the strategy, in the training thread --------------------------------------------------------------
 
     @property
-    def outcome(self) -> Note | None:
-        """How the step that this rank has come to was closed; None before."""
+    def outcome(self) -> ControlMessage | None:
+        """How the step that this rank contributed to was decided; None before."""
         return None if self._round is None else self._round.outcome
 
-    def come(self, gradient: Tensor) -> Note:
-        """Bring a gradient to the replica's step; it becomes the mean over members where that is known here.
+    @property
+    def has_mean(self) -> bool:
+        """Whether the contributed gradient was replaced by the mean, so that this rank can take the step itself."""
+        return self._round is not None and self._round.has_mean
 
-        A member knows it, and so does a late rank that took part in the all-reduce beside its computation.
+    def is_member(self, outcome: ControlMessage) -> bool:
+        """Whether this rank's gradient has counted."""
+        return outcome.kind is Kind.COMMIT and self.rank in outcome.members
+
+    def contribute(self, gradient: Tensor) -> ControlMessage:
+        """Contribute a gradient to the replica's step, and replace it by the members' mean where that is known here.
+
+        Members know it; so does a late rank that took part in the all-reduce beside its computation.
 
         Returns:
-            How the step was closed: CLOSED with its members, or LATE, with those of the latest step.
+            How the step was decided: COMMIT with its members, or LATE with those of the latest step.
 
         Raises:
-            CommTimeoutError: too few ranks came.
-            PeerLostError: the keeper is gone.
+            CommTimeoutError: too few ranks were ready in time.
+            PeerLostError: the coordinator is gone.
             MismatchError: the optimizers of two ranks are set differently.
         """
-        self._notice_loading()
+        self._barrier_after_loading()
         start = time.perf_counter()
-        brought = gradient.detach().cpu()  # who waits for a GPU has not come yet
+        own = gradient.detach().cpu()  # waits for a GPU: before that the gradient is not ready
         with self._box.changed:
-            here = self._round = Round(self._r.step, brought, start, start)
-            self._say_here(here)
-        while not here.is_over:
-            self._wait(lambda: self._wakes(here), "enough ranks to arrive", lambda: self._remind(here))
-            self._work(here)
-        assert here.outcome is not None, "it was waited for"
-        end, step = time.perf_counter(), here.step
-        self._comm.meter.waited("arrivals", start, start, here.went or end, step)
+            current = self._round = Round(self._r.step, own, start)
+            self._send_ready(current)
+        while not current.is_over:
+            self._wait(lambda: self._has_news(current), "enough ranks to be ready", lambda: self._retry(current))
+            self._advance(current)
+        outcome = current.outcome
+        assert outcome is not None, "it was waited for"
+        end = time.perf_counter()
+        self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
         with self._box.changed:
-            self._rests_at = -1
-        if self.is_member(here.outcome):
-            self._comm.meter.waited("mean", here.went, here.went, end, step)
-            self._lasted = [*self._lasted[1 - _REMEMBERED :], end - here.went]
-        self._put(here, gradient)
-        return here.outcome
+            self._idle_at = -1  # the optimizer is about to change the state
+        if self.is_member(outcome):
+            self._comm.meter.waited("mean", current.started, current.started, end, current.step)
+            self._reduction_seconds.append(end - current.started)
+        if outcome.kind is Kind.COMMIT:
+            self._write_mean_(current, outcome, gradient)
+        return outcome
 
-    @property
-    def holds(self) -> bool:
-        """Whether the gradient that was brought has become the mean, so that the step can be taken here."""
-        return self._round is not None and self._round.holds
-
-    def is_member(self, outcome: Note) -> bool:
-        """Whether this rank's gradient has counted."""
-        return outcome.kind is Kind.CLOSED and self.rank in outcome.members
-
-    def catch_up(self, outcome: Note) -> None:
-        """Become what members were after the step that this rank came too late for, or after a later one.
+    def recover(self, outcome: ControlMessage) -> None:
+        """Take the state that members had after the step for which this rank was late, or after a later one.
 
         Raises:
-            CommTimeoutError: none of them answered.
+            CommTimeoutError: no member answered.
         """
         start, step = time.perf_counter(), self._r.step
-        wanted = outcome.step + (outcome.kind is Kind.CLOSED)
-        buddies = [rank for rank in outcome.members if rank != self.rank]
-        asked = 0
+        wanted = outcome.step + (outcome.kind is Kind.COMMIT)
+        donors = [rank for rank in outcome.members if rank != self.rank]
+        requests, next_request = 0, start
         with self._box.changed:
-            self._given.want(wanted)
-        until = time.perf_counter()
+            self._transfer.request(wanted)
 
-        def ask() -> float:
-            nonlocal asked, until
-            if time.perf_counter() >= until:
-                self._post(buddies[(self.rank + asked) % len(buddies)], Note(Kind.WANTED, wanted))
-                asked += 1
-                until = time.perf_counter() + asked * _ALONE * self._patience()
-            return until - time.perf_counter()
+        def request_again() -> float:
+            nonlocal requests, next_request
+            if time.perf_counter() >= next_request:
+                # Late ranks begin at different members, and go on to the next one: any of them may have stopped.
+                donor = donors[(self.rank + requests) % len(donors)]
+                self._send_control(donor, ControlMessage(Kind.STATE_REQUEST, wanted))
+                requests += 1
+                next_request = time.perf_counter() + requests * _OTHERS_FACTOR * self._patience()
+            return next_request - time.perf_counter()
 
-        self._wait(lambda: self._given.whole is not None, f"the state of step {wanted}", ask)
+        self._wait(lambda: self._transfer.complete is not None, f"the state of step {wanted}", request_again)
         with self._box.changed:
-            found = self._given.whole
-            self._given.want(-1)
-        assert found is not None, "it was waited for"
-        unpack_(self._r, found[1])
-        self._r.step = found[0]
+            received = self._transfer.complete
+            self._transfer.request(-1)
+        assert received is not None, "it was waited for"
+        unpack_(self._r, received[1])
+        self._r.step = received[0]
         self._comm.meter.waited("state", start, start, time.perf_counter(), step)
 
-    def rest(self) -> None:
-        """A step has ended: until the next one this rank's state may be given to others."""
+    def end_step(self) -> None:
+        """The step has ended: until the next one this rank's state may be sent to others."""
         with self._box.changed:
-            self._rests_at, self._packed, self._round = self._r.step, None, None
-            self._sums.count(self._comm.meter)
-        self._since = time.perf_counter()
-        self._box.retry()
+            self._idle_at, self._packed, self._round = self._r.step, None, None
+            self._all_reduces.flush_meter(self._comm.meter)
+        self._computing_since = time.perf_counter()
+        self._box.retry()  # state requests that were put aside
 
-    def stand_still(self) -> None:
-        """Wait until all ranks do so; meanwhile late ones are given this rank's state.
+    def barrier(self) -> None:
+        """Wait until all ranks are here; late ranks receive this rank's state meanwhile.
 
         Raises:
             CommTimeoutError: some rank did not come.
@@ -194,97 +321,99 @@ class Party:
         """
         start = time.perf_counter()
         with self._box.changed:
-            self._still[self.rank] += 1
-            times = self._still[self.rank]
+            self._barriers[self.rank] += 1
+            entered = self._barriers[self.rank]
             for rank in range(self.size):
                 if rank != self.rank:
-                    self._post(rank, Note(Kind.STILL, self._r.step))
+                    self._send_control(rank, ControlMessage(Kind.BARRIER, self._r.step))
             self._box.until(
-                lambda: [rank for rank in range(self.size) if self._still[rank] < times],
+                lambda: [rank for rank in range(self.size) if self._barriers[rank] < entered],
                 f"all ranks to end step {self._r.step}",
             )
-            self._sums.count(self._comm.meter)
-        self._comm.meter.waited("everyone", start, start, time.perf_counter(), self._r.step)
+            self._all_reduces.flush_meter(self._comm.meter)
+        self._comm.meter.waited("barrier", start, start, time.perf_counter(), self._r.step)
 
-    # -- within those --------------------------------------------------------------------------------------------
+    # -- helpers of the training thread ------------------------------------------------------------------------------
 
-    def _notice_loading(self) -> None:
-        """Where a checkpoint was read since the last step, all ranks go on from its step together."""
-        if self._rests_at == self._r.step:
+    def _barrier_after_loading(self) -> None:
+        """If a checkpoint was loaded since the last step, all ranks continue from its step together."""
+        if self._idle_at == self._r.step:
             return
         with self._box.changed:
-            self._rests_at, self._packed = self._r.step, None
-            if self._office is not None:
-                self._office.keeper.begin(self._r.step)
-        self.stand_still()
+            self._idle_at, self._packed = self._r.step, None
+            if self._endpoint is not None:
+                self._endpoint.coordinator.begin(self._r.step)
+        self.barrier()
 
-    def _say_here(self, here: Round) -> None:
-        here.told = time.perf_counter()
-        microseconds = int(1e6 * (here.began - self._since))
-        self._post(self.keeper_rank, Note(Kind.HERE, here.step, here.attempt, digest(self._r), microseconds))
+    def _send_ready(self, current: Round) -> None:
+        current.notified = time.perf_counter()
+        microseconds = int(1e6 * (current.began - self._computing_since))
+        message = ControlMessage(Kind.READY, current.step, current.attempt, digest(self._r), microseconds)
+        self._send_control(self.coordinator_rank, message)
 
-    def _remind(self, here: Round) -> float:
-        """Say again that one is here, for another member may never send its part; seconds until that is due again."""
-        # Who was named a member waits for messages that are under way; others only for whoever is not here yet.
-        patience = self._patience() * (here.attempt or _ALONE)
-        left = max(here.told, here.went) + patience - time.perf_counter()
+    def _retry(self, current: Round) -> float:
+        """Send READY again when that is due, since another member may never send its part; seconds until it is."""
+        # A member waits for messages that are on their way. Other ranks wait for ranks that still compute.
+        patience = self._patience() * (current.attempt or _OTHERS_FACTOR)
+        left = max(current.notified, current.started) + patience - time.perf_counter()
         if left <= 0:
-            self._say_here(here)
+            self._send_ready(current)
         return left if left > 0 else patience
 
     def _patience(self) -> float:
-        """Longer than an exchange usually takes."""
-        usual = _USUAL_EXCHANGES * median(self._lasted) if self._lasted else _FIRST_PATIENCE_SECONDS
-        return max(self._patience_seconds, usual)
+        """Longer than a reduction usually takes, in seconds."""
+        times = self._reduction_seconds
+        return max(self._retry_seconds, _USUAL_REDUCTIONS * median(times) if times else _FIRST_RETRY_SECONDS)
 
-    def _wakes(self, here: Round) -> bool:
-        if here.refused:
-            first, second = here.refused
+    def _has_news(self, current: Round) -> bool:
+        """Whether the step is decided, or this rank has something to compute or to send for it."""
+        if current.refused:
+            first, second = current.refused
             raise MismatchError(
-                f"step {here.step}: the optimizers of ranks {first} and {second} are set differently, as schedules are "
-                "that count a late worker's own steps; make them functions of worker.step"
+                f"step {current.step}: the optimizers of ranks {first} and {second} are set differently; a schedule "
+                "that counts each worker's own steps does this: make it a function of worker.step"
             )
-        return here.is_over or (here.outcome is None and here.adding is not None and here.adding.wakes)
+        reduction = current.reduction
+        return current.is_over or (current.outcome is None and reduction is not None and reduction.has_work)
 
-    def _work(self, here: Round) -> None:
-        """Send one's parts, add up one's own, and say so when all of the mean is here."""
+    def _advance(self, current: Round) -> None:
+        """Send chunks, average the own part, and acknowledge when all of the mean is here."""
         with self._box.changed:
-            adding, attempt = here.adding, here.attempt
-            if adding is None or here.outcome is not None:
+            reduction, attempt = current.reduction, current.attempt
+            if reduction is None or current.outcome is not None:
                 return
-            messages = adding.messages(here.gradient)
-        for dst, place, whole, part in messages:
-            self._post_piece(dst, _PIECE, Piece(here.step, attempt, place, whole, part), self._cut.nbytes)
+            outbox = reduction.advance(current.gradient)
+        for dst, chunk in outbox:
+            self._box.send(dst, encode_chunk(chunk, self._partition.nbytes), topic=_GRADIENT)
         with self._box.changed:
-            # Only now: who holds the mean is waited for no more, so all others must have its part of it.
-            if adding.is_done and not adding.told:
-                adding.told = True
-                self._post(self.keeper_rank, Note(Kind.HELD, here.step, attempt))
+            # Only after the chunks were sent: nobody waits for a member that has acknowledged, so all others must have
+            # its part of the mean.
+            if reduction.done and not reduction.acknowledged:
+                reduction.acknowledged = True
+                self._send_control(self.coordinator_rank, ControlMessage(Kind.ACK, current.step, attempt))
 
-    def _put(self, here: Round, gradient: Tensor) -> None:
-        """Write the mean over the gradient, if this rank has it or will have it at once."""
-        outcome = here.outcome
-        if outcome is None or outcome.kind is not Kind.CLOSED:
-            return
-        number, sums = outcome.sum, self._sums
+    def _write_mean_(self, current: Round, outcome: ControlMessage, gradient: Tensor) -> None:
+        """Write the mean over the gradient, if this rank has it or will have it without anybody's help."""
+        number, thread = outcome.all_reduce, self._all_reduces
         if number:
-            self._wait(lambda: not sums.is_coming(number), f"all-reduce {number}", lambda: _LOOK_SECONDS)
-            means = dict(each for each in (here.summed, self._mean) if each is not None)
+            self._wait(lambda: not thread.is_pending(number), f"all-reduce {number}", lambda: _MAX_WAIT_SECONDS)
+            means = dict(each for each in (current.all_reduced, self._latest_mean) if each is not None)
             if number in means:
                 gradient.copy_(means[number])
-                here.holds = True
-        elif here.adding is not None and self.is_member(outcome):
-            here.adding.put(gradient)
-            here.holds = True
+                current.has_mean = True
+        elif current.reduction is not None and self.is_member(outcome):
+            current.reduction.write_(gradient)
+            current.has_mean = True
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], float]) -> None:
-        """Wait under the comm's deadline; the keeper's loss ends it at once, another's does not.
+        """Wait under the comm's timeout; the coordinator's loss ends the wait at once, another rank's does not.
 
         `meanwhile` is called whenever anything has changed, and again within the seconds that it returns.
         """
         end = time.monotonic() + self._comm.timeout
-        # No message of topic 0 ever comes: to ask for one is to ask whether its writer is still there.
-        lifeline = None if self._office else self._box.expect(self.keeper_rank, torch.empty(0))
+        # Nobody sends messages of topic 0 here. To ask whether one is ready raises PeerLostError once its sender is
+        # gone, which is all that is wanted of it.
+        lifeline = None if self._endpoint else self._box.expect(self.coordinator_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
                 self._box.retry()
@@ -296,103 +425,96 @@ class Party:
                         f"rank {self.rank} waited {self._comm.timeout:g} s for {waiting_for} "
                         f"at step {self._r.step}; all ranks must train until the same worker.step"
                     )
-                _look_after(lifeline)
-                self._box.changed.wait(min(_LOOK_SECONDS, max(seconds, _LEAST_LOOK_SECONDS)))
+                if lifeline is not None:
+                    _ = lifeline.ready
+                self._box.changed.wait(min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS)))
 
-    def _post(self, dst: int, note: Note) -> None:
+    # -- messages: in any thread, under the lock ---------------------------------------------------------------------
+
+    def _send_control(self, dst: int, message: ControlMessage) -> None:
         with self._box.changed:
             if dst == self.rank:
-                self._hear(dst, note)
+                self._handle(dst, message)
             else:
-                self._box.send(dst, note.vector(self.size), topic=_NOTE)
+                self._box.send(dst, message.encode(self.size), topic=_CONTROL)
 
-    def _post_pair(self, mail: tuple[int, Note]) -> None:
-        self._post(*mail)
+    def _on_control(self, message: Message) -> bool:
+        return self._handle(message.src, decode_control(message.content.tolist()))
 
-    def _post_piece(self, dst: int, topic: int, piece: Piece, nbytes: int) -> None:
-        self._box.send(dst, piece.message(nbytes), topic=topic)
-
-    # -- messages, in whatever thread; under the lock ---------------------------------------------------------------
-
-    def _read_note(self, message: Message) -> bool:
-        return self._hear(message.src, note_of(message.content.tolist()))
-
-    def _read_piece(self, message: Message) -> bool:
-        piece = piece_of(message.content)
-        if self._round is not None and piece.step == self._round.step:
-            self._round.take(message.src, piece)
+    def _on_gradient(self, message: Message) -> bool:
+        chunk = decode_gradient_chunk(message.content)
+        if self._round is not None and chunk.step == self._round.step:
+            self._round.receive(message.src, chunk)
         return True
 
-    def _read_state(self, message: Message) -> bool:
-        piece = piece_of(message.content)
-        self._given.take(message.src, piece)
+    def _on_state(self, message: Message) -> bool:
+        self._transfer.receive(message.src, decode_state_chunk(message.content))
         return True
 
-    def _hear(self, src: int, note: Note) -> bool:
-        """Take in a note; False puts it aside until this rank rests."""
-        here = self._round
-        if note.kind is Kind.GO and note.sum:
-            self._sums.announce(note)
-        if note.kind is Kind.WANTED:
-            return self._give(src, note.step)
-        if note.kind is Kind.STILL:
-            self._still[src] += 1
-        elif note.kind in (Kind.HERE, Kind.HELD):
-            if self._office is not None:
-                self._office.hear(src, note)
-        elif here is not None and here.outcome is None:
-            self._obey(here, note)
+    def _handle(self, src: int, message: ControlMessage) -> bool:
+        """Handle a control message; False puts it aside until `end_step`."""
+        if message.kind is Kind.START and message.all_reduce:
+            self._all_reduces.enqueue(message)
+        if message.kind is Kind.STATE_REQUEST:
+            return self._send_state(src, message.step)
+        if message.kind is Kind.BARRIER:
+            self._barriers[src] += 1
+        elif message.kind in (Kind.READY, Kind.ACK):
+            if self._endpoint is not None:
+                self._endpoint.receive(src, message)
+        elif self._round is not None and self._round.outcome is None:
+            self._follow(self._round, message)
         return True
 
-    def _obey(self, here: Round, note: Note) -> None:
-        """Do as the keeper says, about the step that this rank is at."""
-        if note.kind is Kind.LATE and note.attempt == here.step:
-            missed = note.step - here.step
-            here.outcome = note if missed > 1 else note._replace(kind=Kind.CLOSED, step=here.step)
-        elif note.step != here.step:
+    def _follow(self, current: Round, message: ControlMessage) -> None:
+        """Do what the coordinator has decided about the step that this rank is at."""
+        if message.kind is Kind.LATE and message.attempt == current.step:
+            missed = message.step - current.step
+            # A rank that is late by one step only may know the mean already, as if it had been there at the commit.
+            current.outcome = message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step)
+        elif message.step != current.step:
             return
-        elif note.kind is Kind.GO and note.attempt > here.attempt and self.rank in note.members:
-            here.go(note.attempt, None if note.sum else Adding(self._cut, self.rank, note.members))
-        elif note.kind is Kind.CLOSED:
-            here.outcome = note
-        elif note.kind is Kind.REFUSED:
-            here.refused = note.members
+        elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:
+            reduction = None
+            if not message.all_reduce:
+                reduction = MessageReduction(self._partition, self.rank, message.members, message.step, message.attempt)
+            current.start(message.attempt, reduction)
+        elif message.kind is Kind.COMMIT:
+            current.outcome = message
+        elif message.kind is Kind.REFUSED:
+            current.refused = message.members
         self._box.changed.notify_all()
 
-    def _give(self, dst: int, wanted: int) -> bool:
-        """Send one's state, if it is that of the wanted step or a later one."""
-        if self._rests_at < wanted:
+    def _send_state(self, dst: int, wanted: int) -> bool:
+        """Send this rank's state, if it is that of the wanted step or a later one and no step is being taken."""
+        if self._idle_at < wanted:
             return False
         if self._packed is None:
-            self._packed = self._rests_at, pack(self._r, self._names)
-        for piece in cut_up(*self._packed, self._state_bytes):
-            self._post_piece(dst, _STATE, piece, self._state_bytes)
+            self._packed = self._idle_at, pack(self._r, self._names)
+        for chunk in split_state(*self._packed, self._state_chunk_bytes):
+            self._box.send(dst, encode_chunk(chunk, self._state_chunk_bytes), topic=_STATE)
         return True
 
-    # -- in the thread of all-reduces --------------------------------------------------------------------------------
+    # -- in the all-reduce thread ------------------------------------------------------------------------------------
 
-    def _bring(self, note: Note) -> Tensor:
-        """What this rank adds: a copy of its gradient as a member; zeros if it is late, or waits no more."""
+    def _all_reduce_input(self, start: ControlMessage) -> Tensor:
+        """What this rank adds: a copy of its gradient if it is a member that still waits, else zeros."""
         with self._box.changed:
-            here = self._round
-            if here is None or self.rank not in note.members or not here.lend(note.step):
-                return torch.zeros(self._cut.numel, dtype=self._cut.dtype)
+            current = self._round
+            if current is None or self.rank not in start.members or not current.lend(start.step):
+                return torch.zeros(self._partition.numel, dtype=self._partition.dtype)
         try:
-            return here.gradient.clone()
+            return current.gradient.clone()  # outside the lock: it may take long, and messages go on meanwhile
         finally:
             with self._box.changed:
-                here.lent = False
+                current.lent = False
                 self._box.changed.notify_all()
 
-    def _ended(self, ended: Ended) -> None:
-        """An all-reduce has ended here, and the keeper may announce another."""
+    def _all_reduce_ended(self, start: ControlMessage, mean: Tensor) -> None:
+        """Keep the mean, and acknowledge, so that the coordinator may start another all-reduce."""
         with self._box.changed:
-            note, self._mean = ended.note, (ended.note.sum, ended.mean)
-            if self._round is not None and self._round.step == note.step:
-                self._round.summed = self._mean
-            self._post(self.keeper_rank, Note(Kind.HELD, note.step, note.attempt, sum=note.sum))
-
-
-def _look_after(lifeline: Work[Message] | None) -> bool:
-    """Raises PeerLostError where the writer of a message is gone."""
-    return lifeline is not None and lifeline.ready
+            self._latest_mean = start.all_reduce, mean
+            if self._round is not None and self._round.step == start.step:
+                self._round.all_reduced = self._latest_mean
+            acknowledgement = ControlMessage(Kind.ACK, start.step, start.attempt, all_reduce=start.all_reduce)
+            self._send_control(self.coordinator_rank, acknowledgement)

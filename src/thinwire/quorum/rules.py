@@ -1,28 +1,31 @@
-"""How long a step waits for whom, from what steps took before."""
+"""What the coordinator decides from measured times: for how many ranks to wait, and which reduction to use."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
 
 Choice = Literal["fixed", "deadline", "online"]
-_REMEMBERED = 64
-_LEAST_KNOWN = 4  # steps of as many ranks as must come, before their times choose anything
+Reduction = Literal["auto", "all_reduce", "messages"]
+_WINDOW = 64  # latest times kept of each rank
+_MIN_SAMPLES = 4  # times of each of `least` ranks, before times decide anything
+_TRIALS = 6  # timed runs of each reduction; the first of each is a warm-up
+_MAX_ABANDONED = 2  # all-reduces that may be abandoned; one more, and "auto" uses none again
 
 
 @dataclass
-class Rule:
-    """When a step has waited enough.
+class QuorumRule:
+    """When a step has enough ranks.
 
     Args:
-        size: ranks that may arrive.
-        least: ranks that must have.
-        choice: "fixed" is `least`; "deadline" is all, but no longer than usual once `least` are here; "online" is as
-            many as have made the most of time so far, from `least` on.
-        deviations: of a deadline, in median absolute deviations beyond the median.
+        size: ranks that train.
+        least: ranks that every step needs.
+        choice: "fixed" takes exactly `least` ranks; "deadline" takes all that are ready within the usual time, and
+            `least` at least; "online" waits for as many as have maximized gradients per second so far, from `least` on.
+        deviations: of the deadline, in median absolute deviations beyond the median.
     """
 
     size: int
@@ -31,69 +34,89 @@ class Rule:
     deviations: float = 3.0
     _seconds: dict[int, deque[float]] = field(default_factory=dict[int, deque[float]])
 
-    def note(self, rank: int, seconds: float) -> None:
-        """A rank has taken so long for its gradient, whether in time or not."""
-        self._seconds.setdefault(rank, deque(maxlen=_REMEMBERED)).append(seconds)
+    def record(self, rank: int, seconds: float) -> None:
+        """Record how long a rank took for its gradient, whether it was in time or late."""
+        self._seconds.setdefault(rank, deque(maxlen=_WINDOW)).append(seconds)
 
-    def patience(self, here: int, waited_seconds: float) -> float | None:
-        """Seconds to wait for more ranks: 0 is enough waited, None until the next arrives.
+    def seconds_to_wait(self, ready: int, waited_seconds: float) -> float | None:
+        """Seconds to wait for more ranks: 0 to start now, None to wait for the next one without a limit.
 
         Args:
-            here: ranks that have arrived.
+            ready: ranks that are ready.
             waited_seconds: since the first of them began to compute.
         """
-        if here < self.least:
+        if ready < self.least:
             return None
-        if self.choice == "deadline" and here < self.size and self._known:
-            known = [seconds for each in self._seconds.values() for seconds in each]
-            return max(0.0, deadline(known, self.deviations) - waited_seconds)
-        return 0.0 if here >= self._wanted() else None
-
-    def _wanted(self) -> int:
-        if self.choice != "online" or not self._known:
-            return self.least
-        return best_number(list(self._seconds.values()), self.least)
-
-    @property
-    def _known(self) -> bool:
-        return sum(len(each) >= _LEAST_KNOWN for each in self._seconds.values()) >= self.least
+        samples = list(self._seconds.values())
+        known = sum(len(each) >= _MIN_SAMPLES for each in samples) >= self.least
+        if self.choice == "deadline" and ready < self.size and known:
+            times = [seconds for each in samples for seconds in each]
+            return max(0.0, deadline(times, self.deviations) - waited_seconds)
+        needed = best_number(samples, self.least) if self.choice == "online" and known else self.least
+        return 0.0 if ready >= needed else None
 
 
 def deadline(seconds: Sequence[float], deviations: float) -> float:
-    """The median, and so many median absolute deviations more, a quarter at least: few stragglers do not move it.
+    """The median plus `deviations` median absolute deviations, or 1.25 medians if that is more: robust to stragglers.
 
     Args:
-        seconds: that steps took, at least one.
+        seconds: step times, at least one.
         deviations: how many.
     """
     middle = median(seconds)
-    # Where all are alike, a message's delay would be late already.
+    # Where all times are alike, the deviation is zero, and the delay of one message would already be too late.
     return middle + max(deviations * median(abs(each - middle) for each in seconds), middle / 4)
 
 
 def best_number(seconds: Sequence[Sequence[float]], least: int = 1) -> int:
-    """How many of n ranks to wait for: the N with the most gradients in a second, N / E[T_(N:n)].
+    """How many of n ranks to wait for: the N with the most gradients per second, N / E[T_(N:n)].
 
     Args:
-        seconds: what each rank's steps took; of different lengths, the shorter ones are repeated.
-        least: the least that counts.
+        seconds: step times of each rank; shorter lists are repeated to the length of the longest.
+        least: the smallest N allowed.
     """
     times = order_statistics(seconds)
     return max(range(least, len(times) + 1), key=lambda number: number / max(times[number - 1], 1e-9))
 
 
 def order_statistics(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """E[T_(N:n)] for N = 1..n: the mean time until the N-th rank is there."""
+    """E[T_(N:n)] for N = 1..n: the mean time until N ranks are ready."""
     steps = max(len(each) for each in seconds)
     rows = [sorted(each[step % len(each)] for each in seconds) for step in range(steps)]
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 
-def shares(log: Sequence[Sequence[int]], size: int) -> Mapping[int, float]:
-    """The share of steps to which each rank has contributed.
+@dataclass
+class ReductionSelector:
+    """Which reduction averages the next step's gradients.
 
     Args:
-        log: the members of each step.
-        size: how many ranks there are.
+        reduction: "all_reduce" is among all ranks, and late ones contribute zeros; "messages" are among members alone;
+            "auto" tries both in turn and keeps the one with the lower median time, unless all-reduces are abandoned
+            again and again.
+        all_reduce_seconds: measured times of all-reduces.
+        message_seconds: measured times of reductions by messages.
+        abandoned: all-reduces that were given up because some rank did not take part.
     """
-    return {rank: sum(rank in members for members in log) / max(1, len(log)) for rank in range(size)}
+
+    reduction: Reduction = "messages"
+    all_reduce_seconds: list[float] = field(default_factory=list[float])
+    message_seconds: list[float] = field(default_factory=list[float])
+    abandoned: int = 0
+
+    def record(self, seconds: float, *, all_reduce: bool) -> None:
+        """Record the time of one reduction, from its start until all members hold the mean."""
+        times = self.all_reduce_seconds if all_reduce else self.message_seconds
+        if len(times) < _TRIALS:
+            times.append(seconds)
+
+    @property
+    def use_all_reduce(self) -> bool:
+        """Whether the next reduction is to be an all-reduce."""
+        if self.reduction != "auto":
+            return self.reduction == "all_reduce"
+        if self.abandoned > _MAX_ABANDONED:
+            return False
+        if min(len(self.all_reduce_seconds), len(self.message_seconds)) < _TRIALS:
+            return len(self.all_reduce_seconds) <= len(self.message_seconds)
+        return median(self.all_reduce_seconds[1:]) < median(self.message_seconds[1:])

@@ -1,58 +1,152 @@
-"""The state that a late rank is given: cut into pieces by the one who has it, and put together by the other."""
+"""A rank's state for late ranks: packed as bytes, sent in chunks, and unpacked to the bit."""
 
 from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.quorum.adding import Piece
+from thinwire.quorum.messages import StateChunk
+from thinwire.replica.replica import Replica
 
-_MOST_PIECES = 24
+_PLAIN = "plain"
+_MAX_CHUNKS = 24
+Place = tuple[str, dict[str, Any], bool]
+"""A name, a dictionary of the optimizer, and whether entries that a packed state lacks are to be deleted from it."""
 
 
-def cut_up(step: int, data: Tensor, nbytes: int) -> list[Piece]:
-    """A packed state as pieces; `attempt` of each is their number.
+def pack(r: Replica, names: Sequence[str]) -> Tensor:
+    """Everything that the next steps depend on, as bytes on the CPU: parameters, optimizer, and the strategy's state.
 
     Args:
-        step: whose state it is.
-        data: from `pack`.
-        nbytes: the most in a piece.
+        r: a replica between two steps.
+        names: entries of its state to be packed.
 
     Raises:
-        ConfigError: there are more than messages have room for.
+        ConfigError: the optimizer's state holds something that is neither a tensor nor JSON.
     """
-    parts = data.split(nbytes)
-    if len(parts) > _MOST_PIECES:
+    tensors = {"x": r.x.detach()} | {f"state/{name}": r.state[name] for name in names}
+    plain: dict[str, Any] = {}
+    for where, content, _ in _places(r):
+        for name, value in content.items():
+            if isinstance(value, Tensor):
+                tensors[f"{where}/{name}"] = value.detach()
+            elif name != "params":
+                plain[f"{where}/{name}"] = value
+    try:
+        encoded = json.dumps(plain).encode()
+    except TypeError as error:
         raise ConfigError(
-            f"a late worker needs a state {len(parts)} times the size of the parameters; must be at most "
-            f"{_MOST_PIECES} times; use an optimizer that remembers less"
+            f"{type(r.moments.optimizer).__name__}: its state cannot be sent to a late worker ({error}); "
+            "use an optimizer whose state is tensors and numbers, as those of torch.optim, or backups=0"
+        ) from None
+    tensors[_PLAIN] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    data = _safetensors().save({name: x.cpu().contiguous().clone() for name, x in tensors.items()})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpack_(r: Replica, data: Tensor) -> None:
+    """Make a replica what another one was when it was packed, to the bit."""
+    tensors = _safetensors().load(data.numpy().tobytes())
+    plain = json.loads(tensors.pop(_PLAIN).numpy().tobytes())
+    r.x.copy_(tensors["x"])
+    for name, x in tensors.items():
+        if name.startswith("state/"):
+            r.state[name.removeprefix("state/")] = x
+    for where, content, is_state in _places(r):
+        prefix = f"{where}/"
+        values = {name.removeprefix(prefix): x for name, x in (tensors | plain).items() if name.startswith(prefix)}
+        if is_state:
+            for name in content.keys() - values.keys():
+                del content[name]
+        for name, value in values.items():
+            held = content.get(name)
+            if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+                held.copy_(value)  # in place: views of it may be held elsewhere
+            elif isinstance(value, Tensor):
+                # Step counters stay on the CPU, where torch's optimizers keep them; moments lie with the parameters.
+                content[name] = value.to(r.x.device) if value.dim() else value
+            else:
+                # A tuple, such as Adam's betas, has become a list in JSON.
+                content[name] = tuple(value) if isinstance(held, tuple) else value
+
+
+def digest(r: Replica) -> int:
+    """A number that is equal on all ranks as long as their optimizers' settings are."""
+    optimizer = r.moments.optimizer
+    if optimizer is None:
+        return 0
+    settings = [
+        (name, value.tolist() if isinstance(value, Tensor) else value)
+        for group in optimizer.param_groups
+        for name, value in sorted(group.items())
+        if name != "params"
+    ]
+    return zlib.crc32(repr(settings).encode())
+
+
+def split_state(step: int, data: Tensor, nbytes: int) -> list[StateChunk]:
+    """A packed state as chunks.
+
+    Args:
+        step: the step whose state it is.
+        data: from `pack`.
+        nbytes: the most in one chunk.
+
+    Raises:
+        ConfigError: there are more chunks than a mailbox has room for.
+    """
+    chunks = data.split(nbytes)
+    if len(chunks) > _MAX_CHUNKS:
+        raise ConfigError(
+            f"a late worker needs a state {len(chunks)} times the size of the parameters; must be at most "
+            f"{_MAX_CHUNKS} times; use an optimizer with less state"
         )
-    return [Piece(step, len(parts), place, data.numel(), content) for place, content in enumerate(parts)]
+    return [StateChunk(step, len(chunks), number, data.numel(), content) for number, content in enumerate(chunks)]
 
 
-class Given:
-    """What others have sent of their states, while it is asked for; under the mailbox's lock."""
+class StateTransfer:
+    """Chunks of other ranks' states that a late rank has received; guarded by the mailbox's lock."""
 
     def __init__(self) -> None:
         self._wanted = -1
-        self._pieces: dict[tuple[int, int], dict[int, Piece]] = {}
+        self._chunks: dict[tuple[int, int], dict[int, StateChunk]] = {}
 
-    def want(self, step: int) -> None:
-        """Take states of this step and later ones from now on, or none where it is -1."""
+    def request(self, step: int) -> None:
+        """Accept states of this step and later ones from now on, or none where `step` is -1."""
         self._wanted = step
-        self._pieces.clear()
+        self._chunks.clear()
 
-    def take(self, src: int, piece: Piece) -> None:
-        """A piece has come."""
-        if 0 <= self._wanted <= piece.step:
-            self._pieces.setdefault((src, piece.step), {})[piece.place] = piece
+    def receive(self, src: int, chunk: StateChunk) -> None:
+        """Take in a chunk; one that was not requested is dropped."""
+        if 0 <= self._wanted <= chunk.step:
+            self._chunks.setdefault((src, chunk.step), {})[chunk.number] = chunk
 
     @property
-    def whole(self) -> tuple[int, Tensor] | None:
-        """A state of which all pieces are here, and its step."""
-        for (_, step), pieces in self._pieces.items():
-            if len(pieces) == pieces[min(pieces)].attempt:
-                data = torch.cat([pieces[place].content for place in sorted(pieces)])
-                return step, data[: pieces[0].whole]
+    def complete(self) -> tuple[int, Tensor] | None:
+        """The step and the bytes of a state of which all chunks are here; None if there is none."""
+        for (_, step), chunks in self._chunks.items():
+            if len(chunks) == chunks[min(chunks)].chunks:
+                data = torch.cat([chunks[number].content for number in sorted(chunks)])
+                return step, data[: chunks[0].nbytes]
         return None
+
+
+def _places(r: Replica) -> list[Place]:
+    """Where an optimizer keeps its state of each parameter, and the settings of its groups."""
+    optimizer, parameters = r.moments.optimizer, r.moments.parameters
+    if optimizer is None:
+        return []
+    states = [(f"parameter {i}", optimizer.state[p], True) for i, p in enumerate(parameters)]
+    return [*states, *((f"group {i}", group, False) for i, group in enumerate(optimizer.param_groups))]
+
+
+def _safetensors() -> Any:
+    """Imported when it is first needed, so that `import thinwire` needs torch alone."""
+    return import_module("safetensors.torch")

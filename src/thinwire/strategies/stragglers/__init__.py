@@ -1,1 +1,1 @@
-"""Strategies that do not wait for the slowest worker."""
+"""Strategies that do not wait for slow workers."""

@@ -1,0 +1,130 @@
+"""What ranks send each other: small control messages, and chunks of gradients and of states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FIELDS = 6
+_HEADER = 4
+HEADER_BYTES = 8 * _HEADER
+
+
+class Kind(IntEnum):
+    """What a control message is about."""
+
+    READY = 0  # to the coordinator: my gradient of this step is ready; sent again while the sender waits
+    ACK = 1  # to the coordinator: I hold the mean of this attempt, or the all-reduce has ended here
+    START = 2  # to members, or to all ranks for an all-reduce: average the gradients of these members
+    COMMIT = 3  # to all ranks that are ready: the step is decided, with these members
+    LATE = 4  # to one rank: its step was committed before; these are the members of the latest step
+    REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks are set differently
+    STATE_REQUEST = 6  # to a member: send me the state of this step or of a later one
+    BARRIER = 7  # to all ranks: I have ended a step, and wait until all ranks have
+
+
+class ControlMessage(NamedTuple):
+    """A control message.
+
+    Attributes:
+        kind: what it is about.
+        step: the training step.
+        attempt: the attempt at that step, from 1; of LATE, the step that it answers.
+        digest: of the optimizer's settings.
+        microseconds: how long the gradient took.
+        all_reduce: the number of the all-reduce that averages, from 1; of LATE, the one that averaged the latest step.
+            0 where members average by messages.
+        members: ranks.
+    """
+
+    kind: Kind
+    step: int
+    attempt: int = 0
+    digest: int = 0
+    microseconds: int = 0
+    all_reduce: int = 0
+    members: tuple[int, ...] = ()
+
+    def encode(self, size: int) -> Tensor:
+        """As a vector of `control_length(size)` int64 numbers; members are one flag for each rank."""
+        flags = [0] * size
+        for rank in self.members:
+            flags[rank] = 1
+        return torch.tensor([*self[:_FIELDS], *flags])
+
+
+def decode_control(numbers: Sequence[int]) -> ControlMessage:
+    """The control message that was encoded as these numbers."""
+    kind, step, attempt, digest, microseconds, all_reduce = numbers[:_FIELDS]
+    members = tuple(rank for rank, flag in enumerate(numbers[_FIELDS:]) if flag)
+    return ControlMessage(Kind(kind), step, attempt, digest, microseconds, all_reduce, members)
+
+
+def control_length(size: int) -> int:
+    """Numbers in a control message among `size` ranks."""
+    return _FIELDS + size
+
+
+class GradientChunk(NamedTuple):
+    """One part of a gradient vector.
+
+    Attributes:
+        step: the training step.
+        attempt: the attempt at that step.
+        part: which part it is.
+        reduced: 1 for the mean of the members, 0 for one rank's own.
+        content: its elements; bytes after `decode_gradient_chunk`.
+    """
+
+    step: int
+    attempt: int
+    part: int
+    reduced: int
+    content: Tensor
+
+
+class StateChunk(NamedTuple):
+    """One part of a rank's packed state.
+
+    Attributes:
+        step: the step whose state it is.
+        chunks: of this state.
+        number: of this chunk, from 0.
+        nbytes: bytes of the whole state.
+        content: its bytes.
+    """
+
+    step: int
+    chunks: int
+    number: int
+    nbytes: int
+    content: Tensor
+
+
+def encode_chunk(chunk: GradientChunk | StateChunk, capacity: int) -> Tensor:
+    """Header and content in `HEADER_BYTES + capacity` bytes on the CPU, the last ones zero where content is shorter."""
+    message = torch.zeros(HEADER_BYTES + capacity, dtype=torch.uint8)
+    message[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(chunk[:_HEADER]))
+    data = chunk.content.detach().contiguous().view(-1).view(torch.uint8)
+    message[HEADER_BYTES : HEADER_BYTES + data.numel()].copy_(data)
+    return message
+
+
+def decode_gradient_chunk(message: Tensor) -> GradientChunk:
+    """The chunk in a message; its content shares the message's memory."""
+    return GradientChunk(*_header(message), message[HEADER_BYTES:])
+
+
+def decode_state_chunk(message: Tensor) -> StateChunk:
+    """The chunk in a message; its content shares the message's memory."""
+    return StateChunk(*_header(message), message[HEADER_BYTES:])
+
+
+def _header(message: Tensor) -> tuple[int, int, int, int]:
+    # A received frame need not be aligned to 8 bytes, which int64 views require: hence the clone.
+    first, second, third, fourth = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
+    return first, second, third, fourth
