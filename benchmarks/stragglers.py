@@ -4,7 +4,7 @@ python -m benchmarks.stragglers [--rounds N] [--only WORD ...]
 
 A step computes next to nothing and sleeps for 50 ms instead, so that four workers fit on any machine. The last worker
 is the one that is slow or stopped: while it computes, or in the exchange of a step that it is a member of. What stalls
-would cost if only they and the computation took time is simulated, with the same stalls.
+would cost if only they and the computation took time is simulated with the same stalls.
 """
 
 from __future__ import annotations
@@ -31,34 +31,33 @@ from benchmarks.paired import start
 from benchmarks.stragglers_ideal import ideal_seconds
 from thinwire.emulate import run_workers
 from thinwire.emulate.straggler import Straggler
-from thinwire.quorum.control_messages import Note
-from thinwire.quorum.participant import Party
-from thinwire.quorum.reduction_selector import Plane
-from thinwire.quorum.round import Round
+from thinwire.quorum.messages import ControlMessage
+from thinwire.quorum.participant import Participant, Round
+from thinwire.quorum.rules import Reduction
 
 WORKERS = 4
 STOPPED_SECONDS = 5.0
 STOPS_AT_SECONDS = 1.0
-AHEAD = 0.9  # so that who is to stop as a member is one
+AHEAD = 0.9  # share of the sleep for the worker that is to stop as a member, so that it is one
 STEPS = 40
 STALL = 0.15
-PLANES: tuple[Plane, ...] = ("ring", "zeros")
+REDUCTIONS: tuple[Reduction, ...] = ("messages", "all_reduce")
 Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One scenario: how many backups, and what holds whom up.
+class Scenario:
+    """How many backups, and what delays which worker.
 
     Args:
         backups: workers that a step goes without.
         factor: how many times as long the last worker computes.
-        probability: how likely a worker's step stalls for 200 ms.
-        steps: how many are timed.
+        probability: of each step of each worker to stall for 200 ms.
+        steps: that are timed.
         stops: where the last worker's process is stopped for STOPPED_SECONDS; nowhere if it is empty.
-        step_seconds: that a step computes.
-        plane: by which way members add up.
-        numel: about as many parameters.
+        step_seconds: of computation in a step.
+        reduction: how members average.
+        numel: parameters, about.
     """
 
     backups: int
@@ -67,85 +66,91 @@ class Turn:
     steps: int = STEPS
     stops: Literal["", "computing", "exchange"] = ""
     step_seconds: float = 0.05
-    plane: Plane = "ring"
+    reduction: Reduction = "messages"
     numel: int = 1 << 16
 
 
-def stalling(step_seconds: float, most: int, steps: int) -> Iterator[tuple[str, Turn]]:
+def stalling(step_seconds: float, max_backups: int, steps: int) -> Iterator[tuple[str, Scenario]]:
     """Each step of each worker stalls with the same probability."""
-    for backups in range(most + 1):
-        for plane in PLANES if backups else PLANES[:1]:
-            name = f"stalls, {1e3 * step_seconds:.0f} ms steps, b={backups}" + (f", {plane}" if backups else "")
-            yield name, Turn(backups, probability=STALL, steps=steps, step_seconds=step_seconds, plane=plane)
+    for backups in range(max_backups + 1):
+        for reduction in REDUCTIONS if backups else REDUCTIONS[:1]:
+            name = f"stalls, {1e3 * step_seconds:.0f} ms steps, b={backups}" + (f", {reduction}" if backups else "")
+            yield (
+                name,
+                Scenario(backups, probability=STALL, steps=steps, step_seconds=step_seconds, reduction=reduction),
+            )
 
 
-def stopping(plane: Plane) -> Iterator[tuple[str, Turn]]:
+def stopping(reduction: Reduction) -> Iterator[tuple[str, Scenario]]:
     """The last worker stops, in its computation or as a member."""
     for where, seconds in (("computing", 0.05), ("exchange", 0.034), ("exchange", 0.05), ("exchange", 0.1)):
         stops: Literal["computing", "exchange"] = "computing" if where == "computing" else "exchange"
-        turn = Turn(1, steps=round(8.0 / seconds), stops=stops, step_seconds=seconds, plane=plane)
-        yield f"stopped in its {where}, {1e3 * seconds:.0f} ms steps, {plane}", turn
+        scenario = Scenario(1, steps=round(8.0 / seconds), stops=stops, step_seconds=seconds, reduction=reduction)
+        yield f"stopped in its {where}, {1e3 * seconds:.0f} ms steps, {reduction}", scenario
 
 
-TURNS = {
-    "even, b=0": Turn(0),
-    **{f"even, b=1, {plane}": Turn(1, plane=plane) for plane in (*PLANES, "auto")},
-    "large, b=0": Turn(0, numel=1 << 22, steps=20),
-    **{f"large, b=1, {plane}": Turn(1, numel=1 << 22, steps=20, plane=plane) for plane in PLANES},
-    "slow, b=0": Turn(0, factor=10.0, steps=10),
-    **{f"slow, b=1, {plane}": Turn(1, factor=10.0, plane=plane) for plane in PLANES},
+SCENARIOS = {
+    "even, b=0": Scenario(0),
+    **{f"even, b=1, {reduction}": Scenario(1, reduction=reduction) for reduction in (*REDUCTIONS, "auto")},
+    "large, b=0": Scenario(0, numel=1 << 22, steps=20),
+    **{
+        f"large, b=1, {reduction}": Scenario(1, numel=1 << 22, steps=20, reduction=reduction)
+        for reduction in REDUCTIONS
+    },
+    "slow, b=0": Scenario(0, factor=10.0, steps=10),
+    **{f"slow, b=1, {reduction}": Scenario(1, factor=10.0, reduction=reduction) for reduction in REDUCTIONS},
     **dict(stalling(0.05, WORKERS - 1, STEPS)),
     **dict(stalling(0.01, 2, 2 * STEPS)),
-    **{name: turn for plane in PLANES for name, turn in stopping(plane)},
+    **{name: scenario for reduction in REDUCTIONS for name, scenario in stopping(reduction)},
 }
 
 
 @dataclass
-class Taken:
-    """Seconds at whose end this rank had ended a step, and whether all ranks held the same in the end."""
+class Timings:
+    """When this rank ended each step, in seconds, and whether all ranks held the same bits at the end."""
 
     ends: list[float] = field(default_factory=list[float])
-    alike: bool = True
+    identical: bool = True
 
 
-def straggler_of(turn: Turn, rank: int, number: int) -> Straggler:
-    """What holds a worker up; the same stalls for every number of backups."""
-    factor = turn.factor if rank == WORKERS - 1 else 1.0
-    return Straggler(factor=factor, stall_probability=turn.probability, stall_seconds=0.2, seed=number, rank=rank)
+def straggler_of(scenario: Scenario, rank: int, number: int) -> Straggler:
+    """What delays a worker; the same stalls for every number of backups."""
+    factor = scenario.factor if rank == WORKERS - 1 else 1.0
+    return Straggler(factor=factor, stall_probability=scenario.probability, stall_seconds=0.2, seed=number, rank=rank)
 
 
-def take(turn: Turn, number: int) -> Taken:
+def run_scenario(scenario: Scenario, number: int) -> Timings:
     """Train for one scenario."""
-    rank, taken = dist.get_rank(), Taken()
+    rank, timings = dist.get_rank(), Timings()
     torch.manual_seed(0)
-    begins, usual = [float("inf")], (Party._work, Party._bring)
-    ahead = turn.stops == "exchange" and rank == WORKERS - 1
+    begins, original = [float("inf")], (Participant._advance, Participant._all_reduce_input)
+    ahead = scenario.stops == "exchange" and rank == WORKERS - 1
     if ahead:
         stop_in_exchange(begins)
-    width = round(turn.numel**0.5)
+    width = round(scenario.numel**0.5)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(turn.backups, plane=turn.plane))
-    straggler, batch, turns = straggler_of(turn, rank, number), torch.randn(8, width) + rank, 0
+    worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(scenario.backups, reduction=scenario.reduction))
+    straggler, batch, iteration = straggler_of(scenario, rank, number), torch.randn(8, width) + rank, 0
     pids = gathered(torch.tensor([os.getpid()]))
     dist.barrier()
     begin = begins[0] = time.perf_counter()
-    if turn.stops and rank == 1:
-        stop_for_a_while(int(pids[-1]), stops=turn.stops == "computing")
-    while worker.step < turn.steps:
+    if scenario.stops and rank == 1:
+        stop_for_a_while(int(pids[-1]), stops=scenario.stops == "computing")
+    while worker.step < scenario.steps:
         optimizer.zero_grad()
         loss = model(batch).square().mean()
-        time.sleep(AHEAD * turn.step_seconds if ahead else turn.step_seconds)
-        straggler.pause(turns, turn.step_seconds)
+        time.sleep(AHEAD * scenario.step_seconds if ahead else scenario.step_seconds)
+        straggler.pause(iteration, scenario.step_seconds)
         loss.backward()
         optimizer.step()
-        turns += 1
-        taken.ends.append(time.perf_counter() - begin)
-    Party._work, Party._bring = usual
+        iteration += 1
+        timings.ends.append(time.perf_counter() - begin)
+    Participant._advance, Participant._all_reduce_input = original
     worker.detach()
     x = gathered(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
-    taken.alike = all(torch.equal(x[0], each) for each in x)
-    return taken
+    timings.identical = all(torch.equal(x[0], each) for each in x)
+    return timings
 
 
 def gathered(x: torch.Tensor) -> list[torch.Tensor]:
@@ -156,7 +161,7 @@ def gathered(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stop_for_a_while(pid: int, *, stops: bool) -> None:
-    """Continue a process some time from now; and stop it before, if it does not stop itself."""
+    """Continue a process after STOPPED_SECONDS; stop it before, if it does not stop itself."""
 
     def stop() -> None:
         with suppress(ProcessLookupError):
@@ -171,8 +176,9 @@ def stop_for_a_while(pid: int, *, stops: bool) -> None:
 
 
 def stop_in_exchange(begins: list[float]) -> None:
-    """Stop this process when it is next a member after a while, before it has sent anything."""
-    work, bring, stopped = Party._work, Party._bring, False
+    """Stop this process the next time that it is a member after STOPS_AT_SECONDS, before it has sent anything."""
+    advance, contribution = Participant._advance, Participant._all_reduce_input
+    stopped = False
 
     def stop() -> None:
         nonlocal stopped
@@ -181,27 +187,27 @@ def stop_in_exchange(begins: list[float]) -> None:
             stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def before_letters(self: Party, here: Round) -> None:
-        if here.adding is not None:
+    def before_messages(self: Participant, current: Round) -> None:
+        if current.reduction is not None:
             stop()
-        work(self, here)
+        advance(self, current)
 
-    def before_sum(self: Party, note: Note) -> torch.Tensor:
-        if self.rank in note.members:
+    def before_all_reduce(self: Participant, start: ControlMessage) -> torch.Tensor:
+        if self.rank in start.members:
             stop()
-        return bring(self, note)
+        return contribution(self, start)
 
-    Party._work, Party._bring = before_letters, before_sum
+    Participant._advance, Participant._all_reduce_input = before_messages, before_all_reduce
 
 
 def work(rounds: int, only: Sequence[str]) -> None:
-    """As one of several workers: take all turns in every round, and write what was found as a line of JSON."""
+    """As one of several workers: run all scenarios in every round, and write the timings as a line of JSON."""
     start()
     found: dict[str, list[tuple[list[float], bool]]] = {name: [] for name in chosen(only)}
     for number in range(rounds):
-        for name, turns in found.items():
-            taken = take(TURNS[name], number)
-            turns.append((taken.ends, taken.alike))
+        for name, runs in found.items():
+            timings = run_scenario(SCENARIOS[name], number)
+            runs.append((timings.ends, timings.identical))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
@@ -209,36 +215,36 @@ def work(rounds: int, only: Sequence[str]) -> None:
 
 def chosen(only: Sequence[str]) -> list[str]:
     """The names of the scenarios that begin with one of these words."""
-    return [name for name in TURNS if name.startswith(tuple(only))]
+    return [name for name in SCENARIOS if name.startswith(tuple(only))]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks wrote: by name, round and rank the ends of steps, and whether ranks were alike."""
+    """What all ranks wrote: by rank, scenario and round, when steps ended and whether all ranks held the same bits."""
 
     found: list[dict[str, list[tuple[list[float], bool]]]]
 
     @property
     def names(self) -> list[str]:
-        """Of the scenarios that were run."""
+        """The scenarios that were run."""
         return list(self.found[0])
 
     def ideal(self, name: str) -> list[float]:
-        """Of a step if nothing took time but computing and stalls, by round."""
-        turn, rounds = TURNS[name], range(len(self.found[0][name]))
-        return [ideal_of(turn, number) for number in rounds]
+        """Seconds of a step if nothing but computation and stalls took time, by round."""
+        scenario, rounds = SCENARIOS[name], range(len(self.found[0][name]))
+        return [ideal_of(scenario, number) for number in rounds]
 
     def seconds(self, name: str) -> list[float]:
-        """Of a step, by round: a step has ended where the first rank has ended it."""
+        """Seconds of a step, by round; a step ends when the first rank ends it."""
         rounds = range(len(self.found[0][name]))
-        return [min(rank[name][n][0][-1] for rank in self.found) / TURNS[name].steps for n in rounds]
+        return [min(rank[name][n][0][-1] for rank in self.found) / SCENARIOS[name].steps for n in rounds]
 
-    def alike(self) -> bool:
-        """Whether all ranks held the same bits at the end of every turn."""
-        return all(alike for rank in self.found for turns in rank.values() for _, alike in turns)
+    def identical(self) -> bool:
+        """Whether all ranks held the same bits at the end of every run."""
+        return all(identical for rank in self.found for runs in rank.values() for _, identical in runs)
 
     def longest(self, name: str) -> list[float]:
-        """The longest step of those that are not stopped, in median steps beyond the median, by round."""
+        """The longest step of ranks that are not stopped, in median steps beyond the median, by round."""
         excess: list[float] = []
         for number in range(len(self.found[0][name])):
             each: list[float] = []
@@ -260,26 +266,26 @@ class Measured:
         return all(max(b - a for a, b in pairwise(ends)) > STOPPED_SECONDS / 2 for ends, _ in self.found[-1][name])
 
 
-def ideal_of(turn: Turn, number: int) -> float:
-    """Seconds of a step of a round where exchanges cost nothing."""
-    stragglers = [straggler_of(turn, rank, number) for rank in range(WORKERS)]
+def ideal_of(scenario: Scenario, number: int) -> float:
+    """Seconds of a step of a round if communication took no time."""
+    stragglers = [straggler_of(scenario, rank, number) for rank in range(WORKERS)]
 
     def lasts(rank: int, k: int) -> float:
-        return turn.step_seconds * stragglers[rank].factor + stragglers[rank].stall(k)
+        return scenario.step_seconds * stragglers[rank].factor + stragglers[rank].stall(k)
 
-    return ideal_seconds(WORKERS, turn.backups, turn.steps, lasts) / turn.steps
+    return ideal_seconds(WORKERS, scenario.backups, scenario.steps, lasts) / scenario.steps
 
 
 def measured(rounds: int, only: Sequence[str]) -> Measured:
-    """All scenarios, turn by turn, on processes of this machine."""
+    """All scenarios, one after another, on processes of this machine."""
     lines: dict[int, str] = {}
     command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds), *only]
 
-    def keep(rank: int, stream: str, line: str) -> None:
+    def on_line(rank: int, stream: str, line: str) -> None:
         if stream == "stdout":
             lines[rank] = line
 
-    run_workers(command, WORKERS, on_line=keep, timeout=1800)
+    run_workers(command, WORKERS, on_line=on_line, timeout=1800)
     return Measured([json.loads(lines[rank]) for rank in range(WORKERS)])
 
 
@@ -298,7 +304,7 @@ def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
 
 
 def rows(*, quick: bool) -> Iterator[Row]:
-    """Measure the scenarios that have bars, and tell."""
+    """Measure the scenarios that have bars."""
     return table(measured(1 if quick else 5, ("even, b=0", "slow", "stalls, 50 ms steps", "stopped")))
 
 
@@ -312,11 +318,11 @@ def table(found: Measured) -> Iterator[Row]:
             yield ratio(found, name, "even, b=0", "1.10" if "b=1" in rest else "")
         elif kind == "stalls" and "b=0" not in rest:
             yield ratio(found, f"{name.partition(', b=')[0]}, b=0", name, "1.8")
-        elif TURNS[name].stops:
+        elif SCENARIOS[name].stops:
             stopped = "" if found.was_stopped(name) else "it was NOT stopped"
             yield row(f"{name}: the others' longest step, beyond the median step", found.longest(name), "1", stopped)
             yield row(f"{name}: steps of the stopped worker after that", found.caught_up(name))
-    yield ("replicas bit-identical", "yes" if found.alike() else "NO", "", "yes")
+    yield ("replicas bit-identical", "yes" if found.identical() else "NO", "", "yes")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -327,8 +333,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stragglers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="how often every scenario is run")
     parser.add_argument("--only", nargs="+", default=[""], help='scenarios that begin so, such as even "slow, b=1"')
-    asked = parser.parse_args(arguments)
-    found = measured(asked.rounds, asked.only)
+    given = parser.parse_args(arguments)
+    found = measured(given.rounds, given.only)
     for line in (("what", "median", "extremes", "bar"), ("---",) * 4, *table(found)):
         print(f"| {' | '.join(line)} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""What a run with backup workers takes where only computing takes time: no exchange, no catching up, no scheduler."""
+"""How long a run with backup workers takes if only computation takes time: no communication, recovery or scheduler."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 Delay = Callable[[int, int], float]
-"""Seconds that a rank's turn lasts, of (rank, turn)."""
+"""Seconds that a rank's gradient takes, of (rank, its number)."""
 
 
 def ideal_seconds(workers: int, backups: int, steps: int, lasts: Delay) -> float:
     """Seconds until so many steps have ended.
 
-    A step ends when all but `backups` have come. Whoever has not goes on computing what nobody needs, and then begins
-    the step at which the others are, at once and from its beginning.
+    A step ends when all but `backups` workers are ready. A worker that is not finishes its gradient, which is dropped,
+    and then begins the step at which the others are.
 
     Args:
         workers: how many.
         backups: how many a step goes without.
         steps: to be taken.
-        lasts: how long each turn of each worker lasts.
+        lasts: how long each gradient of each worker takes.
     """
-    turns, step, here = [0] * workers, 0, list[int]()
-    coming = sorted((lasts(rank, 0), rank, 0) for rank in range(workers))  # (when, who, at which step)
+    computed, step, ready = [0] * workers, 0, list[int]()
+    queue = sorted((lasts(rank, 0), rank, 0) for rank in range(workers))  # (when ready, rank, for which step)
     while True:
-        now, rank, begun = heappop(coming)
-        turns[rank] += 1
+        now, rank, begun = heappop(queue)
+        computed[rank] += 1
         if begun == step:
-            here.append(rank)
+            ready.append(rank)
         else:
-            heappush(coming, (now + lasts(rank, turns[rank]), rank, step))
-        if len(here) < workers - backups:
+            heappush(queue, (now + lasts(rank, computed[rank]), rank, step))
+        if len(ready) < workers - backups:
             continue
         step += 1
         if step == steps:
             return now
-        for member in here:
-            heappush(coming, (now + lasts(member, turns[member]), member, step))
-        here = []
+        for member in ready:
+            heappush(queue, (now + lasts(member, computed[member]), member, step))
+        ready = []

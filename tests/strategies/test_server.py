@@ -1,4 +1,4 @@
-"""Asynchronous SGD on shared parameters: no update is lost, and old gradients need small steps."""
+"""Asynchronous SGD on shared parameters: no update is lost, and stale gradients need small steps."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def run_in_order(
 
         step(0.0)
         r.wait_pending()
-        # Those who stood still are answered again when a worker has moved.
+        # Pushes of workers that were at the barrier are answered once this worker has taken a step after it.
         with comm.mailbox(r).changed:
-            r.state["moved"].fill_(1)
+            r.state["barriers_at_step"].fill_(1)
             r.state["version"].zero_()
-            r.state["read"].zero_()
+            r.state["version_read"].zero_()
         comm.all_gather(torch.zeros(1)).wait()
         turns.take(comm.rank, lambda: step(-rate * gradient(comm.rank, r.x)))
         x = strategy.consensus(r)
