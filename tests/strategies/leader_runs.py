@@ -1,4 +1,4 @@
-"""A user's loop that tells its losses, for tests of leaders; and small landscapes with several basins."""
+"""A training loop that reports its losses, for tests of leaders; and a loss with two basins."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.problems import Problem, Vector, flat
 from thinwire import Comm, Strategy, Worker
 from thinwire.comm.group import comm_for
 
-Told = Callable[[int, int, Tensor], Tensor | float | None]
-"""From rank, step and loss to what the loop says of it."""
+Reported = Callable[[int, int, Tensor], Tensor | float | None]
+"""From rank, step and loss to the loss that is reported."""
 
 
-def as_it_is(rank: int, step: int, loss: Tensor) -> Tensor:
+def true_loss(rank: int, step: int, loss: Tensor) -> Tensor:
     return loss
 
 
@@ -70,14 +70,16 @@ def begin(
     return thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
 
 
-def go_on(worker: Worker, problem: Problem, rates: Sequence[float], first: int = 0, told: Told = as_it_is) -> Worker:
-    """Some steps of a user's loop, each of which tells its loss."""
+def go_on(
+    worker: Worker, problem: Problem, rates: Sequence[float], first: int = 0, reported: Reported = true_loss
+) -> Worker:
+    """Some steps of a training loop, each of which reports its loss."""
     for step, rate in enumerate(rates, first):
         worker.optimizer.param_groups[0]["lr"] = rate
         worker.optimizer.zero_grad()
         loss = problem.loss(worker.model, worker.comm.rank, step)
         loss.backward()
-        worker.record_batch(loss=told(worker.comm.rank, step, loss.detach()))
+        worker.record_batch(loss=reported(worker.comm.rank, step, loss.detach()))
         worker.optimizer.step()
     return worker
 
@@ -89,11 +91,11 @@ def train(
     rates: Sequence[float],
     *,
     starts: Tensor | None = None,
-    told: Told = as_it_is,
+    reported: Reported = true_loss,
     **settings: Any,
 ) -> Worker:
     """One rank's whole run."""
-    worker = go_on(begin(comm, strategy, problem, starts, **settings), problem, rates, told=told)
+    worker = go_on(begin(comm, strategy, problem, starts, **settings), problem, rates, reported=reported)
     worker.detach()
     return worker
 

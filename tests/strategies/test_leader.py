@@ -17,9 +17,9 @@ from tests.problems import Regression, distance, flat
 from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together, train
 from thinwire import Comm, Local, run_threads
 from thinwire.strategies.leader.election import (
+    chain_broadcast_,
     chain_from,
-    pass_along_,
-    pass_between_nodes_,
+    two_level_broadcast_,
 )
 from thinwire.strategies.leader.leader import LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
@@ -185,8 +185,8 @@ def test_two_level_broadcasts_equal_one_broadcast(n: int) -> None:
         x = torch.randn(width, generator=torch.Generator().manual_seed(comm.rank))
         flat_, chained = x.clone(), x.clone()
         comm.broadcast_(flat_, n - 1).wait()
-        pass_along_(comm, chained, chain_from(n - 1, range(n)))
-        staged = [pass_between_nodes_(comm, x.clone(), n - 1, size) for size in (1, 2, 3, n) if n % size == 0]
+        chain_broadcast_(comm, chained, chain_from(n - 1, range(n)))
+        staged = [two_level_broadcast_(comm, x.clone(), n - 1, size) for size in (1, 2, 3, n) if n % size == 0]
         return torch.equal(chained, flat_) and all(torch.equal(each, flat_) for each in staged)
 
     assert all(run_threads(n, body))

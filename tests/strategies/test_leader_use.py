@@ -159,7 +159,7 @@ def test_averaging_drops_a_leader_in_flight() -> None:
         ({"certainty": -1.0}, "certainty=-1.0"),
         ({"certainty": 2.0, "metric": "ema"}, "needs metric='window'"),
         ({"certainty": 2.0, "period": 1}, "over at least 2 steps"),
-        ({"overlap": True, "proximal": 0.1}, "the leader travels alone"),
+        ({"overlap": True, "proximal": 0.1}, "overlap=True: excludes proximal"),
         ({"metric": "median"}, "metric"),
         ({"result": "centre"}, "result"),
     ],

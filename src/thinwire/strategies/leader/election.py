@@ -1,8 +1,8 @@
-"""Who leads: every worker brings one number, and the least finite one wins.
+"""Leader election: every worker has a score, and the worker with the least finite score leads.
 
-A ballot is a whole number of 64 bits: the score, as bits that are ordered as scores are, above the rank. The least of
-all ballots therefore names the best worker, and the lowest rank among equals; scores that are NaN or infinite come
-after all others.
+An election is one all-reduce of a 64-bit number for each worker, its key: the score, as bits that are ordered as scores
+are, above the rank. So the least key names the best worker, and the lowest rank among equals. Scores that are NaN or
+infinite are ordered after all others, and workers without a score after these.
 """
 
 from __future__ import annotations
@@ -20,20 +20,35 @@ from thinwire.errors import ConfigError
 from thinwire.replica.replica import Replica, as_number
 
 _LOW_BITS = 0x7FFFFFFF
-_NOT_FINITE = 0x7F800000
-_SILENT = 0x7FFFFFFF
+_NOT_FINITE = 0x7F800000  # the bits of infinity: above those of every finite score
+_NO_SCORE = 0x7FFFFFFF
 _RANKS = 0xFFFFFFFF
-_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 
 
 class ScoreFunction:
-    """What workers are compared by, computed by the caller; less is better.
+    """A score that the caller computes; less is better.
 
-    A forward pass over the same few examples on all ranks compares parameters and not the luck of batches.
+    A forward pass over the same few examples on all ranks compares parameters rather than the luck of batches.
 
     Args:
         compute: given the replica, returns one number, as a tensor on the device of the parameters or as a float.
-        name: tells recipes apart; equal on all ranks. A recipe with a metric cannot be read back from its text.
+        name: tells recipes apart; equal on all ranks. A recipe with a score function cannot be parsed from its text.
+
+    Example:
+        >>> import torch, thinwire
+        >>> smallest = ScoreFunction(lambda r: r.x.sum(), name="smallest")
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 3.0 - comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ...     strategy = thinwire.LeaderSGD(period=1, pull=1.0, metric=smallest)
+        ...     worker = thinwire.attach(model, optimizer, strategy, comm=comm, init="own")
+        ...     model(torch.ones(1)).sum().backward()
+        ...     optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # rank 2 began with the smallest weight, 1, and leads
+        [1.0, 1.0, 1.0]
     """
 
     def __init__(self, compute: Callable[[Replica], Tensor | float], name: str = "probe") -> None:
@@ -44,7 +59,7 @@ class ScoreFunction:
         return f"ScoreFunction({self._name!r})"
 
     def __call__(self, r: Replica) -> Tensor:
-        """This worker's number.
+        """This worker's score.
 
         Raises:
             ConfigError: it is not one number, or lies on another device than the parameters.
@@ -55,95 +70,107 @@ class ScoreFunction:
         return as_number(value, r.x, repr(self))
 
 
-Measure = Literal["window", "ema"] | ScoreFunction
+ScoreSource = Literal["window", "ema"] | ScoreFunction
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
-def start_scores(r: Replica, measure: Measure, length: int) -> None:
-    """Make room for a worker's losses, or try its metric out.
+def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
+    """Allocate the state of elections, and try a score function out.
 
     Args:
-        r: the replica; its state gains `losses` and `told`.
-        measure: "window" is the mean of the last `length` losses, "ema" their exponential mean of that length.
+        r: the replica; its state gains `losses`, `num_losses` and `rounds_without_leader`.
+        metric: "window" is the mean of the last `length` losses, "ema" their exponential mean of that length.
         length: losses that count.
 
     Raises:
-        ConfigError: the metric's answer is of no use.
+        ConfigError: the score function does not return one number.
     """
-    if isinstance(measure, ScoreFunction):
-        measure(r)
-        return
-    r.state["losses"] = r.x.new_zeros(length if measure == "window" else 1, dtype=torch.float32)
-    r.state["told"] = torch.zeros((), dtype=torch.int64)
-
-
-def note_loss(r: Replica, measure: Measure, length: int) -> None:
-    """Take in what the loop said of this step's loss, if it said anything; nothing is waited for."""
-    if r.loss is None or isinstance(measure, ScoreFunction):
-        return
-    losses, told = r.state["losses"], r.state["told"]
-    if measure == "window":
-        losses[int(told) % len(losses)] = r.loss
+    if isinstance(metric, ScoreFunction):
+        metric(r)
     else:
-        # One loss that is not finite must not stay for good.
-        fresh = (told == 0).to(losses.device) | ~torch.isfinite(losses)
-        losses.copy_(torch.where(fresh, r.loss, losses.lerp(r.loss.expand(1), 1 / length)))
-    told += 1
+        r.state["losses"] = r.x.new_zeros(length if metric == "window" else 1, dtype=torch.float32)
+        r.state["num_losses"] = torch.zeros((), dtype=torch.int64)
+    r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64)
 
 
-def score_of(r: Replica, measure: Measure) -> Tensor | None:
-    """A worker's score; None where it was told nothing yet."""
+def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
+    """Record the loss that `worker.record_batch` was given for this step, if any; does not wait for the device."""
+    if r.loss is None or isinstance(metric, ScoreFunction):
+        return
+    losses, count = r.state["losses"], r.state["num_losses"]
+    if metric == "window":
+        losses[int(count) % len(losses)] = r.loss
+    else:
+        # Starts anew after a loss that was not finite: the mean would stay NaN for ever.
+        restart = (count == 0).to(losses.device) | ~torch.isfinite(losses)
+        losses.copy_(torch.where(restart, r.loss, losses.lerp(r.loss.expand(1), 1 / length)))
+    count += 1
+
+
+def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
+    """This worker's score; None if it has recorded no loss."""
     if r.x.is_meta:
         return torch.zeros(())
-    if isinstance(measure, ScoreFunction):
-        return measure(r)
-    losses = _losses_of(r)
+    if isinstance(metric, ScoreFunction):
+        return metric(r)
+    losses = _recorded_losses(r)
     return losses.mean() if len(losses) else None
 
 
 def standard_error(r: Replica) -> Tensor:
-    """The standard error of a window's mean, as far as one can tell; infinite before the second loss."""
-    losses = _losses_of(r)
+    """The standard error of a window's mean; infinite before the second loss."""
+    losses = _recorded_losses(r)
     return losses.std() / len(losses) ** 0.5 if len(losses) > 1 else r.x.new_full((), inf, dtype=torch.float32)
 
 
-def _losses_of(r: Replica) -> Tensor:
-    """The part of the window that is filled: a worker with fewer steps must not look better for that."""
-    return r.state["losses"][: min(int(r.state["told"]), len(r.state["losses"]))]
+def _recorded_losses(r: Replica) -> Tensor:
+    """The part of the window that is filled: zeros in the rest would make a worker with fewer steps look better."""
+    return r.state["losses"][: min(int(r.state["num_losses"]), len(r.state["losses"]))]
 
 
-# -- ballots -----------------------------------------------------------------------------------------------------------
+# -- elections ---------------------------------------------------------------------------------------------------------
 
 
-def ballot(r: Replica, score: Tensor | None) -> Tensor:
-    """A worker's vote for itself: int64, [1]."""
+def encode_key(r: Replica, score: Tensor | None) -> Tensor:
+    """This worker's score and rank as one number: int64, [1]."""
     if score is None:
-        return torch.full((1,), (_SILENT << 32) | r.comm.rank, device=r.x.device)
-    score = score.reshape(1).float() + 0.0  # minus zero is zero
+        return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, device=r.x.device)
+    score = score.reshape(1).float() + 0.0  # minus zero becomes zero
+    # The bits of non-negative floats are ordered as the floats are; those of negative ones the other way round.
     bits = score.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ _LOW_BITS, bits)
     return (torch.where(torch.isfinite(score), ordered, _NOT_FINITE) << 32) | r.comm.rank
 
 
 def elect(r: Replica, score: Tensor | None) -> int | None:
-    """The rank with the least score of all, by one message of 8 bytes; None where nobody's is finite.
+    """The rank with the least score, by an all-reduce of 8 bytes; None if no score is finite.
 
     Raises:
-        ConfigError: no worker was ever told a loss; on all ranks.
+        ConfigError: no worker has recorded a loss; on all ranks.
     """
-    return winner([int(r.comm.all_reduce_(ballot(r, score), op="min").wait())])
+    return best_rank([int(r.comm.all_reduce_(encode_key(r, score), op="min").wait())])
 
 
-def winner(ballots: Sequence[int]) -> int | None:
-    """Whom the least of some ballots names; None where none of their scores is finite.
+def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
+    """The leader, recorded in the metrics; None, and one warning in a run, if no score is finite."""
+    leader = elect(r, score)
+    if leader is None:
+        warn_without_leader(r)
+    else:
+        r.metrics["leader"] = float(leader)
+    return leader
+
+
+def best_rank(keys: Sequence[int]) -> int | None:
+    """The rank in the least of some keys; None if none of their scores is finite.
 
     Raises:
-        ConfigError: none of these workers was ever told a loss.
+        ConfigError: none of these workers has recorded a loss.
     """
-    least = min(ballots)
-    if least >> 32 == _SILENT:
+    least = min(keys)
+    if least >> 32 == _NO_SCORE:
         raise ConfigError(
             "no worker knows a loss to be compared by: call worker.record_batch(loss=loss) before optimizer.step(), or "
             "give metric=ScoreFunction(...)"
@@ -151,60 +178,55 @@ def winner(ballots: Sequence[int]) -> int | None:
     return None if least >> 32 == _NOT_FINITE else least & _RANKS
 
 
-def gather_ballots(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, int]:
-    """The ballots of some ranks, this one among them, by rank: 8 bytes to each of the others."""
-    mine = ballot(r, score)
+def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, int]:
+    """The keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
+    own = encode_key(r, score)
     others = [rank for rank in members if rank != r.comm.rank]
-    received = r.comm.send_recv(mine, others, others).wait()
-    found = {rank: int(each) for rank, each in zip(others, received, strict=True)} | {r.comm.rank: int(mine)}
-    return {rank: found[rank] for rank in members}
+    received = r.comm.send_recv(own, others, others).wait()
+    keys = {rank: int(each) for rank, each in zip(others, received, strict=True)} | {r.comm.rank: int(own)}
+    return {rank: keys[rank] for rank in members}
 
 
 def differs_significantly(r: Replica, certainty: float) -> bool:
-    """Whether any worker's window is worse than the best one's by more than chance; 8 bytes to each of the others.
+    """Whether some worker's mean loss is significantly worse than the best one's; 8 bytes to each of the others.
 
     Args:
         r: the replica.
-        certainty: by how many standard errors of the difference.
+        certainty: how many standard errors of the difference are significant.
     """
-    score = score_of(r, "window")
+    score = local_score(r, "window")
     if score is None or r.x.is_meta:
         return True
     rows = torch.stack(r.comm.all_gather(torch.stack([score, standard_error(r)])).wait())
-    scores, doubts = rows[:, 0], rows[:, 1]
+    scores, errors = rows[:, 0], rows[:, 1]
     if not bool(torch.isfinite(scores).all()):
         return True
     best = scores.argmin()
-    return bool((scores - scores[best] > certainty * torch.hypot(doubts, doubts[best])).any())
+    return bool((scores - scores[best] > certainty * torch.hypot(errors, errors[best])).any())
 
 
-def start_warning(r: Replica) -> None:
-    """Count the rounds without a leader, to speak of the first."""
-    r.state["skipped"] = torch.zeros((), dtype=torch.int64)
-
-
-def warn_once(r: Replica) -> None:
-    """Say, the first time, that nobody could be elected."""
-    if r.state["skipped"] == 0:
+def warn_without_leader(r: Replica) -> None:
+    """Count a round in which no worker could be elected, and warn of the first."""
+    if r.state["rounds_without_leader"] == 0:
         warnings.warn(
             f"rank {r.comm.rank}, step {r.step}: no worker's loss is finite, so nobody leads and nobody is pulled; "
             "lower the learning rate",
-            stacklevel=2,
+            stacklevel=3,
         )
-    r.state["skipped"] += 1
+    r.state["rounds_without_leader"] += 1
 
 
-# -- the leader's vector -----------------------------------------------------------------------------------------------
+# -- the leader's parameters -------------------------------------------------------------------------------------------
 
 
 def chain_from(source: int, members: Sequence[int]) -> list[int]:
-    """Some ranks in the order in which they pass something on, beginning with `source`."""
+    """Some ranks in the order in which they pass a vector on, beginning with `source`."""
     place = members.index(source)
     return [*members[place:], *members[:place]]
 
 
-def pass_along_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
-    """Replace `x` on every rank of a chain by that of its first, in pieces; nobody sends it twice.
+def chain_broadcast_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
+    """Replace `x` on every rank of a chain by that of its first, in pieces; no rank sends a piece twice.
 
     Args:
         comm: all ranks; those outside the chain do not call.
@@ -212,37 +234,38 @@ def pass_along_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
         chain: ranks, this one among them.
     """
     place = chain.index(comm.rank)
-    nbytes = min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
+    # Pieces, so that each rank passes one on while the next one arrives.
+    nbytes = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
     pieces = x.split(max(1, nbytes // x.element_size()))
-    arriving = [comm.send_recv(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
-    leaving = [comm.send_recv(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
-    for piece, work in zip(pieces, arriving, strict=False):
+    receiving = [comm.send_recv(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
+    sending = [comm.send_recv(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
+    for piece, work in zip(pieces, receiving, strict=False):
         piece.copy_(work.wait()[0])
         if place < len(chain) - 1:
-            leaving.append(comm.send_recv(piece, [chain[place + 1]], []))
-    for work in leaving:
+            sending.append(comm.send_recv(piece, [chain[place + 1]], []))
+    for work in sending:
         work.wait()
     return x
 
 
-def pass_between_nodes_(comm: Comm, x: Tensor, source: int, node_size: int) -> Tensor:
+def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> Tensor:
     """Replace `x` on every rank by that of `source`, which enters each other node of consecutive ranks once."""
     place, first = source % node_size, comm.rank - comm.rank % node_size
     column = list(range(place, comm.size, node_size))
     if comm.rank in column:
-        pass_along_(comm, x, chain_from(source, column))
-    return pass_along_(comm, x, chain_from(first + place, range(first, first + node_size)))
+        chain_broadcast_(comm, x, chain_from(source, column))
+    return chain_broadcast_(comm, x, chain_from(first + place, range(first, first + node_size)))
 
 
-def leader_s(r: Replica, leader: int) -> Tensor:
-    """The parameters of the leader, on every rank: its own are `r.x` itself, those of others a new vector."""
+def broadcast_leader(r: Replica, leader: int) -> Tensor:
+    """The parameters of the leader, on every rank: `r.x` itself on the leader, a new vector on the others."""
     x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
     return r.comm.broadcast_(x, leader).wait()
 
 
 def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
-    """A new vector, equal on all ranks: the best worker's parameters, or their mean where none is best."""
-    least = int(r.comm.all_reduce_(ballot(r, score), op="min").wait())
+    """A new vector, equal on all ranks: the best worker's parameters, or the mean of all where no score is finite."""
+    least = int(r.comm.all_reduce_(encode_key(r, score), op="min").wait())
     if least >> 32 >= _NOT_FINITE:
         return r.comm.all_reduce_(r.x.clone()).wait().div_(r.comm.size)
     return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

@@ -1,4 +1,4 @@
-"""Pull every worker towards the best one, now and then."""
+"""Train locally, and pull every worker towards the best one once in a period."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,28 +11,27 @@ from thinwire.errors import ConfigError
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
-    Measure,
+    ScoreSource,
+    best_rank,
+    broadcast_leader,
+    chain_broadcast_,
     chain_from,
     differs_significantly,
-    elect,
-    gather_ballots,
+    elect_or_warn,
+    gather_keys,
+    init_scores,
     leader_or_mean,
-    leader_s,
-    note_loss,
-    pass_along_,
-    pass_between_nodes_,
-    score_of,
-    start_scores,
-    start_warning,
-    warn_once,
-    winner,
+    local_score,
+    record_loss,
+    two_level_broadcast_,
+    warn_without_leader,
 )
 from thinwire.validation import check_kinds
 
 
 @dataclass(frozen=True)
 class LeaderSGD(Strategy):
-    r"""Leader SGD: train locally, and every `period` steps move everyone a part of the way to the best worker.
+    r"""Leader SGD: train locally, and every `period` steps move all workers a part of the way to the best one.
 
     With $z = x_j$ of the worker $j$ whose recent losses are lowest,
 
@@ -40,12 +39,11 @@ class LeaderSGD(Strategy):
       \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z .$$
 
     With `node_size` $m$, the best of each node of $m$ consecutive ranks leads its node every $\tau$ steps, and the best
-    of all pulls everyone besides, by $\lambda_G$, every `global_period` steps; both elections use the same losses. With
-    `proximal` $p$, every step is followed by $x_i \leftarrow x_i + \frac{p}{\tau} (z - x_i)$ towards the last leader
-    there was, once there was one. The loop tells the losses: `worker.record_batch(loss=loss)` before the optimizer's
-    step.
+    of all pulls every worker as well, by $\lambda_G$, every `global_period` steps; both elections use the same losses.
+    With `proximal` $p$, every step is followed by $x_i \leftarrow x_i + \frac{p}{\tau} (z - x_i)$ towards the last
+    leader, after the first election. Report each loss: `worker.record_batch(loss=loss)` before the optimizer's step.
 
-    Without any pull workers train by themselves and say nothing; `pull=1, period=1` makes all of them the best one
+    Without any pull workers train by themselves and send nothing; `pull=1, period=1` makes all of them the best one
     after each step. The optimizer's state stays local, and no pull touches it.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and period (half of an average's), and 8 bytes. With nodes,
     each pull within a node is $\frac{m-1}{m}$ of them, and of all nodes together $G-1$ times the parameters go between
@@ -56,18 +54,34 @@ class LeaderSGD(Strategy):
     arXiv:1905.10395.
 
     Args:
-        period: $\tau$, optimizer steps between elections; more says less.
+        period: $\tau$, optimizer steps between elections; more communicates less.
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader, and lets them explore less.
         node_size: $m$, ranks with a leader of their own; 1 is one leader for all.
         global_period: steps between elections of all, where nodes elect in between; a multiple of `period`.
         global_pull: $\lambda_G$, in [0, 1]; None is as `pull`.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
-            `ScoreFunction` what you like, such as the loss of a batch that is the same on all ranks.
+            `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
         proximal: $p$, in [0, 1]; more holds workers near the last leader between elections too.
-        certainty: with "window", the leader is sent only where some worker is worse than the best by so many standard
+        certainty: with "window", the leader is sent only if some worker is worse than the best by so many standard
             errors of their difference; more sends less often, 0 sends always.
-        overlap: send the leader while the next round computes, one rank a step, and pull one round later.
-        result: what is evaluated and shipped: the "leader" of the moment, or the "mean" of all workers.
+        overlap: send the leader during the next round, one rank a step, and pull one round later.
+        result: what is evaluated and saved: the "leader" of the moment, or the "mean" of all workers.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 4.0 * comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ...     worker = thinwire.attach(model, optimizer, LeaderSGD(period=2, pull=0.25), comm=comm, init="own")
+        ...     for _ in range(2):
+        ...         loss = model(torch.ones(1)).sum()
+        ...         loss.backward()
+        ...         worker.record_batch(loss=loss)
+        ...         optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # rank 0 has the lowest loss; the others go a quarter of the way to it
+        [0.0, 3.0, 6.0]
     """
 
     period: int = 16
@@ -75,7 +89,7 @@ class LeaderSGD(Strategy):
     node_size: int = 1
     global_period: int | None = None
     global_pull: float | None = None
-    metric: Measure = "window"
+    metric: ScoreSource = "window"
     proximal: float = 0.0
     certainty: float = 0.0
     overlap: bool = False
@@ -83,12 +97,14 @@ class LeaderSGD(Strategy):
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every period steps, all (with nodes: those of a node) wait for the slowest and for the leader's parameters"
-    limits = "made for workers whose data are alike: the one with the easiest data would always lead"
+    limits = "made for workers with similar data: the one with the easiest data would always lead"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges, and what goes with what."""
+        """Check the kinds and the ranges, and which options go together."""
         check_kinds(self)
-        _check_shares(pull=self.pull, global_pull=self._global_pull, proximal=self.proximal)
+        for name, share in (("pull", self.pull), ("global_pull", self._global_pull), ("proximal", self.proximal)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
         if not 0 <= self.certainty < float("inf"):
@@ -101,7 +117,7 @@ class LeaderSGD(Strategy):
                 f"certainty={self.certainty}: needs metric='window' over at least 2 steps, and one leader for all"
             )
         if self.overlap and (self.proximal or self.certainty or self.node_size > 1):
-            raise ConfigError("overlap=True: the leader travels alone; use it without proximal, certainty and nodes")
+            raise ConfigError("overlap=True: excludes proximal, certainty and node_size; leave them at their defaults")
 
     def _check_nodes(self) -> None:
         if self.node_size < 1:
@@ -123,15 +139,11 @@ class LeaderSGD(Strategy):
     def _global_pull(self) -> float:
         return self.pull if self.global_pull is None else self.global_pull
 
-    @property
-    def _silent(self) -> bool:
-        return self.pull == self._global_pull == self.proximal == 0
-
     def check(self, size: int) -> None:
-        """Refuse nodes that the ranks do not fill, and rounds too short for a leader to travel in."""
+        """Refuse a number of ranks that is no multiple of the node size, and periods too short for `overlap`."""
         if size % self.node_size:
             raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: ranks fill no whole number of nodes; use a divisor"
+                f"node_size={self.node_size} with {size} workers: nodes must be equally large; use a divisor of {size}"
             )
         if self.overlap and size - 1 > self.period:
             raise ConfigError(
@@ -140,23 +152,24 @@ class LeaderSGD(Strategy):
             )
 
     def start(self, r: Replica) -> None:
-        """Make room for losses."""
-        start_scores(r, self.metric, self.period)
-        start_warning(r)
+        """Allocate the losses."""
+        init_scores(r, self.metric, self.period)
 
     def after_step(self, r: Replica) -> None:
-        """Note the loss, stay near the last leader, and follow a new one when the period is over."""
-        note_loss(r, self.metric, self.period)
-        if r.comm.size == 1 or self._silent:
+        """Record the loss, stay near the last leader, and follow a new one at the end of the period."""
+        record_loss(r, self.metric, self.period)
+        if r.comm.size == 1 or self.pull == self._global_pull == self.proximal == 0:
             return
-        self._stay_near_(r)
+        for name, period in (("leader", self.global_period or self.period), ("node_leader", self.period)):
+            if self.proximal and name in r.state:
+                r.x.lerp_(r.state[name], self.proximal / period)
         if self.overlap:
             self._follow_later_(r)
         elif r.step % self.period == 0:
             (self._follow_ if self.node_size == 1 else self._follow_nodes_)(r)
 
     def average_(self, r: Replica) -> None:
-        """The mean of all; a leader that is still on its way is let go."""
+        """The mean of all workers; drops a leader in flight, which is older than the mean."""
         r.wait_pending()
         r.inflight.clear()
         Strategy.average_(self, r)
@@ -165,23 +178,14 @@ class LeaderSGD(Strategy):
         """The leader of the moment, or the mean."""
         if self.result == "mean" or r.comm.size == 1:
             return Strategy.consensus(self, r)
-        return leader_or_mean(r, score_of(r, self.metric))
-
-    # -- one leader ----------------------------------------------------------------------------------------------
-
-    def _elect(self, r: Replica) -> int | None:
-        leader = elect(r, score_of(r, self.metric))
-        if leader is None:
-            warn_once(r)
-            return None
-        r.metrics["leader"] = float(leader)
-        return leader
+        return leader_or_mean(r, local_score(r, self.metric))
 
     def _follow_(self, r: Replica) -> None:
-        leader = self._elect(r)
+        """Elect one leader for all, and pull towards it."""
+        leader = elect_or_warn(r, local_score(r, self.metric))
         if leader is None or (self.certainty and not differs_significantly(r, self.certainty)):
             return
-        self._pull_(r, "leader", leader_s(r, leader), self.pull)
+        self._pull_(r, "leader", broadcast_leader(r, leader), self.pull)
 
     def _pull_(self, r: Replica, name: str, leader: Tensor, pull: float) -> None:
         if leader is not r.x:
@@ -189,62 +193,52 @@ class LeaderSGD(Strategy):
         if self.proximal:
             r.state[name] = leader.clone() if leader is r.x else leader
 
-    def _stay_near_(self, r: Replica) -> None:
-        for name, period in (("leader", self.global_period or self.period), ("node_leader", self.period)):
-            if self.proximal and name in r.state:
-                r.x.lerp_(r.state[name], self.proximal / period)
-
     # -- leaders of nodes ----------------------------------------------------------------------------------------
 
     def _follow_nodes_(self, r: Replica) -> None:
+        """Elect a leader for each node, and one for all where that is due, from the same keys."""
         first = r.comm.rank - r.comm.rank % self.node_size
         node, everyone = range(first, first + self.node_size), range(r.comm.size)
         both = self.global_period is not None and r.step % self.global_period == 0
-        ballots = gather_ballots(r, score_of(r, self.metric), everyone if both else node)
-        own = winner([ballots[rank] for rank in node])
-        leader = winner(list(ballots.values())) if both else None
-        if own is None or (both and leader is None):
-            warn_once(r)
-        # Who is best of all is best of its node, so the first pull leaves it where it is.
-        self._follow_through_(r, "node_leader", own, self.pull, node)
-        self._follow_through_(r, "leader", leader, self._global_pull, everyone)
+        keys = gather_keys(r, local_score(r, self.metric), everyone if both else node)
+        node_leader = best_rank([keys[rank] for rank in node])
+        leader = best_rank(list(keys.values())) if both else None
+        if node_leader is None or (both and leader is None):
+            warn_without_leader(r)
+        # The best of all is the best of its node, so the first pull leaves it where it is.
+        self._follow_node_leader_(r, "node_leader", node_leader, self.pull, node)
+        self._follow_node_leader_(r, "leader", leader, self._global_pull, everyone)
         if leader is not None:
             r.metrics["leader"] = float(leader)
 
-    def _follow_through_(self, r: Replica, name: str, leader: int | None, pull: float, members: Sequence[int]) -> None:
+    def _follow_node_leader_(
+        self, r: Replica, name: str, leader: int | None, pull: float, members: Sequence[int]
+    ) -> None:
         if leader is None:
             return
         x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
         if len(members) == r.comm.size:
-            pass_between_nodes_(r.comm, x, leader, self.node_size)
+            two_level_broadcast_(r.comm, x, leader, self.node_size)
         else:
-            pass_along_(r.comm, x, chain_from(leader, members))
+            chain_broadcast_(r.comm, x, chain_from(leader, members))
         self._pull_(r, name, x, pull)
 
-    # -- a leader that is a round late ---------------------------------------------------------------------------
+    # -- a leader that is one round old --------------------------------------------------------------------------
 
     def _follow_later_(self, r: Replica) -> None:
-        """Pull towards the last leader and elect the next, when the period is over; else pass it on by one rank."""
-        hops = r.step % self.period
-        if hops == 0:
+        """At the end of a period pull towards the last leader and elect the next; else pass it on by one rank."""
+        rank, size, hop = r.comm.rank, r.comm.size, r.step % self.period
+        if hop == 0:
             r.collect("passed")
             for late in r.collect("leader") or []:
                 r.x.lerp_(late, self.pull)
-            leader = self._elect(r)
-            r.state["leading"] = torch.tensor(-1 if leader is None else leader)
-        if "leading" in r.state and int(r.state["leading"]) >= 0 and hops < r.comm.size - 1:
-            self._pass_on(r, (r.comm.rank - int(r.state["leading"])) % r.comm.size, hops)
-
-    def _pass_on(self, r: Replica, place: int, hops: int) -> None:
-        rank, size = r.comm.rank, r.comm.size
-        if place == hops:
-            x = r.x.clone() if place == 0 else r.inflight["leader"].wait()[0]
+            leader = elect_or_warn(r, local_score(r, self.metric))
+            r.state["current_leader"] = torch.tensor(-1 if leader is None else leader)
+        if "current_leader" not in r.state or int(r.state["current_leader"]) < 0 or hop >= size - 1:
+            return
+        distance = (rank - int(r.state["current_leader"])) % size  # in the chain that begins at the leader
+        if distance == hop:
+            x = r.x.clone() if distance == 0 else r.inflight["leader"].wait()[0]
             r.launch("passed", r.comm.send_recv(x, [(rank + 1) % size], []))
-        if place == hops + 1:
+        if distance == hop + 1:
             r.launch("leader", r.comm.send_recv(r.x, [], [(rank - 1) % size]))
-
-
-def _check_shares(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0 <= share <= 1:
-            raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")

@@ -1,4 +1,4 @@
-"""Descend, and be pulled towards the best worker in the same step."""
+"""Add a pull towards the best worker to every gradient."""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,14 +10,12 @@ from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
-    elect,
+    broadcast_leader,
+    elect_or_warn,
+    init_scores,
     leader_or_mean,
-    leader_s,
-    note_loss,
-    score_of,
-    start_scores,
-    start_warning,
-    warn_once,
+    local_score,
+    record_loss,
 )
 from thinwire.validation import check_kinds
 
@@ -30,10 +28,10 @@ class LeaderGradientDescent(Strategy):
 
     $$x_i \leftarrow x_i - \gamma \left( g_i(x_i) + \lambda (x_i - z) \right) .$$
 
-    $z$ counts as a constant: the leader's own step is plain. The pull is the learning rate's part of the way, and does
-    not go through the optimizer: momentum knows nothing of it. The loop tells the losses:
-    `worker.record_batch(loss=loss)` before the optimizer's step. Where all workers stand at one stationary point,
-    they stay; wherever they come to rest, the leader's gradient is zero.
+    $z$ is treated as a constant: the leader's own step is plain. The pull is scaled by the learning rate, and does not
+    go through the optimizer: it does not enter momentum. Report each loss: `worker.record_batch(loss=loss)` before the
+    optimizer's step. Workers that are all at one stationary point stay there; wherever they come to rest, the leader's
+    gradient is zero.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
@@ -41,13 +39,28 @@ class LeaderGradientDescent(Strategy):
 
     Args:
         pull: $\lambda$, at least 0; times the learning rate it is the share of the way to the leader.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 4.0 * comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     worker = thinwire.attach(model, optimizer, LeaderGradientDescent(pull=1.0), comm=comm, init="own")
+        ...     loss = 0.0 * model(torch.ones(1)).sum()  # no gradient: only the pull moves the parameters
+        ...     loss.backward()
+        ...     worker.record_batch(loss=float(comm.rank))  # rank 0 is best
+        ...     optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # half of the way to rank 0
+        [0.0, 2.0, 4.0]
     """
 
     pull: float = 0.1
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
-    limits = "speaks at every step; LSGD pulls now and then"
+    limits = "communicates at every step; LeaderSGD does once in a period"
 
     def __post_init__(self) -> None:
         """Check the kind and the range."""
@@ -56,24 +69,21 @@ class LeaderGradientDescent(Strategy):
             raise ConfigError(f"pull={self.pull}: must be finite and not negative; 0.1 is usual")
 
     def start(self, r: Replica) -> None:
-        """Make room for a loss."""
-        start_scores(r, "window", 1)
-        start_warning(r)
+        """Allocate one loss."""
+        init_scores(r, "window", 1)
 
     def before_step(self, r: Replica) -> None:
         """Elect by the losses at these parameters, and pull."""
-        note_loss(r, "window", 1)
+        record_loss(r, "window", 1)
         if r.comm.size == 1 or self.pull == 0:
             return
-        leader = elect(r, score_of(r, "window"))
+        leader = elect_or_warn(r, local_score(r, "window"))
         if leader is None:
-            warn_once(r)
             return
-        r.metrics["leader"] = float(leader)
-        z = leader_s(r, leader)
+        z = broadcast_leader(r, leader)
         if z is not r.x:
             descend_(r.x, r.x - z, r.lr, self.pull)
 
     def consensus(self, r: Replica) -> Tensor:
         """The leader of the last step."""
-        return Strategy.consensus(self, r) if r.comm.size == 1 else leader_or_mean(r, score_of(r, "window"))
+        return Strategy.consensus(self, r) if r.comm.size == 1 else leader_or_mean(r, local_score(r, "window"))

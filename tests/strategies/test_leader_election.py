@@ -1,4 +1,4 @@
-"""Who leads: elections, what workers say of their losses, and what is left unsent."""
+"""Elections: which worker leads, how losses are recorded, and when the leader is not sent."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from thinwire import Comm, ConfigError, CountingComm, Local, Replica, run_thread
 from thinwire.replica.replica import as_number
 from thinwire.strategies.leader.election import (
     ScoreFunction,
-    ballot,
+    best_rank,
     elect,
-    winner,
+    encode_key,
 )
 from thinwire.strategies.leader.leader import LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
@@ -64,9 +64,9 @@ def test_score_keys_are_ordered_as_their_scores() -> None:
     draw = torch.Generator().manual_seed(0)
     scores = torch.cat([torch.randn(200, generator=draw) * 10.0**power for power in (-40, -5, 0, 5, 30)])
     r = replica(CountingComm(7, 8))
-    keys = torch.cat([ballot(r, score) for score in scores])
+    keys = torch.cat([encode_key(r, score) for score in scores])
     assert torch.equal(scores[keys.argsort()], scores.sort().values)
-    assert {winner([int(key)]) for key in keys} == {7}
+    assert {best_rank([int(key)]) for key in keys} == {7}
 
 
 def test_a_worker_without_a_loss_never_leads() -> None:
@@ -95,13 +95,13 @@ def test_one_election_is_eight_bytes() -> None:
     assert run_threads(4, body) == [(8, 1)] * 4
 
 
-# -- who is told what --------------------------------------------------------------------------------------------------
+# -- recorded losses --------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_whose_loss_is_nan_never_leads() -> None:
     well, starts = DoubleWell(0.2), torch.tensor([[-1.1], [0.9], [1.0]], dtype=DOUBLE)
 
-    def told(rank: int, step: int, loss: Tensor) -> Tensor | float:
+    def loss_of(rank: int, step: int, loss: Tensor) -> Tensor | float:
         return NAN if rank == 0 else loss
 
     expected = lsgd(
@@ -113,14 +113,17 @@ def test_a_worker_whose_loss_is_nan_never_leads() -> None:
         period=2,
         pull=0.4,
     )
-    assert distance(together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, told=told), expected) < 1e-12
+    assert (
+        distance(together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, reported=loss_of), expected)
+        < 1e-12
+    )
 
 
 def test_if_no_loss_is_finite_nobody_is_pulled_and_there_is_one_warning() -> None:
     problem, starts = Regression(2, STEPS, DOUBLE), starts_of(2)
 
     def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
-        return flat(train(comm, strategy, problem, RATES, starts=starts, told=lambda *_: INF).model)
+        return flat(train(comm, strategy, problem, RATES, starts=starts, reported=lambda *_: INF).model)
 
     for strategy in (
         LeaderSGD(period=2),
@@ -136,13 +139,13 @@ def test_if_no_loss_is_finite_nobody_is_pulled_and_there_is_one_warning() -> Non
 
 
 def test_a_window_that_is_not_full_is_averaged_over_the_losses_it_holds() -> None:
-    """Half of rank 1's steps tell nothing; what it told is worse, and it must not lead for having told less."""
+    """Rank 1 reports a loss at half of its steps only. They are worse, so it must not lead for having fewer."""
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
 
-    def told(rank: int, step: int, loss: Tensor) -> float | None:
+    def loss_of(rank: int, step: int, loss: Tensor) -> float | None:
         return 1.0 if rank == 0 else None if step % 2 else 1.5
 
-    found = together(2, LeaderSGD(period=4, pull=1.0), well, [0.0] * 4, starts=starts, told=told)
+    found = together(2, LeaderSGD(period=4, pull=1.0), well, [0.0] * 4, starts=starts, reported=loss_of)
     assert torch.equal(found, torch.ones_like(found))
 
 
@@ -157,7 +160,7 @@ def test_an_exponential_mean_decays_and_recovers_from_a_nan() -> None:
             DoubleWell(),
             [0.0] * steps,
             starts=starts,
-            told=lambda rank, step, _: values[rank][step],
+            reported=lambda rank, step, _: values[rank][step],
         )
         assert float(found[0]) == float(found[1])
         return float(found[0])
@@ -203,18 +206,18 @@ def test_the_arguments_of_record_batch_are_checked_and_reset_after_the_step() ->
     assert as_number(2, torch.zeros(1), "loss").dtype == torch.float32
 
 
-# -- sending only where somebody stands out ----------------------------------------------------------------------------
+# -- sending only if a worker differs significantly --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gap", "sends"), [(0.0, False), (0.1, False), (50.0, True), (INF, True)])
 def test_the_leader_is_sent_only_if_a_worker_differs_significantly(gap: float, sends: bool) -> None:
-    """Losses of 0 and 1 in turn have a standard error of about a third; of a gap of 50 that is nothing."""
+    """Losses of 0 and 1 in turn have a standard error of about a third; a gap of 50 is far beyond that."""
     well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0], [1.0]], dtype=DOUBLE)
 
     def body(comm: Comm) -> tuple[bool, float]:
         worker = begin(comm, LeaderSGD(period=4, pull=1.0, certainty=2.0), well, starts)
         before = comm.meter.payload_bytes
-        go_on(worker, well, [0.0] * 4, told=lambda rank, step, _: step % 2 + (gap if rank == 1 else 0.0))
+        go_on(worker, well, [0.0] * 4, reported=lambda rank, step, _: step % 2 + (gap if rank == 1 else 0.0))
         return float(flat(worker.model)) == 1.0, comm.meter.payload_bytes - before
 
     found = run_threads(3, body)
