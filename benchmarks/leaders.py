@@ -1,11 +1,11 @@
-"""Leader SGD where one worker is slow: rounds of so many steps of everybody, and rounds of so many steps of all.
+"""Leader SGD with a slow worker: rounds of a number of steps of each worker, or of all workers together.
 
 python -m benchmarks.leaders [--only WORD ...] [--rates RATE ...] [--rounds N] [--seconds N]
 
 Four workers, each behind a link of 20 Mbit/s where links can be emulated, train a small CNN (on MNIST where
 THINWIRE_DATA has it) for the same time. Besides its computation a step sleeps for 20 ms, so that four workers fit on
-two cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the
-learning rate that was best of some for a seed apart. The mean of the workers is evaluated.
+two cores, and the last worker takes three times as long from a step's beginning to its loss. Each method has the best
+of some learning rates, searched with another seed. The mean of the workers is evaluated.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LINK = "20mbit"
 SLOW = 3.0
 STEP_SECONDS = 0.02
 BATCH_SIZE = 16
-SEARCHED = 100  # the seed with which learning rates are compared
+SEARCH_SEED = 100  # with which learning rates are compared
 RATES = (0.005, 0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, and how long the last worker takes.
+    """A method, and how slow the last worker is.
 
     Args:
         strategy: the recipe.
-        every: steps after which all workers ask together whether the time is up; 0 where each looks at its own clock.
+        every: steps after which all workers decide together whether the time is up; 0 if each looks at its own clock.
         factor: how many times as long the last worker computes.
     """
 
@@ -58,21 +58,21 @@ class Contender:
 
 CONTENDERS = {
     "AllReduce": Contender(thinwire.AllReduce(), 1),
-    "LSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD),
+    "LeaderSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD),
     "AsyncLeaderSGD": Contender(thinwire.AsyncLeaderSGD(PERIOD, result="mean"), 0),
-    "even LSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
+    "even LeaderSGD": Contender(thinwire.LeaderSGD(PERIOD, result="mean"), PERIOD, factor=1.0),
     "even AsyncLeaderSGD": Contender(thinwire.AsyncLeaderSGD(PERIOD, result="mean"), 0, factor=1.0),
 }
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be measured.
+class Settings:
+    """What to measure.
 
     Args:
         names: of the contenders.
-        rates: learning rates tried for each.
-        rounds: how often each is run at the best.
+        rates: learning rates to try for each.
+        rounds: runs of each at its best learning rate.
         seconds: of each run.
     """
 
@@ -83,13 +83,13 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """One run, as one worker saw it.
+class Run:
+    """One run, as one worker measured it.
 
     Attributes:
         loss: of the workers' mean, on held-out data; infinite where it diverged.
         steps: that this worker took.
-        seconds: until all stood still.
+        seconds: until the barrier at the end.
     """
 
     loss: float
@@ -99,15 +99,15 @@ class Ran:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method at the learning rate that was best for a seed apart.
+    """A method at its best learning rate.
 
     Attributes:
-        tried: by learning rate, the loss in the search.
-        rans: at the best, one run for each of the other seeds.
+        tried: learning rates, each with its loss in the search.
+        runs: at the best, one for each of the other seeds.
     """
 
     tried: list[tuple[float, float]]
-    rans: list[Ran]
+    runs: list[Run]
 
     @property
     def rate(self) -> float:
@@ -116,30 +116,30 @@ class Tuned:
 
 
 class Clock:
-    """When a worker takes no further step."""
+    """Decides when a worker takes no further step."""
 
     def __init__(self, seconds: float, every: int) -> None:
         self._seconds, self._every = seconds, every
-        self._begin = self._asked = time.perf_counter()
+        self._begin = self._decided = time.perf_counter()
 
     @property
     def elapsed(self) -> float:
         """Seconds of training."""
         return time.perf_counter() - self._begin
 
-    def goes_on(self, step: int) -> bool:
-        """Whether there is time for more steps: for one of one's own, or for about half of what all take together."""
+    def has_time(self, step: int) -> bool:
+        """Whether there is time for a step of this worker, or for half of the next `every` steps of all."""
         if not self._every:
             return self.elapsed < self._seconds
         if step % self._every:
             return True
-        lasted, self._asked = time.perf_counter() - self._asked, time.perf_counter()
+        lasted, self._decided = time.perf_counter() - self._decided, time.perf_counter()
         late = torch.tensor(float(self.elapsed + lasted / 2 > self._seconds))
         dist.all_reduce(late)
         return not late.item()
 
 
-def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: float) -> Ran:
+def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: float) -> Run:
     """One run of one method."""
     rank = dist.get_rank()
     model = task.model("cnn", seed=seed)
@@ -149,7 +149,7 @@ def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: fl
     shard = task.shards(WORKERS, split="iid", seed=seed)[rank]
     dist.barrier()
     clock = Clock(seconds, contender.every)
-    while clock.goes_on(worker.step):
+    while clock.has_time(worker.step):
         begin = time.perf_counter()
         batch = task.batch(shard, worker.step, batch_size=BATCH_SIZE, seed=seed, rank=rank)
         optimizer.zero_grad()
@@ -162,11 +162,11 @@ def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: fl
     worker.wait_pending()
     dist.barrier()
     taken = clock.elapsed
-    return Ran(held_out(task, worker), worker.step, taken)
+    return Run(held_out(task, worker), worker.step, taken)
 
 
 def held_out(task: Task, worker: Worker) -> float:
-    """The loss of what the workers agree on, the same on all ranks."""
+    """The loss of the consensus model, the same on all ranks."""
     found = torch.zeros(1, dtype=torch.float64)
     with worker.consensus() as model:
         if dist.get_rank() == 0:
@@ -176,42 +176,44 @@ def held_out(task: Task, worker: Worker) -> float:
     return found.nan_to_num(nan=float("inf")).item()
 
 
-def tuned(task: Task, contender: Contender, asked: Asked) -> Tuned:
-    """Look for the learning rate, then run as often as asked for."""
-    tried = [(lr, train(task, contender, lr=lr, seed=SEARCHED, seconds=asked.seconds).loss) for lr in asked.rates]
+def tuned(task: Task, contender: Contender, settings: Settings) -> Tuned:
+    """Search for the learning rate, then run as often as the settings say."""
+    tried = [
+        (lr, train(task, contender, lr=lr, seed=SEARCH_SEED, seconds=settings.seconds).loss) for lr in settings.rates
+    ]
     lr = Tuned(tried, []).rate
     return Tuned(
-        tried, [train(task, contender, lr=lr, seed=seed, seconds=asked.seconds) for seed in range(asked.rounds)]
+        tried, [train(task, contender, lr=lr, seed=seed, seconds=settings.seconds) for seed in range(settings.rounds)]
     )
 
 
-def work(asked: Asked) -> None:
-    """As one of several workers: run all, and write what was found as a line of JSON."""
+def work(settings: Settings) -> None:
+    """As one of several workers: run all contenders, and write the results as a line of JSON."""
     start()
     task = load("mnist" if os.environ.get("THINWIRE_DATA") else "digits")
-    found = {name: asdict(tuned(task, CONTENDERS[name], asked)) for name in asked.names}
+    found = {name: asdict(tuned(task, CONTENDERS[name], settings)) for name in settings.names}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 
 
-def measured(asked: Asked) -> list[dict[str, Tuned]]:
-    """What every worker has found, by name."""
+def measured(settings: Settings) -> list[dict[str, Tuned]]:
+    """The results of every worker, by contender."""
     lines: dict[int, str] = {}
 
-    def keep(rank: int, stream: str, line: str) -> None:
+    def on_line(rank: int, stream: str, line: str) -> None:
         if stream == "stdout":
             lines[rank] = line
 
-    command = [sys.executable, "-m", "benchmarks.leaders", "work", json.dumps(asdict(asked))]
+    command = [sys.executable, "-m", "benchmarks.leaders", "work", json.dumps(asdict(settings))]
     with nullcontext() if available() else Network(parse_links(LINK, WORKERS)) as network:
-        run_workers(command, WORKERS, network=network, on_line=keep, timeout=1800)
-    return [{name: tuned_of(each) for name, each in json.loads(lines[rank]).items()} for rank in range(WORKERS)]
+        run_workers(command, WORKERS, network=network, on_line=on_line, timeout=1800)
+    return [{name: tuned_from(each) for name, each in json.loads(lines[rank]).items()} for rank in range(WORKERS)]
 
 
-def tuned_of(words: dict[str, Any]) -> Tuned:
+def tuned_from(values: dict[str, Any]) -> Tuned:
     """Read back what a worker wrote."""
-    return Tuned([(lr, loss) for lr, loss in words["tried"]], [Ran(**ran) for ran in words["rans"]])
+    return Tuned([(lr, loss) for lr, loss in values["tried"]], [Run(**run) for run in values["runs"]])
 
 
 def rows(found: Sequence[dict[str, Tuned]]) -> Iterator[tuple[str, ...]]:
@@ -219,22 +221,22 @@ def rows(found: Sequence[dict[str, Tuned]]) -> Iterator[tuple[str, ...]]:
     yield ("method", "held-out loss", "extremes", "learning rate", "steps of a fast worker", "of the last", "seconds")
     yield ("---",) * 7
     for name, mine in found[0].items():
-        losses, last = [ran.loss for ran in mine.rans], found[-1][name].rans
+        losses, last = [run.loss for run in mine.runs], found[-1][name].runs
         yield (
             name,
             f"{statistics.fmean(losses):.4f}",
             f"{min(losses):.4f} to {max(losses):.4f}",
             f"{mine.rate:g} (tried {', '.join(f'{lr:g}: {loss:.3f}' for lr, loss in mine.tried)})",
-            f"{statistics.fmean(ran.steps for each in found[:-1] for ran in each[name].rans):.0f}",
-            f"{statistics.fmean(ran.steps for ran in last):.0f}",
-            f"{statistics.fmean(ran.seconds for ran in last):.2f}",
+            f"{statistics.fmean(run.steps for each in found[:-1] for run in each[name].runs):.0f}",
+            f"{statistics.fmean(run.steps for run in last):.0f}",
+            f"{statistics.fmean(run.seconds for run in last):.2f}",
         )
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, or be one worker."""
     if arguments[:1] == ["work"]:
-        work(Asked(**json.loads(arguments[1])))
+        work(Settings(**json.loads(arguments[1])))
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leaders", description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), help="these alone")
@@ -242,9 +244,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each is run at the best rate")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     given = parser.parse_args(arguments)
-    asked = Asked(tuple(given.only), tuple(given.rates), given.rounds, given.seconds)
+    settings = Settings(tuple(given.only), tuple(given.rates), given.rounds, given.seconds)
     print(f"links: {available() or LINK}\n")
-    for line in rows(measured(asked)):
+    for line in rows(measured(settings)):
         print(f"| {' | '.join(line)} |", flush=True)
 
 
