@@ -16,7 +16,7 @@ class Simulation:
     """A coordinator and its ranks; messages between two ranks arrive in the order in which they were sent.
 
     Attributes:
-        committed: the members of each step, as each rank was told.
+        committed: the members of each step, as each rank has learned them.
         steps: the step that each rank is at.
         attempts: the attempt and members that each rank averages with by messages, if it does.
         inboxes: messages on their way to each rank.

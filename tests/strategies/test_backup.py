@@ -1,7 +1,8 @@
-"""Backup workers: the first N of n count, all ranks end the step with the same bits, and nobody waits for late ones."""
+"""Backup workers: the first N of n count, all ranks end the step with the same bits, and none waits for late ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -24,6 +25,8 @@ from thinwire.quorum.log import memberships
 from thinwire.quorum.messages import ControlMessage
 from thinwire.quorum.participant import Participant, Round
 from thinwire.quorum.rules import Reduction
+from thinwire.runs.defaults import resolve
+from thinwire.runs.launcher import launch
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
 
 # -- without backups ---------------------------------------------------------------------------------------------------
@@ -324,3 +327,46 @@ def test_a_worker_that_trains_on_alone_gets_a_timeout_error() -> None:
 
     with pytest.raises(thinwire.CommTimeoutError, match=r"all ranks must train until the same worker.step"):
         run_threads(3, body, timeout=0.8)
+
+
+# -- other loops, and whole runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"find_unused": True}, "find_unused=True: a late worker leaves out steps"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler: a late worker leaves out steps"),
+    ],
+)
+def test_loops_that_count_on_every_step_are_refused(settings: dict[str, Any], words: str) -> None:
+    def body(comm: Comm) -> None:
+        attach(comm, BackupWorkers(0), **settings).detach()
+        attach(comm, BackupWorkers(), **settings)
+
+    with pytest.raises(ConfigError, match=words):
+        run_threads(2, body, timeout=10)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_stopped_worker_is_whole(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    settings = resolve(
+        {
+            "task": "digits",
+            "strategy": "BackupWorkers()",
+            "workers": 3,
+            "steps": 60,
+            "slow": "1:5x",
+            "stall": "1:10ms",
+            "stop": "2:100ms:400ms",
+            "eval_every": 30,
+        }
+    )
+    summary = launch(settings, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "step_seconds" in row] == list(range(1, 61))
+    assert sum(row["metrics"]["steps_missed"] for row in rows if "metrics" in row) > 5
+    assert summary["eval_loss"] < 2.5
+    spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
+    assert {"quorum", "mean", "compute"} <= {span["name"] for span in spans}

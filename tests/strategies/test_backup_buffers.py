@@ -26,7 +26,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def running_mean(rank: int, steps: list[int]) -> Tensor:
-    """What a layer on the inputs remembers of the batches of these steps, with torch's momentum of 0.1."""
+    """The running mean of a layer on the inputs after the batches of these steps, with torch's momentum of 0.1."""
     mean = torch.zeros(3)
     for step in steps:
         mean = 0.9 * mean + 0.1 * batch(rank, step)[0].mean(0)
@@ -34,7 +34,7 @@ def running_mean(rank: int, steps: list[int]) -> Tensor:
 
 
 def body(comm: Comm) -> tuple[list[float], list[int], list[float], list[float], list[tuple[int, ...]]]:
-    """Train among one slow rank: the parameters, the steps taken, the mean remembered, everyone's, and the log."""
+    """Train with one slow rank: the parameters, the steps taken, the running mean, its mean over ranks, and the log."""
     model = normed()
     worker, taken = attach(comm, BackupWorkers(), model=model), list[int]()
     while worker.step < STEPS:
@@ -44,13 +44,13 @@ def body(comm: Comm) -> tuple[list[float], list[int], list[float], list[float], 
         time.sleep(0.03 if comm.rank == 3 else 0.002)
         loss.backward()
         worker.optimizer.step()
-    remembered = model[0].running_mean
-    assert isinstance(remembered, Tensor)
+    running = model[0].running_mean
+    assert isinstance(running, Tensor)
     with worker.consensus():
-        mean = remembered.tolist()
+        mean = running.tolist()
     log = list(memberships(worker.replicas[0]))
     worker.detach()
-    return flat(model).tolist(), taken, remembered.tolist(), mean, log
+    return flat(model).tolist(), taken, running.tolist(), mean, log
 
 
 def test_a_late_worker_keeps_its_own_statistics_and_nobody_s_parameters_depend_on_them() -> None:
@@ -58,9 +58,9 @@ def test_a_late_worker_keeps_its_own_statistics_and_nobody_s_parameters_depend_o
     log, model = runs[0][-1], normed()
     assert len(runs[3][1]) < STEPS
     expected = backup_workers(model, momentum(model), loss_of, log)
-    for rank, (x, taken, remembered, _, _) in enumerate(runs):
+    for rank, (x, taken, running, _, _) in enumerate(runs):
         assert torch.equal(torch.tensor(x), expected)
-        assert remembered == pytest.approx(running_mean(rank, taken).tolist(), abs=1e-6)
+        assert running == pytest.approx(running_mean(rank, taken).tolist(), abs=1e-6)
 
 
 def test_consensus_is_the_mean_of_all_workers_statistics() -> None:

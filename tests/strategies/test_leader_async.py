@@ -1,4 +1,4 @@
-"""Asynchronous LSGD: how many steps a round has, who stands still for whom, and that it is LSGD at equal speeds."""
+"""Asynchronous leader SGD: how many steps a round has, its barriers, and that it is leader SGD at equal speeds."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ from thinwire.strategies.stragglers.parameter_server import ParameterServer
 DOUBLE = torch.float64
 
 
-class Turns:
+class Schedule:
     """Workers take their steps one at a time, in a given order."""
 
     def __init__(self, order: list[int]) -> None:
         self._order, self._next, self._changed = order, 0, threading.Condition()
 
-    def take(self, rank: int, act: Callable[[], None]) -> None:
-        """All turns of one worker."""
+    def run(self, rank: int, act: Callable[[], None]) -> None:
+        """All steps of one worker."""
         for place in (place for place, each in enumerate(self._order) if each == rank):
             with self._changed:
                 assert self._changed.wait_for(lambda place=place: self._next == place, 20)
@@ -45,8 +45,8 @@ class Turns:
 def run_in_order(
     strategy: ParameterServer, order: list[int], size: int, gradient: Callable[[int, Tensor], Tensor], rate: float
 ) -> list[tuple[Tensor, list[int]]]:
-    """The shared parameters at the end and each part's number of updates; all read zeros before the first turn."""
-    turns = Turns(order)
+    """The shared parameters at the end and each part's number of updates; all read zeros before the first step."""
+    schedule = Schedule(order)
 
     def body(comm: Comm) -> tuple[Tensor, list[int]]:
         r = Replica(torch.zeros(5, dtype=DOUBLE), torch.empty(0), comm, lr=lambda: rate)
@@ -65,7 +65,7 @@ def run_in_order(
             r.state["version"].zero_()
             r.state["version_read"].zero_()
         comm.all_gather(torch.zeros(1)).wait()
-        turns.take(comm.rank, lambda: step(-rate * gradient(comm.rank, r.x)))
+        schedule.run(comm.rank, lambda: step(-rate * gradient(comm.rank, r.x)))
         x = strategy.consensus(r)
         count = int(r.state["version"])
         comm.close_mailbox(r)

@@ -1,4 +1,4 @@
-"""Steps that end when enough ranks are ready; late ranks are brought up to date afterwards.
+"""Steps that end when enough ranks are ready; late ranks recover afterwards.
 
 - `rules`: for how many ranks to wait, and which reduction to use, from measured times.
 - `messages`: what ranks send each other.

@@ -12,7 +12,7 @@ attempt is abandoned and another one starts without the members that sent nothin
 an attempt, and may be a member of a later one.
 
 An all-reduce needs every rank, so that any rank may hold it up, late ones too. If most members wait for it in vain, the
-next attempt is by messages among those that were heard from, and no other all-reduce starts until all ranks have ended
+next attempt is by messages among those that have responded, and no other all-reduce starts until all ranks have ended
 the last one.
 """
 
@@ -142,20 +142,20 @@ class Coordinator:
         if not self.members or not waits:
             return []
         self.reminders[src] += 1
-        heard = self.acknowledged | (self.reminders.keys() & set(self.members))
-        silent = set(self.members) - heard
-        if not silent:
+        responded = self.acknowledged | (self.reminders.keys() & set(self.members))
+        missing = set(self.members) - responded
+        if not missing:
             # All members wait. Their messages are on the way, if they use messages; an all-reduce however may be held
             # up by a rank that is no member.
             abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
         elif is_member:
-            abandon = len(heard) > len(silent) or self.reminders[src] >= _ENOUGH_REMINDERS
+            abandon = len(responded) > len(missing) or self.reminders[src] >= _ENOUGH_REMINDERS
         else:
-            # Others count only where no member at all was heard from, and less with every attempt.
-            abandon = not heard and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
+            # Other ranks count only if no member has responded at all, and less with every attempt.
+            abandon = not responded and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
         if not abandon:
             return []
-        for rank in silent:
+        for rank in missing:
             del self.ready[rank]
         self.selector.abandoned += bool(self.all_reduce)
         self._end_attempt()

@@ -41,12 +41,12 @@ class CountingParticipant:
         """Count the messages of a step; the gradient stays as it is."""
         rank, size = self._comm.rank, self._comm.size
         others = [member for member in self._members if member != rank]
-        everyone = [other for other in range(size) if other != rank]
+        all_others = [other for other in range(size) if other != rank]
         control = torch.empty(control_length(size), dtype=torch.int64, device="meta")
         if self._coordinator == rank:
             # READY and ACK from each member, START and COMMIT to it; an all-reduce starts and ends on all ranks.
-            self._comm.send_recv(control, everyone if self._use_all_reduce else others, others).wait()
-            self._comm.send_recv(control, others, everyone if self._use_all_reduce else others).wait()
+            self._comm.send_recv(control, all_others if self._use_all_reduce else others, others).wait()
+            self._comm.send_recv(control, others, all_others if self._use_all_reduce else others).wait()
         else:
             for _ in range(2):
                 self._comm.send_recv(control, [self._coordinator], [self._coordinator]).wait()
@@ -83,7 +83,7 @@ class CountingParticipant:
 
 
 class QuorumSettings(Protocol):
-    """What a strategy says about its quorum."""
+    """The hyperparameters of a quorum, which a strategy has as fields."""
 
     @property
     def backups(self) -> int:

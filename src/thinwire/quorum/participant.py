@@ -257,7 +257,7 @@ class Participant:
             current = self._round = Round(self._r.step, own, start)
             self._send_ready(current)
         while not current.is_over:
-            self._wait(lambda: self._has_news(current), "enough ranks to be ready", lambda: self._retry(current))
+            self._wait(lambda: self._can_continue(current), "enough ranks to be ready", lambda: self._retry(current))
             self._advance(current)
         outcome = current.outcome
         assert outcome is not None, "it was waited for"
@@ -316,7 +316,7 @@ class Participant:
         """Wait until all ranks are here; late ranks receive this rank's state meanwhile.
 
         Raises:
-            CommTimeoutError: some rank did not come.
+            CommTimeoutError: some rank did not reach the barrier in time.
             PeerLostError: some rank is gone.
         """
         start = time.perf_counter()
@@ -365,7 +365,7 @@ class Participant:
         times = self._reduction_seconds
         return max(self._retry_seconds, _USUAL_REDUCTIONS * median(times) if times else _FIRST_RETRY_SECONDS)
 
-    def _has_news(self, current: Round) -> bool:
+    def _can_continue(self, current: Round) -> bool:
         """Whether the step is decided, or this rank has something to compute or to send for it."""
         if current.refused:
             first, second = current.refused

@@ -63,7 +63,7 @@ class MessageReduction:
     """One attempt to average a gradient among members: a reduce-scatter and an all-gather by messages.
 
     The i-th member averages the i-th part for all; members beyond the number of parts average none. Gradients are added
-    in the order of ranks, so that the mean has the same bits whichever attempt it comes from.
+    in the order of ranks, so that the same members have a mean of the same bits in every attempt.
 
     Attributes:
         partition: of the gradient.
@@ -74,7 +74,7 @@ class MessageReduction:
         received: every member's gradient of the own part, by rank.
         means: the mean of each part that is known here, by part.
         sent: whether the own gradient was sent.
-        acknowledged: whether the coordinator was told that all of the mean is here.
+        acknowledged: whether ACK was sent, because all of the mean is here.
     """
 
     partition: Partition
@@ -214,7 +214,7 @@ class AllReduceThread:
                     self.unmetered.append(comm.meter.payload_bytes - before)
                 with suppress(CommError, ReferenceError):
                     finish(start, mean)
-                # After `finish`: whoever waits for the end of this all-reduce reads the mean at once.
+                # After `finish`: the training thread may wait for the end of this all-reduce, and reads the mean then.
                 with self.changed:
                     self.ended = start.all_reduce
                     self.changed.notify_all()

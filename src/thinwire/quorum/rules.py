@@ -92,8 +92,8 @@ class ReductionSelector:
 
     Args:
         reduction: "all_reduce" is among all ranks, and late ones contribute zeros; "messages" are among members alone;
-            "auto" tries both in turn and keeps the one with the lower median time, unless all-reduces are abandoned
-            again and again.
+            "auto" alternates between them at first, and then keeps the one with the lower median time, unless too many
+            all-reduces are abandoned.
         all_reduce_seconds: measured times of all-reduces.
         message_seconds: measured times of reductions by messages.
         abandoned: all-reduces that were given up because some rank did not take part.

@@ -3,9 +3,9 @@
 Rank 0 counts the steps of the round in the thread in which its messages arrive, while it trains. A worker asks it for
 the count after each step; once the round has its steps, every worker goes to the election after the step that it is in.
 
-A worker that waits for all others (for `consensus`, `save` or at the end) is at the barrier. It tells rank 0 its round,
-and waits for an answer: ELECTION if the round is over, since an election needs all ranks and others still train; then
-it asks again. RELEASE if every rank is at the barrier.
+A worker that waits for all others (for `consensus`, `save` or at the end) is at the barrier. It sends its round to rank
+0, and waits for an answer: ELECTION if the round is over, since an election needs all ranks and others still train;
+then it asks again. RELEASE if every rank is at the barrier.
 """
 
 from dataclasses import dataclass

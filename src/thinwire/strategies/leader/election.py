@@ -33,7 +33,7 @@ class ScoreFunction:
 
     Args:
         compute: given the replica, returns one number, as a tensor on the device of the parameters or as a float.
-        name: tells recipes apart; equal on all ranks. A recipe with a score function cannot be parsed from its text.
+        name: distinguishes recipes; equal on all ranks. A recipe with a score function cannot be parsed from its text.
 
     Example:
         >>> import torch, thinwire

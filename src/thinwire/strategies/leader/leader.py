@@ -198,16 +198,16 @@ class LeaderSGD(Strategy):
     def _follow_nodes_(self, r: Replica) -> None:
         """Elect a leader for each node, and one for all where that is due, from the same keys."""
         first = r.comm.rank - r.comm.rank % self.node_size
-        node, everyone = range(first, first + self.node_size), range(r.comm.size)
+        node, all_ranks = range(first, first + self.node_size), range(r.comm.size)
         both = self.global_period is not None and r.step % self.global_period == 0
-        keys = gather_keys(r, local_score(r, self.metric), everyone if both else node)
+        keys = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
         node_leader = best_rank([keys[rank] for rank in node])
         leader = best_rank(list(keys.values())) if both else None
         if node_leader is None or (both and leader is None):
             warn_without_leader(r)
         # The best of all is the best of its node, so the first pull leaves it where it is.
         self._follow_node_leader_(r, "node_leader", node_leader, self.pull, node)
-        self._follow_node_leader_(r, "leader", leader, self._global_pull, everyone)
+        self._follow_node_leader_(r, "leader", leader, self._global_pull, all_ranks)
         if leader is not None:
             r.metrics["leader"] = float(leader)
 

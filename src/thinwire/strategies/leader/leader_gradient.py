@@ -30,7 +30,7 @@ class LeaderGradientDescent(Strategy):
 
     $z$ is treated as a constant: the leader's own step is plain. The pull is scaled by the learning rate, and does not
     go through the optimizer: it does not enter momentum. Report each loss: `worker.record_batch(loss=loss)` before the
-    optimizer's step. Workers that are all at one stationary point stay there; wherever they come to rest, the leader's
+    optimizer's step. Workers that are all at one stationary point stay there; wherever they stop moving, the leader's
     gradient is zero.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss.
 

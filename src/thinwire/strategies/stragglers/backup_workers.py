@@ -182,7 +182,7 @@ class BackupWorkers(Strategy):
             participant_of(r).barrier()
             return list[torch.Tensor]()
 
-        # Waited for only before everybody needs everybody: consensus(), save(), detach().
+        # Waited for only where all ranks are needed: consensus(), save(), detach().
         r.launch("barrier", Work(barrier))
 
     def average_(self, r: Replica) -> None:

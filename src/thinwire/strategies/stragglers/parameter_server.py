@@ -151,7 +151,7 @@ class ParameterServer(Strategy):
         return True
 
     def _apply(self, r: Replica, src: int, update: Tensor) -> Tensor:
-        """Apply a worker's update to this worker's part, and note that it reads the result."""
+        """Apply a worker's update to this worker's part, which reads the result."""
         version, read = r.state["version"], r.state["version_read"]
         staleness = int(version[0] - read[src])
         scale = 1 / max(1, staleness) if self.scaling == "staleness" else 1.0

@@ -1,4 +1,4 @@
-"""What leaders travel by: the least of some numbers, and broadcasts in which nobody sends a vector twice."""
+"""How leaders are elected and sent: the minimum of some numbers, and broadcasts that no rank sends twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.pool import run_processes, start_processes
 from thinwire import Comm, CountingComm, GroupComm, PeerLostError, run_threads
 from thinwire.emulate import Network, available, parse_links, run_workers
 
-WIDTH = 700_001  # of fp32: three pieces, the last of them odd
+WIDTH = 700_001  # of fp32: three pieces, the last of odd length
 
 
 def least(comm: Comm) -> list[int]:
