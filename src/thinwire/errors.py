@@ -1,45 +1,126 @@
-"""What can go wrong, by name.
+"""Every error that thinwire raises on purpose.
 
     ThinwireError
-    ├── ConfigError         a recipe, a topology or an argument that cannot work (exit code 2)
-    ├── MismatchError       two ranks were started with different models, recipes, versions or seeds
-    ├── CommError           a message did not arrive
-    │   ├── PeerLostError       a peer's connection is gone
-    │   └── CommTimeoutError       nobody answered in time
-    ├── CheckpointError     a folder that cannot be read back, or does not fit
-    └── NonFiniteError      a loss or a gradient is NaN or infinite
+    ├── ConfigError             a recipe, a topology or an argument that cannot work (exit code 2)
+    ├── MismatchError           two ranks were started with different models, recipes, versions or seeds
+    ├── CommError               communication failed
+    │   ├── PeerLostError           the connection to another rank is closed
+    │   └── CommTimeoutError        another rank did not answer within the timeout
+    ├── CheckpointError         a checkpoint that cannot be read, or does not fit
+    └── NonFiniteError          a loss or a gradient is NaN or infinite
 
-Every message quotes the value, the rule it breaks and the fix.
+Every message quotes the value, the rule that it breaks and the fix.
 """
 
 
 class ThinwireError(Exception):
-    """The root of every error thinwire raises on purpose."""
+    """The base class of every error that thinwire raises on purpose.
+
+    Example:
+        >>> from thinwire import LocalSGD, ThinwireError
+        >>> try:
+        ...     LocalSGD(period=0)
+        ... except ThinwireError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
 
 class ConfigError(ThinwireError, ValueError):
-    """A recipe, a topology or an argument that cannot work."""
+    """A recipe, a topology or an argument that cannot work.
+
+    Example:
+        >>> from thinwire import ConfigError, TopK
+        >>> try:
+        ...     TopK(fraction=2.0)
+        ... except ConfigError as error:
+        ...     print(error)
+        fraction=2.0: must lie in (0, 1]; 0.01 is usual
+    """
 
 
 class MismatchError(ThinwireError):
-    """Two ranks disagree on what is being trained; raised on all of them before step 0."""
+    """Two ranks disagree on what is being trained or sent; `attach` raises it on all ranks before step 0.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import MismatchError, run_threads
+        >>> try:
+        ...     run_threads(2, lambda comm: comm.all_reduce_(torch.ones(1 + comm.rank)).wait())
+        ... except MismatchError:
+        ...     print("the ranks' vectors differ in size")
+        the ranks' vectors differ in size
+    """
 
 
 class CommError(ThinwireError):
-    """A message did not arrive."""
+    """Communication failed: a message is damaged, of another step, or did not arrive.
+
+    Example:
+        >>> from thinwire import CommError, CommTimeoutError, PeerLostError
+        >>> issubclass(PeerLostError, CommError), issubclass(CommTimeoutError, CommError)
+        (True, True)
+    """
 
 
 class PeerLostError(CommError):
-    """The connection to a peer is gone, most often because its process ended."""
+    """The connection to another rank is closed, most often because its process ended.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import PeerLostError, run_threads
+        >>> def work(comm):
+        ...     if comm.rank == 1:
+        ...         raise RuntimeError("out of memory")
+        ...     try:
+        ...         comm.all_reduce_(torch.ones(2)).wait()
+        ...     except PeerLostError as error:
+        ...         print(error)
+        >>> try:
+        ...     run_threads(2, work)
+        ... except RuntimeError:
+        ...     pass
+        rank 1 was lost at step 0 (RuntimeError: out of memory)
+    """
 
 
 class CommTimeoutError(CommError):
-    """A wait reached its deadline."""
+    """Another rank did not answer within the timeout.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CommTimeoutError, run_threads
+        >>> def work(comm):
+        ...     if comm.rank == 0:
+        ...         comm.send_recv(torch.ones(2), [], [1]).wait()
+        >>> try:
+        ...     run_threads(2, work, timeout=0.05)
+        ... except CommTimeoutError as error:
+        ...     print(error)
+        rank 0 waited 0.05 s for a message from rank 1 at step 0
+    """
 
 
 class CheckpointError(ThinwireError):
-    """A checkpoint that cannot be read back, or that belongs to another model or recipe."""
+    """A checkpoint that cannot be read, or that belongs to another model or recipe.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from thinwire import CheckpointError
+        >>> from thinwire.storage.rank_file import RankFile
+        >>> try:
+        ...     RankFile(Path("no-such-folder"), rank=0).read()
+        ... except CheckpointError as error:
+        ...     print(str(error).partition(" (")[0])
+        no-such-folder/rank-0000.json: cannot be read
+    """
 
 
 class NonFiniteError(ThinwireError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss or a gradient is NaN or infinite.
+
+    Example:
+        >>> from thinwire import NonFiniteError
+        >>> issubclass(NonFiniteError, ArithmeticError)
+        True
+    """

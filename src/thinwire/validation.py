@@ -1,4 +1,4 @@
-"""Do the values of a recipe have the kinds that its fields ask for?"""
+"""Checks the types of a recipe's fields when it is made."""
 
 from dataclasses import fields
 from functools import cache
@@ -7,26 +7,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.errors import ConfigError
 
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
+_DESCRIPTIONS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
+
+# Resolving annotations compiles their text, so it is done once per class.
+_hints = cache(get_type_hints)
 
 
 def check_kinds(recipe: Any) -> None:
-    """Refuse a dataclass whose values are not of the kinds its annotations name.
+    """Check that every field of a dataclass has the type of its annotation.
 
     Raises:
-        ConfigError: naming the first such field, its value and what it should be.
+        ConfigError: naming the first field that has not, its value and the type that it needs.
     """
     name, hints = type(recipe).__name__, _hints(type(recipe))
     for field in fields(recipe):
         value, hint = getattr(recipe, field.name), hints[field.name]
         if not _fits(value, hint):
             fix = f"; write {value.__name__}()" if isinstance(value, type) else ""
-            raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_in_words(hint)}{fix}")
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+            raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_describe(hint)}{fix}")
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -35,13 +33,14 @@ def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if hint in (int, float):
+        # An int is a valid float; a bool is an int to Python, but never meant as a number.
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
-def _in_words(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_in_words(option) for option in get_args(hint))
+        return " or ".join(_describe(option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return " or ".join(repr(option) for option in get_args(hint))
-    return _WORDS.get(hint) or f"a {hint.__name__}"
+    return _DESCRIPTIONS.get(hint) or f"a {hint.__name__}"

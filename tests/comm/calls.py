@@ -1,4 +1,4 @@
-"""Calls that every wire must answer alike, with what they bring on each rank."""
+"""Calls that every comm must support, with their results on each rank."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def total(comm: Comm) -> list[Any]:
     return numbers(x)
 
 
-def total_in_kinds(comm: Comm) -> list[Any]:
-    """Sums in every dtype that gradients, votes and counters come in."""
-    kinds = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
-    return numbers(*(comm.all_reduce_(torch.tensor([1, 2]).to(kind)).wait() for kind in kinds))
+def total_in_dtypes(comm: Comm) -> list[Any]:
+    """Sums in every dtype of gradients, votes and counters."""
+    dtypes = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+    return numbers(*(comm.all_reduce_(torch.tensor([1, 2]).to(dtype)).wait() for dtype in dtypes))
 
 
 def part_of_a_vector(comm: Comm) -> list[Any]:
@@ -92,14 +92,14 @@ def to_the_first(comm: Comm) -> list[Any]:
 
 
 def several_at_once(comm: Comm) -> list[Any]:
-    flying = [comm.all_reduce_(torch.tensor([float(comm.rank), i])) for i in range(5)]
-    return numbers(*(work.wait() for work in reversed(flying)))
+    in_flight = [comm.all_reduce_(torch.tensor([float(comm.rank), i])) for i in range(5)]
+    return numbers(*(work.wait() for work in reversed(in_flight)))
 
 
 Expected = Callable[[int, int], list[Any]]
 CALLS: dict[str, tuple[Callable[[Comm], list[Any]], Expected]] = {
     "total": (total, lambda r, n: [[n * i + n * (n - 1) / 2 for i in range(3)]]),
-    "total in kinds": (total_in_kinds, lambda r, n: [[n, 2 * n]] * 6),
+    "total in dtypes": (total_in_dtypes, lambda r, n: [[n, 2 * n]] * 6),
     "part of a vector": (part_of_a_vector, lambda r, n: [[0] * 3 + [n * (n + 1) / 2] * 2 + [0] * 5]),
     "from the last": (from_the_last, lambda r, n: [[n - 1, n - 1]]),
     "flags": (flags_from_the_first, lambda r, n: [[True, True, False]]),
@@ -116,7 +116,7 @@ CALLS: dict[str, tuple[Callable[[Comm], list[Any]], Expected]] = {
 
 
 def figures(comm: Comm) -> dict[str, float]:
-    """The same calls on any wire; the bytes that its meter counts."""
+    """The bytes that a comm's meter counts for some calls."""
     n, rank = comm.size, comm.rank
     comm.all_reduce_(torch.zeros(10)).wait()
     comm.all_reduce_(torch.zeros(10, dtype=torch.bfloat16)).wait()

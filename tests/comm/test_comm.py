@@ -1,4 +1,4 @@
-"""One vocabulary over threads and over a wire that only counts."""
+"""The calls of a comm over threads, and on the comm that only counts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from thinwire.comm.work import Meter, Work, completed
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", list(CALLS))
-def test_threads_bring_what_the_call_promises(name: str, size: int) -> None:
+def test_threads_return_what_the_call_promises(name: str, size: int) -> None:
     call, expected = CALLS[name]
     found = run_threads(size, lambda comm: call(comm), timeout=10)
     assert found == [expected(rank, size) for rank in range(size)]
 
 
-def test_sums_are_added_in_the_order_of_ranks_whoever_comes_first() -> None:
+def test_sums_are_added_in_the_order_of_ranks_whichever_is_first() -> None:
     parts = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8]), torch.tensor([1e-3])]
 
     def work(comm: Comm, delays: list[float]) -> float:
@@ -53,9 +53,9 @@ def test_what_a_rank_receives_is_its_own_to_change() -> None:
 def test_messages_wait_for_each_other_and_keep_their_order() -> None:
     def work(comm: Comm) -> list[float]:
         other = 1 - comm.rank
-        flying = [comm.send_recv(torch.tensor([float(10 * comm.rank + i)]), [other], [other]) for i in range(4)]
+        in_flight = [comm.send_recv(torch.tensor([float(10 * comm.rank + i)]), [other], [other]) for i in range(4)]
         total = comm.all_reduce_(torch.ones(1))
-        return [float(work.wait()[0]) for work in flying] + [float(total.wait())]
+        return [float(work.wait()[0]) for work in in_flight] + [float(total.wait())]
 
     assert run_threads(2, work) == [[10, 11, 12, 13, 2], [0, 1, 2, 3, 2]]
 
@@ -76,7 +76,7 @@ def outcomes(size: int, work: Callable[[Comm], Any], **settings: Any) -> list[Ex
     """How each thread ended."""
     ends: list[Exception | None] = [None] * size
 
-    def noted(comm: Comm) -> None:
+    def recorded(comm: Comm) -> None:
         try:
             work(comm)
         except Exception as error:
@@ -84,7 +84,7 @@ def outcomes(size: int, work: Callable[[Comm], Any], **settings: Any) -> list[Ex
             raise
 
     with pytest.raises(Exception):  # noqa: B017
-        run_threads(size, noted, **settings)
+        run_threads(size, recorded, **settings)
     return ends
 
 
@@ -98,11 +98,11 @@ def test_different_calls_are_named_on_both_sides() -> None:
     assert {type(end) for end in outcomes(2, work)} == {MismatchError, PeerLostError}
 
 
-@pytest.mark.parametrize("odd", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["size", "dtype"])
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["size", "dtype"])
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
-def test_different_vectors_are_named(name: str, odd: Tensor) -> None:
+def test_different_vectors_are_named(name: str, other: Tensor) -> None:
     def work(comm: Comm) -> None:
-        x = odd.clone() if comm.rank else torch.zeros(3)
+        x = other.clone() if comm.rank else torch.zeros(3)
         calls = {
             "all_reduce": lambda: comm.all_reduce_(x),
             "broadcast": lambda: comm.broadcast_(x, 0),
@@ -114,7 +114,7 @@ def test_different_vectors_are_named(name: str, odd: Tensor) -> None:
         run_threads(2, work)
 
 
-def test_letters_that_do_not_fit_are_named() -> None:
+def test_messages_that_do_not_fit_are_named() -> None:
     def work(comm: Comm) -> None:
         other = 1 - comm.rank
         comm.send_recv(torch.zeros(3 + comm.rank), [other], [other]).wait()
@@ -160,7 +160,7 @@ def test_the_first_failure_is_the_one_that_is_raised() -> None:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "send_recv"])
-def test_a_wait_ends_at_its_deadline_with_rank_step_and_reason(call: str) -> None:
+def test_a_wait_times_out_with_rank_step_and_reason(call: str) -> None:
     def work(comm: Comm) -> None:
         comm.step = 3
         if comm.rank == 1:
@@ -232,7 +232,7 @@ def test_counting_works_on_a_billion_elements_that_do_not_exist() -> None:
     assert comm.meter.messages == 5
 
 
-def test_counting_takes_every_peer_to_hold_the_same() -> None:
+def test_counting_assumes_that_every_rank_holds_the_same() -> None:
     comm = CountingComm(0, 3)
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_(x).wait().tolist() == [3, 6]

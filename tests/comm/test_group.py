@@ -1,4 +1,4 @@
-"""The same vocabulary over real processes."""
+"""The calls of a comm over real processes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tests.comm.calls import CALLS, figures
 from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
 from thinwire import AllReduce, ConfigError, CountingComm, GroupComm
-from thinwire.comm.group import _Wire, comm_for
+from thinwire.comm.group import _Connections, comm_for
 
 
-def answers() -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
-    """All calls over connections of one's own, then over the given group's; and the bytes of some."""
+def results_of_calls() -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+    """All calls over the comm's own connections, then over the given group's; and the bytes of some."""
     comm = GroupComm(timeout=10)
     own = {name: call(comm) for name, (call, _) in CALLS.items()}
-    borrowed = GroupComm(timeout=10)
-    unused = borrowed._own[0]  # kept, for the others may still be connecting to it
+    over_group = GroupComm(timeout=10)
+    unused = over_group._own[0]  # kept, since the others may still be connecting to it
     assert unused.timed
-    borrowed._own[0] = _Wire(dist.group.WORLD, timed=False)
-    shared = {name: call(borrowed) for name, (call, _) in CALLS.items()}
+    over_group._own[0] = _Connections(dist.group.WORLD, timed=False)
+    shared = {name: call(over_group) for name, (call, _) in CALLS.items()}
     metered = GroupComm(timeout=10)
     return own, shared, figures(metered)
 
 
-def test_processes_bring_what_the_calls_promise_and_count_as_every_wire_does() -> None:
-    for rank, (own, shared, counted) in enumerate(run_processes(3, answers)):
+def test_processes_return_what_the_calls_promise_and_count_as_threads_do() -> None:
+    for rank, (own, shared, counted) in enumerate(run_processes(3, results_of_calls)):
         expected = {name: value(rank, 3) for name, (_, value) in CALLS.items()}
         assert own == expected
         assert shared == expected
@@ -58,13 +58,13 @@ def apart() -> dict[str, Any]:
         "lines": [[int(x) for x in line.all_gather(torch.tensor([rank])).wait()] for line in lines],
         "group": flat(steps(attach(None, AllReduce(), group=mine), batches(rank, 3)).model).tolist(),
         "mesh": flat(steps(attach(None, AllReduce(), group=mesh["replicate"]), batches(rank, 3)).model).tolist(),
-        "sharded": refusal_of_shards(mesh),
+        "sharded": refusal_of_sharded_gradients(mesh),
     }
     dist.barrier()  # rank 0 hosts the store
     return found
 
 
-def refusal_of_shards(mesh: Any) -> str:
+def refusal_of_sharded_gradients(mesh: Any) -> str:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     model = nn.Module()
@@ -88,22 +88,22 @@ def test_groups_within_the_job_train_by_themselves() -> None:
         assert "gradients of sharded parameters are the sharder's to average" in mine["sharded"]
 
 
-def odd_calls() -> list[str]:
-    """A tensor that the wire cannot carry is torch's own error, and the group stays open."""
+def unsupported_call() -> list[str]:
+    """A dtype that Gloo does not support is torch's own error, and the group stays open."""
     comm = GroupComm(timeout=10)
-    told = list[str]()
+    found = list[str]()
     try:
         comm.all_reduce_(torch.ones(2, dtype=torch.int16)).wait()
     except RuntimeError as error:
-        told.append(str(error).splitlines()[0])
-    told.append(str(float(comm.all_reduce_(torch.ones(1)).wait())))
-    return told
+        found.append(str(error).splitlines()[0])
+    found.append(str(float(comm.all_reduce_(torch.ones(1)).wait())))
+    return found
 
 
-def test_a_tensor_that_the_wire_cannot_carry_closes_nothing() -> None:
-    for told in run_processes(2, odd_calls):
-        assert "Invalid scalar type" in told[0]
-        assert told[1] == "2.0"
+def test_a_dtype_that_gloo_does_not_support_closes_nothing() -> None:
+    for found in run_processes(2, unsupported_call):
+        assert "Invalid scalar type" in found[0]
+        assert found[1] == "2.0"
 
 
 def test_one_process_alone_needs_no_group() -> None:

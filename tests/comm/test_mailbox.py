@@ -1,4 +1,4 @@
-"""Messages, over threads and over ZeroMQ alike; and what is dropped, refused or named on the way."""
+"""Mailboxes over threads and over ZeroMQ: order, capacity, handlers, and what is dropped or refused."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from thinwire.comm.mailbox import zeromq
 from thinwire.comm.mailbox.base import Mailbox, Message
 
 LIKE = torch.zeros(1000)
-ANSWERED = 5
-WIRES = ["threads", "zeromq"]
+HANDLED = 5
+BACKENDS = ["threads", "zeromq"]
 Open = Callable[..., Mailbox]
 
 
 class Owner:
-    """Somebody whose mailbox it is."""
+    """The object that a mailbox belongs to."""
 
 
 @contextmanager
-def mailbox(comm: Comm, wire: str, *, like: Tensor = LIKE, capacity: int = 4) -> Iterator[Mailbox]:
-    """A mailbox of either kind between threads; ZeroMQ's goes over the loopback."""
+def mailbox(comm: Comm, backend: str, *, like: Tensor = LIKE, capacity: int = 4) -> Iterator[Mailbox]:
+    """A mailbox of either backend between threads; ZeroMQ's goes over the loopback."""
     owner = Owner()
-    if wire == "threads":
+    if backend == "threads":
         yield comm.open_mailbox(owner, like, capacity=capacity)
         return
     box = zeromq.ZeroMqMailbox(comm, 1, like, capacity)
@@ -52,12 +52,12 @@ def mailbox(comm: Comm, wire: str, *, like: Tensor = LIKE, capacity: int = 4) ->
         box.close()
 
 
-def between(size: int, wire: str, work: Callable[[Comm, Mailbox], Any], **settings: Any) -> list[Any]:
+def between(size: int, backend: str, work: Callable[[Comm, Mailbox], Any], **settings: Any) -> list[Any]:
     """What `work` returns on each of `size` threads, with a mailbox."""
     timeout = settings.pop("timeout", 10)
 
     def body(comm: Comm) -> Any:
-        with mailbox(comm, wire, **settings) as box:
+        with mailbox(comm, backend, **settings) as box:
             return work(comm, box)
 
     return run_threads(size, body, timeout=timeout)
@@ -81,15 +81,15 @@ def around(comm: Comm, box: Mailbox) -> list[Any]:
     return [(message.step, message.topic, message.content.tolist()) for message in messages]
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_letters_come_in_order_with_step_and_sender(wire: str, size: int) -> None:
-    for rank, found in enumerate(between(size, wire, around)):
+def test_messages_arrive_in_order_with_step_and_sender(backend: str, size: int) -> None:
+    for rank, found in enumerate(between(size, backend, around)):
         assert found == [(10 + i, 0, [(rank - 1) % size, i]) for i in range(3)]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_dtype_travels_as_it_is(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_dtype_travels_as_it_is(backend: str) -> None:
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
     sent = [torch.tensor([0, 1, 3]).to(kind) for kind in kinds] + [torch.empty(0)]
 
@@ -100,11 +100,11 @@ def test_every_dtype_travels_as_it_is(wire: str) -> None:
             return []
         return [torch.equal(box.expect(0, x).wait().content, x) for x in sent]
 
-    assert between(2, wire, work, capacity=len(sent))[1] == [True] * len(sent)
+    assert between(2, backend, work, capacity=len(sent))[1] == [True] * len(sent)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_what_was_posted_and_what_has_come_may_be_changed(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_vector_that_was_sent_and_the_one_received_may_be_changed(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> list[float]:
         x = torch.full((1000,), float(comm.rank))
         box.send(1 - comm.rank, x)
@@ -114,11 +114,11 @@ def test_what_was_posted_and_what_has_come_may_be_changed(wire: str) -> None:
         got[0].add_(5)
         return [float(got[0].min()), float(got[0].max()), float(got[1].max())]
 
-    assert between(2, wire, work) == [[6, 6, -1], [5, 5, -1]]
+    assert between(2, backend, work) == [[6, 6, -1], [5, 5, -1]]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_letter_is_ready_once_it_has_come(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_message_is_ready_once_it_has_arrived(backend: str) -> None:
     posted = threading.Event()
 
     def work(comm: Comm, box: Mailbox) -> list[bool]:
@@ -134,11 +134,11 @@ def test_a_letter_is_ready_once_it_has_come(wire: str) -> None:
         first.wait()
         return [*found, first.ready]
 
-    assert between(2, wire, work)[1] == [False, True, False, True]
+    assert between(2, backend, work)[1] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_whoever_posts_more_than_there_is_room_for_waits_until_one_is_taken(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sender_beyond_the_capacity_waits_until_a_message_is_consumed(backend: str) -> None:
     full = threading.Event()
 
     def work(comm: Comm, box: Mailbox) -> list[float]:
@@ -152,20 +152,20 @@ def test_whoever_posts_more_than_there_is_room_for_waits_until_one_is_taken(wire
         full.wait(5)
         time.sleep(0.1)
         edge = box._edges[0]
-        assert soon(lambda: edge.heard == 2)
+        assert soon(lambda: edge.received == 2)
         time.sleep(0.05)
-        assert edge.heard == 2
+        assert edge.received == 2
         got = [float(box.expect(0, torch.zeros(1)).wait().content) for _ in range(3)]
         comm.all_reduce_(torch.zeros(1)).wait()
         return got
 
-    waited, got = between(2, wire, work, capacity=2)
+    waited, got = between(2, backend, work, capacity=2)
     assert got == [0, 1, 2]
     assert waited[0] > 0.05
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_full_queue_ends_at_the_deadline(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_send_into_a_full_mailbox_times_out(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         comm.step = 3
         if comm.rank == 0:
@@ -176,29 +176,29 @@ def test_a_full_queue_ends_at_the_deadline(wire: str) -> None:
                 box.send(1, LIKE)
         time.sleep(0.6 if comm.rank else 0)
 
-    between(2, wire, work, capacity=1, timeout=0.4)
+    between(2, backend, work, capacity=1, timeout=0.4)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_letter_that_never_comes_ends_at_the_deadline_whether_waited_for_or_asked_for(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_message_that_never_arrives_times_out_in_wait_and_in_ready(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         comm.step = 7
         if comm.rank == 0:
-            said = r"rank 0 waited 0\.4 s for a message from rank 1 at step 7"
-            with pytest.raises(CommTimeoutError, match=said):
+            words = r"rank 0 waited 0\.4 s for a message from rank 1 at step 7"
+            with pytest.raises(CommTimeoutError, match=words):
                 box.expect(1, LIKE).wait()
             expected = box.expect(1, LIKE)
             assert not expected.ready
             time.sleep(0.45)
-            with pytest.raises(CommTimeoutError, match=said):
+            with pytest.raises(CommTimeoutError, match=words):
                 _ = expected.ready
         time.sleep(1.0 if comm.rank else 0)
 
-    between(2, wire, work, timeout=0.4)
+    between(2, backend, work, timeout=0.4)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_rank_that_has_closed_its_mailbox_is_named(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_has_closed_its_mailbox_is_named(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 1:
             box.send(0, LIKE)
@@ -213,10 +213,10 @@ def test_a_rank_that_has_closed_its_mailbox_is_named(wire: str) -> None:
         with pytest.raises(PeerLostError, match=r"rank 0: rank 1 has closed its mailbox; end training together"):
             box.expect(1, LIKE).wait()
 
-    between(2, wire, work)
+    between(2, backend, work)
 
 
-def test_a_thread_that_fails_ends_those_who_wait_for_its_letters() -> None:
+def test_a_thread_that_fails_ends_the_waits_for_its_messages() -> None:
     ends: list[str] = []
 
     def work(comm: Comm, box: Mailbox) -> None:
@@ -233,20 +233,20 @@ def test_a_thread_that_fails_ends_those_who_wait_for_its_letters() -> None:
     assert ends == ["rank 1 was lost at step 0 (ZeroDivisionError: on purpose)"]
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- handlers ----------------------------------------------------------------------------------------------------------
 
 
 def serve(box: Mailbox, handler: Callable[[Message], bool], src: tuple[int, ...] = (0,)) -> None:
-    box.answer(ANSWERED, handler, like=torch.zeros(1), src=src)
+    box.answer(HANDLED, handler, like=torch.zeros(1), src=src)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_letters_are_answered_while_the_other_rank_is_busy(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages_are_handled_while_the_receiver_is_busy(backend: str) -> None:
     asked = threading.Event()
 
     def work(comm: Comm, box: Mailbox) -> Any:
         if comm.rank == 0:
-            box.send(1, torch.tensor([20.0]), topic=ANSWERED)
+            box.send(1, torch.tensor([20.0]), topic=HANDLED)
             got = box.expect(1, torch.zeros(1)).wait()
             asked.set()
             return float(got.content)
@@ -260,11 +260,11 @@ def test_letters_are_answered_while_the_other_rank_is_busy(wire: str) -> None:
         box.retry()
         return comm.meter.by_operation["send_recv"]
 
-    assert between(2, wire, work) == [40.0, 4.0]
+    assert between(2, backend, work) == [40.0, 4.0]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_letters_are_put_aside_until_they_can_be_answered(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages_are_deferred_until_their_handler_accepts_them(backend: str) -> None:
     seen: list[float] = []
     willing = False
 
@@ -272,12 +272,12 @@ def test_letters_are_put_aside_until_they_can_be_answered(wire: str) -> None:
         nonlocal willing
         if comm.rank == 0:
             for x in (1.0, 2.0):
-                box.send(1, torch.tensor([x]), topic=ANSWERED)
+                box.send(1, torch.tensor([x]), topic=HANDLED)
             comm.all_reduce_(torch.zeros(1)).wait()
             comm.all_reduce_(torch.zeros(1)).wait()
             return
         comm.all_reduce_(torch.zeros(1)).wait()
-        assert soon(lambda: len(box._held) == 2)  # nobody has said yet who answers them
+        assert soon(lambda: len(box._deferred) == 2)  # the topic has no handler yet
         serve(box, lambda message: willing and not seen.append(float(message.content)))
         box.retry()
         assert seen == []
@@ -286,16 +286,16 @@ def test_letters_are_put_aside_until_they_can_be_answered(wire: str) -> None:
         box.retry()
         comm.all_reduce_(torch.zeros(1)).wait()
 
-    between(2, wire, work)
+    between(2, backend, work)
     assert seen == [1, 2]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("flaw", ["fails", "stranger", "size"])
-def test_what_goes_wrong_with_an_answer_is_the_answering_ranks(wire: str, flaw: str) -> None:
-    said = {
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("flaw", ["fails", "sender", "size"])
+def test_an_error_in_a_handler_is_raised_on_the_receiving_rank(backend: str, flaw: str) -> None:
+    expected = {
         "fails": (ZeroDivisionError, "on purpose"),
-        "stranger": (MismatchError, "rank 1: nobody answers messages on topic 5 from rank 0"),
+        "sender": (MismatchError, "rank 1: no handler accepts messages on topic 5 from rank 0"),
         "size": (MismatchError, "rank 0 sent 2 x float32 at its step 0, rank 1 expects 1 x float32"),
     }
 
@@ -305,19 +305,19 @@ def test_what_goes_wrong_with_an_answer_is_the_answering_ranks(wire: str, flaw: 
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 0:
             comm.all_reduce_(torch.zeros(1)).wait()
-            box.send(1, torch.zeros(2 if flaw == "size" else 1), topic=ANSWERED)
+            box.send(1, torch.zeros(2 if flaw == "size" else 1), topic=HANDLED)
             return
-        serve(box, fail, () if flaw == "stranger" else (0,))
+        serve(box, fail, () if flaw == "sender" else (0,))
         comm.all_reduce_(torch.zeros(1)).wait()
         assert soon(lambda: box._fault is not None)
         for call in (box.retry, lambda: box.expect(0, LIKE).ready, box.expect(0, LIKE).wait):
-            with pytest.raises(said[flaw][0], match=said[flaw][1]):
+            with pytest.raises(expected[flaw][0], match=expected[flaw][1]):
                 call()
 
-    between(2, wire, work)
+    between(2, backend, work)
 
 
-# -- order, once, room -------------------------------------------------------------------------------------------------
+# -- order, duplicates, capacity ---------------------------------------------------------------------------------------
 
 
 def message(value: float, topic: int = 0) -> Message:
@@ -329,30 +329,30 @@ def box_of_rank_0(capacity: int = 4) -> Mailbox:
     return comm.open_mailbox(comm, LIKE, capacity=capacity)
 
 
-def heard(box: Mailbox) -> list[float]:
+def received(box: Mailbox) -> list[float]:
     return [float(box._edges[1].inbox[n].content) for n in sorted(box._edges[1].inbox)]
 
 
-def test_letters_that_overtake_each_other_are_put_in_order() -> None:
+def test_messages_that_overtake_each_other_are_put_in_order() -> None:
     box = box_of_rank_0()
     for number in (2, 0, 3, 1):
         box._deliver(message(float(number)), number)
-    assert heard(box) == [0, 1, 2, 3]
+    assert received(box) == [0, 1, 2, 3]
     assert box.duplicates == 0
 
 
-def test_letters_that_come_twice_are_dropped_and_counted() -> None:
+def test_messages_that_arrive_twice_are_dropped_and_counted() -> None:
     box = box_of_rank_0()
     seen: list[float] = []
-    box.answer(ANSWERED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), src=[1])
-    for number, topic in ((0, 0), (0, 0), (2, ANSWERED), (2, ANSWERED), (1, 0), (1, 0), (2, ANSWERED)):
+    box.answer(HANDLED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), src=[1])
+    for number, topic in ((0, 0), (0, 0), (2, HANDLED), (2, HANDLED), (1, 0), (1, 0), (2, HANDLED)):
         box._deliver(message(float(number), topic), number)
-    assert heard(box) == [0, 1]
+    assert received(box) == [0, 1]
     assert seen == [2]
     assert box.duplicates == 4
 
 
-def test_a_letter_beyond_the_capacity_tells_of_one_that_was_lost() -> None:
+def test_a_message_beyond_the_capacity_shows_that_one_was_lost() -> None:
     box = box_of_rank_0(capacity=2)
     box._deliver(message(1.0), 1)
     box._deliver(message(2.0), 2)
@@ -360,29 +360,29 @@ def test_a_letter_beyond_the_capacity_tells_of_one_that_was_lost() -> None:
         box.retry()
 
 
-def test_news_of_room_that_come_late_or_lie_make_none() -> None:
+def test_acknowledgements_that_are_late_or_too_large_add_no_capacity() -> None:
     box = box_of_rank_0()
     edge = box._edges[1]
-    edge.posted, edge.room_made = 5, 3
-    box._room_was_made(1, 2)
-    assert edge.room_made == 3
-    box._room_was_made(1, 99)
-    assert edge.room_made == 5
+    edge.posted, edge.acknowledged = 5, 3
+    box._on_acknowledgement(1, 2)
+    assert edge.acknowledged == 3
+    box._on_acknowledgement(1, 99)
+    assert edge.acknowledged == 5
 
 
-# -- what cannot work --------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_letters_that_cannot_be_posted_are_refused() -> None:
+def test_messages_that_cannot_be_sent_are_refused() -> None:
     box = box_of_rank_0()
     for dst in (0, 2, -1):
-        with pytest.raises(ConfigError, match=rf"a message from rank 0 to rank {dst}: write to another of 0\.\.1"):
+        with pytest.raises(ConfigError, match=rf"a message from rank 0 to rank {dst}: send to another of 0\.\.1"):
             box.send(dst, LIKE)
     with pytest.raises(ConfigError, match="a message of 8000 bytes: this mailbox was opened for 4000 at most"):
         box.send(1, LIKE.double())
 
 
-def test_a_mailbox_has_room_and_an_owner() -> None:
+def test_a_mailbox_has_a_capacity_and_an_owner() -> None:
     comm, owner = CountingComm(0, 2), Owner()
     with pytest.raises(ConfigError, match="capacity=0: must be at least 1 message"):
         comm.open_mailbox(owner, LIKE, capacity=0)
@@ -398,16 +398,16 @@ def test_a_mailbox_has_room_and_an_owner() -> None:
         comm.mailbox(owner)
 
 
-def test_a_wire_without_letters_says_so() -> None:
+def test_a_comm_without_mailboxes_is_named() -> None:
     class Plain(CountingComm):
         _open_mailbox = Comm._open_mailbox
 
-    with pytest.raises(ConfigError, match="Plain carries no messages; use a process group, threads or a counter"):
+    with pytest.raises(ConfigError, match="Plain has no mailboxes; use a process group, threads or a counter"):
         Plain(0, 2).open_mailbox(Owner(), LIKE)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_letter_of_another_kind_is_named_on_the_side_that_expects(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_message_of_another_dtype_is_named_by_its_receiver(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> None:
         if comm.rank == 0:
             comm.step = 4
@@ -416,7 +416,7 @@ def test_a_letter_of_another_kind_is_named_on_the_side_that_expects(wire: str) -
         with pytest.raises(MismatchError, match="rank 0 sent 3 x float32 at its step 4, rank 1 expects 3 x float64"):
             box.expect(0, torch.zeros(3).double()).wait()
 
-    between(2, wire, work)
+    between(2, backend, work)
 
 
 def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,8 +428,8 @@ def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_the_meter_counts_letters_and_not_what_keeps_them_in_order(wire: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_meter_counts_messages_and_not_acknowledgements(backend: str) -> None:
     def work(comm: Comm, box: Mailbox) -> tuple[float, int, list[tuple[str, str]]]:
         before = comm.meter.payload_bytes
         comm.meter.tracing = True
@@ -437,20 +437,20 @@ def test_the_meter_counts_letters_and_not_what_keeps_them_in_order(wire: str) ->
         kinds = [(each.kind, each.name) for each in comm.meter.intervals]
         return comm.meter.payload_bytes - before, comm.meter.messages, kinds
 
-    for nbytes, messages, kinds in between(2, wire, work):
+    for nbytes, messages, kinds in between(2, backend, work):
         assert nbytes == 3 * 16
-        assert messages == 3 + (wire == "zeromq")  # its ranks tell each other their addresses
+        assert messages == 3 + (backend == "zeromq")  # its ranks exchange their addresses
         assert kinds == [("talk", "message"), ("wait", "message")] * 3
 
 
-def test_counting_takes_every_letter_to_have_come_and_counts_both_directions() -> None:
-    class Noted(CountingComm):
+def test_counting_has_every_message_at_once_and_counts_both_directions() -> None:
+    class Recording(CountingComm):
         def _send_recv(self, x: Tensor, dst: Any, src: Any) -> Any:
             exchanges.append((x.numel(), tuple(dst), tuple(src)))
             return super()._send_recv(x, dst, src)
 
     exchanges: list[Any] = []
-    comm = Noted(1, 4)
+    comm = Recording(1, 4)
     owner, x = Owner(), torch.empty(1_000_000_000, device="meta")
     box = comm.open_mailbox(owner, x, capacity=1)
     for _ in range(3):
@@ -458,8 +458,8 @@ def test_counting_takes_every_letter_to_have_come_and_counts_both_directions() -
     expected = box.expect(3, x)
     assert expected.ready
     assert expected.wait().content.shape == x.shape
-    box.answer(ANSWERED, lambda each: box.send(each.src, each.content) is None, like=x, src=[0, 2])
-    box.answer(ANSWERED + 1, lambda each: False, like=x, src=[0, 2])
+    box.answer(HANDLED, lambda each: box.send(each.src, each.content) is None, like=x, src=[0, 2])
+    box.answer(HANDLED + 1, lambda each: False, like=x, src=[0, 2])
     box.retry()
     box.retry()
     assert comm.meter.by_operation == {"send_recv": 20e9}
@@ -471,7 +471,7 @@ def test_counting_takes_every_letter_to_have_come_and_counts_both_directions() -
 # -- scripted delay ----------------------------------------------------------------------------------------------------
 
 
-def test_a_delayed_letter_is_ready_that_many_steps_later_whoever_is_faster() -> None:
+def test_a_delayed_message_is_ready_that_many_steps_later_whichever_thread_is_faster() -> None:
     def work(comm: Comm) -> list[list[bool]]:
         owner = Owner()
         box = comm.open_mailbox(owner, LIKE, capacity=8)
@@ -493,10 +493,10 @@ def test_a_delayed_letter_is_ready_that_many_steps_later_whoever_is_faster() -> 
     assert seen == [[k >= s + 2 + s % 2 for s in range(k + 1)] for k in range(6)]
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- foreign frames ----------------------------------------------------------------------------------------------------
 
 
-def test_strangers_are_counted_and_damage_is_told() -> None:
+def test_foreign_frames_are_counted_and_damaged_ones_are_an_error() -> None:
     import zmq
 
     def work(comm: Comm, box: Mailbox) -> None:
@@ -510,7 +510,7 @@ def test_strangers_are_counted_and_damage_is_told() -> None:
         socket.connect(box._addresses[0])
         socket.send(b"hello")
         socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=99), copy=True)
-        assert soon(lambda: box.strangers == 2)
+        assert soon(lambda: box.foreign_frames == 2)
         box.retry()
         socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=1, checksum=5), copy=True)
         assert soon(lambda: box._fault is not None)

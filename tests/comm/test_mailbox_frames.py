@@ -1,4 +1,4 @@
-"""What goes over a message's wire, and the addresses it goes to."""
+"""The wire format of messages, and the addresses to which they go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import Comm, ConfigError, run_threads
-from thinwire.comm.mailbox import address, frame, zeromq
+from thinwire.comm.mailbox import frame, zeromq
 from thinwire.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
 
 LIKE = torch.zeros(1000)
@@ -31,7 +31,7 @@ def framed(x: Tensor, **changes: Any) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("x", [torch.arange(5.0), torch.arange(12.0).view(3, 4).t(), torch.tensor([True]), LIKE[:0]])
-def test_a_frame_brings_back_what_it_was_made_of(x: Tensor) -> None:
+def test_a_frame_is_read_back_as_it_was_written(x: Tensor) -> None:
     found = parse(framed(x), **PLACE)
     assert found is not None
     assert torch.equal(found[1], x.reshape(-1))
@@ -76,7 +76,7 @@ def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
     ],
     ids=["words", "empty", "noise", "three parts", "run", "epoch", "to", "dtype", "version"],
 )
-def test_what_is_not_meant_for_this_mailbox_is_a_strangers(parts: list[Any]) -> None:
+def test_what_is_not_meant_for_this_mailbox_is_foreign(parts: list[Any]) -> None:
     assert parse([memoryview(part) for part in parts], **PLACE) is None
 
 
@@ -87,19 +87,21 @@ def test_what_is_not_meant_for_this_mailbox_is_a_strangers(parts: list[Any]) -> 
     ("interface", "master", "found"),
     [("lo", "192.0.2.77", "127.0.0.1"), ("", "127.0.0.1", "127.0.0.1"), ("nothing0", "localhost", "127.0.0.1")],
 )
-def test_a_rank_is_reached_where_its_peers_are(
+def test_a_rank_is_reached_on_the_network_of_the_others(
     interface: str, master: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.setenv("MASTER_ADDR", master)
-    assert address.own_address().replace("::1", "127.0.0.1") == found
+    assert zeromq.own_address().replace("::1", "127.0.0.1") == found
 
 
-def test_a_meeting_place_without_a_way_to_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_address_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("MASTER_ADDR", "nobody.invalid")
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR='nobody\.invalid': there is no way to it .*GLOO_SOCKET_IFNAME"):
-        address.own_address()
+    with pytest.raises(
+        ConfigError, match=r"MASTER_ADDR='nobody\.invalid': there is no route to it .*GLOO_SOCKET_IFNAME"
+    ):
+        zeromq.own_address()
 
 
 def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: py
         with pytest.raises(
             ConfigError, match=r"rank 1 is reached at tcp://127\.0\.0\.1:5001, which is its own machine"
         ):
-            zeromq._introduce(comm, 5000 + comm.rank, torch.device("cpu"))
+            zeromq._exchange_addresses(comm, 5000 + comm.rank, torch.device("cpu"))
 
     names = iter(["192.0.2.1", "127.0.0.1"])
     lock, given = threading.Lock(), dict[str, str]()
@@ -119,15 +121,15 @@ def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: py
 
     monkeypatch.setattr(zeromq, "own_address", pretended)
 
-    def in_turn(comm: Comm) -> None:
+    def rank_0_first(comm: Comm) -> None:
         if comm.rank == 0:
             pretended()
         comm.all_reduce_(torch.zeros(1)).wait()
         work(comm)
 
-    run_threads(2, in_turn)
+    run_threads(2, rank_0_first)
 
 
-def test_an_address_of_the_sixth_version_stands_in_brackets() -> None:
-    assert address.endpoint("::1", 5) == "tcp://[::1]:5"
-    assert address.endpoint("10.77.0.1", 5) == "tcp://10.77.0.1:5"
+def test_an_ipv6_address_is_put_in_brackets() -> None:
+    assert zeromq.endpoint("::1", 5) == "tcp://[::1]:5"
+    assert zeromq.endpoint("10.77.0.1", 5) == "tcp://10.77.0.1:5"

@@ -25,11 +25,11 @@ DOUBLE = torch.float64
 
 
 class Owner:
-    """Somebody whose mailbox it is."""
+    """The object that a mailbox belongs to."""
 
 
-def talk(comm: Comm) -> list[Any]:
-    """Messages in every direction, some of them answered, and the bytes of all."""
+def exchange(comm: Comm) -> list[Any]:
+    """Messages in every direction, some of them handled, and the bytes of all."""
     owner, others = Owner(), [rank for rank in range(comm.size) if rank != comm.rank]
     box = comm.open_mailbox(owner, torch.zeros(50_000))
     before = comm.meter.payload_bytes
@@ -53,14 +53,14 @@ def talk(comm: Comm) -> list[Any]:
     return [found, sent]
 
 
-def talk_as_a_process() -> tuple[bool, list[Any]]:
+def exchange_as_a_process() -> tuple[bool, list[Any]]:
     fresh = "zmq" not in sys.modules
-    return fresh, talk(GroupComm(timeout=10))
+    return fresh, exchange(GroupComm(timeout=10))
 
 
-def test_processes_and_threads_bring_the_same_letters_and_count_them_alike() -> None:
-    processes = run_processes(3, talk_as_a_process)
-    assert [found for _, found in processes] == thinwire.run_threads(3, talk)
+def test_processes_and_threads_exchange_the_same_messages_and_count_them_alike() -> None:
+    processes = run_processes(3, exchange_as_a_process)
+    assert [found for _, found in processes] == thinwire.run_threads(3, exchange)
     assert all(fresh for fresh, _ in processes)  # nothing imports ZeroMQ until messages are sent
 
 
@@ -69,7 +69,7 @@ def wait_for_a_dead_rank() -> tuple[str, float]:
     box = comm.open_mailbox(owner, torch.zeros(10))
     if dist.get_rank() == 1:
         box.send(0, torch.zeros(10))
-        box.expect(0, torch.zeros(10)).wait()  # that its own has arrived: messages still to leave would end with it
+        box.expect(0, torch.zeros(10)).wait()  # its own has arrived then: messages that are still queued would be lost
         os._exit(0)
     box.expect(1, torch.zeros(10)).wait()
     box.send(1, torch.zeros(10))
@@ -86,14 +86,14 @@ def wait_for_a_dead_rank() -> tuple[str, float]:
     return first, waited
 
 
-def test_a_process_that_ends_is_named_long_before_the_deadline() -> None:
+def test_a_process_that_ends_is_named_long_before_the_timeout() -> None:
     survivor, dead = start_processes(2, wait_for_a_dead_rank)
     deadline = time.monotonic() + 30
     for worker in (survivor, dead):
         worker.finish(deadline)
     assert survivor.error is None, survivor.error
-    said, waited = survivor.result
-    assert said == "rank 0, step 0: rank 1 is lost (its connection was closed)"
+    words, waited = survivor.result
+    assert words == "rank 0, step 0: rank 1 is lost (its connection was closed)"
     assert waited < 10
 
 
@@ -103,14 +103,14 @@ def conserve(strategy: Strategy, lr: float) -> tuple[list[float], list[float], l
     starts = torch.randn(comm.size, 400, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     seen: list[list[float]] = []
 
-    def look(worker: thinwire.Worker) -> None:
+    def observe(worker: thinwire.Worker) -> None:
         time.sleep(0.003 * ((comm.rank + worker.step) % 3))
         if worker.step % 15 == 0:
             with worker.consensus() as model:
                 seen.append(flat(model).tolist())
 
     problem = quadratic(comm.size, DOUBLE, width=400)
-    worker = train(comm, strategy, problem, [lr] * 30, starts=starts, after_step=look)
+    worker = train(comm, strategy, problem, [lr] * 30, starts=starts, after_step=observe)
     comm.close_mailbox(worker.replicas[0])
     return starts.mean(0).tolist(), *seen
 

@@ -1,1 +1,1 @@
-"""Over which wire: torch.distributed, threads of one process, or a counter that carries nothing."""
+"""Communication between ranks: collectives, point-to-point messages, and a count of the bytes sent."""

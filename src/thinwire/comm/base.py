@@ -1,8 +1,8 @@
-"""One vocabulary of messages, over any wire.
+"""The communication calls that every backend offers.
 
-Every call returns a `Work`: the message is on its way, and `wait()` brings the result. A tensor handed to a call
-belongs to the wire until that wait. Bytes are counted here, once, from the tensors themselves, so that every wire
-(process group, threads, counter) gives the same figures.
+Every call returns a `Work`; its `wait()` returns the result. A tensor that was passed to a call must not be read or
+written before that wait. Bytes are counted here, once, from the tensors themselves, so that all backends (process
+group, threads, counter) give the same figures.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ T = TypeVar("T")
 
 
 class Comm(ABC):
-    """The ranks that train together, as one of them sees them.
+    """One rank's view of the group of ranks that train together.
 
-    All ranks make the same calls in the same order (`send_recv`: consistent edges).
+    All ranks must make the same calls in the same order; for `send_recv` each `dst` needs a matching `src`.
 
     Attributes:
-        rank: this worker, from 0.
-        size: how many workers there are.
-        step: the training step that errors name; kept by the engine.
-        timeout: how long one wait may last.
-        meter: bytes and seconds so far.
+        rank: this worker's rank, from 0.
+        size: the number of workers.
+        step: the training step that errors name; set by `Worker`.
+        timeout: how long one wait may last, in seconds.
+        meter: bytes sent and seconds waited so far.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Comm, run_threads
+        >>> def work(comm: Comm) -> list[float]:
+        ...     return comm.all_reduce_(torch.tensor([1.0, float(comm.rank)])).wait().tolist()
+        >>> run_threads(3, work)
+        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
 
     def __init__(self, rank: int, size: int, *, timeout: float = 60.0) -> None:
@@ -45,15 +53,16 @@ class Comm(ABC):
         self.step = 0
         self.timeout = timeout
         self.meter = Meter()
+        # Weak, so that a mailbox ends with its owner: nobody need close it.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
-        self._opened = 0
+        self._mailbox_count = 0
 
     def all_reduce_(self, x: Tensor, *, op: Literal["sum", "min"] = "sum") -> Work[Tensor]:
-        """Replace `x` on every rank by its sum over all ranks, or by the least of each element.
+        """Replace `x` on every rank by the sum, or the elementwise minimum, over all ranks.
 
         Args:
             x: a vector; equal in size and dtype on all ranks.
-            op: "sum", or "min" for a few whole numbers: its payload counts as one message of the size of `x`.
+            op: "sum"; or "min", for a few integers: its payload counts as one message of the size of `x`.
         """
         if self.size == 1:
             return completed(x)
@@ -63,24 +72,24 @@ class Comm(ABC):
         return self._track("all_reduce", sent, lambda: self._all_reduce_(x))
 
     def broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        """Replace `x` on every rank by the one of rank `src`."""
+        """Replace `x` on every rank by that of rank `src`."""
         if self.size == 1:
             return completed(x)
         sent = (self.size - 1) * nbytes_of(x) / self.size
         return self._track("broadcast", sent, lambda: self._broadcast_(x, src))
 
     def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        """Every rank's `x`, in the order of ranks; all have the same shape and dtype."""
+        """Gather every rank's `x`, in the order of ranks; all have the same shape and dtype."""
         if self.size == 1:
             return completed([x])
         return self._track("all_gather", (self.size - 1) * nbytes_of(x), lambda: self._all_gather(x))
 
     def all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        """Send `xs[j]` to rank j and receive one vector from each rank (an all-to-all).
+        """Send `xs[j]` to rank j and receive one vector from each rank.
 
         Args:
             xs: one vector per rank, of any sizes and one dtype.
-            sizes: how many elements come from each rank.
+            sizes: the number of elements to receive from each rank.
         """
         if len(xs) != self.size or len(sizes) != self.size:
             raise ConfigError(
@@ -100,12 +109,13 @@ class Comm(ABC):
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
 
     def duplicate(self) -> Comm:
-        """Connections of their own among the same ranks, which open them together; they carry tensors of the CPU.
+        """A second comm over the same ranks, with connections of its own, for CPU tensors; all ranks call it together.
 
-        Calls on them belong to one thread, in one order on all ranks, whatever others call on this comm meanwhile.
+        A background thread may use it while the training thread uses this one: the calls of either need one order on
+        all ranks, but no order between the two.
 
         Raises:
-            ConfigError: this wire has none to spare.
+            ConfigError: this backend cannot open further connections.
         """
         raise ConfigError(
             f"{type(self).__name__} has no connections to spare for a thread beside the one that trains; Gloo has: "
@@ -113,38 +123,38 @@ class Comm(ABC):
         )
 
     def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
-        """Open the mailbox of `owner`, all ranks together; messages count as exchanges.
+        """Open a mailbox for `owner`, on all ranks together; its messages count as `send_recv`.
 
         Args:
-            owner: whom it is for, such as a replica; one that it had before is closed.
-            like: a vector as long as the longest message, on the device of all.
-            capacity: messages that may be under way from one rank to another; whoever posts one more waits.
+            owner: the object that the mailbox belongs to, such as a replica; its previous mailbox is closed.
+            like: a vector as long as the longest message, on the device of all messages.
+            capacity: unconsumed messages allowed from one rank to another; a sender of one more waits.
 
         Raises:
-            ConfigError: this wire carries no messages, or lacks a library for them.
+            ConfigError: this backend has no mailboxes, or a library that they need is missing.
         """
         self.close_mailbox(owner)
-        self._opened += 1
-        box = self._mailboxes[owner] = self._open_mailbox(self._opened, like, capacity)
+        self._mailbox_count += 1
+        box = self._mailboxes[owner] = self._open_mailbox(self._mailbox_count, like, capacity)
         return box
 
     def mailbox(self, owner: object) -> Mailbox:
         """The mailbox that was opened for `owner`.
 
         Raises:
-            ConfigError: none was, or it has been closed.
+            ConfigError: there is none, or it was closed.
         """
         if owner not in self._mailboxes:
             raise ConfigError(f"rank {self.rank}: no mailbox is open for {owner!r}; open_mailbox(...) on all ranks")
         return self._mailboxes[owner]
 
     def close_mailbox(self, owner: object) -> None:
-        """Close the mailbox of `owner`, where it has one; messages to it are lost from now on."""
+        """Close the mailbox of `owner`, if it has one; later messages to it are lost."""
         if owner in self._mailboxes:
             self._mailboxes.pop(owner).close()
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        raise ConfigError(f"{type(self).__name__} carries no messages; use a process group, threads or a counter")
+        raise ConfigError(f"{type(self).__name__} has no mailboxes; use a process group, threads or a counter")
 
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
         """Count the call, launch it, and time the wait for it."""

@@ -1,4 +1,4 @@
-"""A wire that carries nothing and counts everything."""
+"""A comm that sends nothing and counts the bytes that it would send."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from thinwire.comm.work import Work, completed
 
 
 class CountingComm(Comm):
-    """Any number of ranks, seen by one of them, without a message being sent.
+    """One rank of a group of any size, without the others: calls return at once, and only the meter is updated.
 
     On meta tensors a strategy runs at any size in microseconds, and the meter holds the exact bytes of the run.
-    Values of ordinary tensors are left as they are: every peer is taken to hold the same.
+    On ordinary tensors every other rank is assumed to hold the same values as this one.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CountingComm
+        >>> comm = CountingComm(rank=0, size=8)
+        >>> x = torch.empty(1_000_000_000, device="meta")
+        >>> _ = comm.all_reduce_(x).wait()
+        >>> comm.meter.payload_bytes
+        7000000000.0
     """
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
@@ -43,44 +52,46 @@ class CountingComm(Comm):
 
 
 class CountingMailbox(Mailbox):
-    """Messages that are counted, and dropped.
+    """A mailbox that counts messages and drops them.
 
-    Whatever is expected is here at once. Where messages are answered, each `retry` brings one on the topic that was
-    announced first, from those who may write on it in turn.
+    Every expected message is ready at once. Each `retry` delivers one message on the topic that got its handler first,
+    from the ranks that may send on it, in turn.
     """
 
     def __init__(self, comm: Comm, like: Tensor, capacity: int) -> None:
         super().__init__(comm, like, capacity, threading.Condition())
-        self._wire = comm
-        self._turn = 0
+        self._counting_comm = comm
+        self._delivered = 0
 
     def expect(self, src: int, like: Tensor) -> Work[Message]:
-        """What the other rank is taken to hold."""
+        """A message with the content of `like`, as if the other rank held the same."""
         step = self._comm.step
 
-        def take() -> Message:
-            return Message(src, step, 0, self._wire.send_recv(like, [], [src]).wait()[0])
+        def receive() -> Message:
+            return Message(src, step, 0, self._counting_comm.send_recv(like, [], [src]).wait()[0])
 
-        return Work(take, lambda: True)
+        return Work(receive, lambda: True)
 
     def retry(self) -> None:
-        """Be written to."""
+        """Deliver one message on the first topic."""
         for topic, entry in list(self._handlers.items())[:1]:
-            src = entry.src[self._turn % len(entry.src)]
-            self._handle(Message(src, self._comm.step, topic, self._wire.send_recv(entry.like, [], [src]).wait()[0]))
-        self._turn += 1
+            src = entry.src[self._delivered % len(entry.src)]
+            content = self._counting_comm.send_recv(entry.like, [], [src]).wait()[0]
+            self._handle(Message(src, self._comm.step, topic, content))
+        self._delivered += 1
         super().retry()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Mark the mailbox as closed; there are no connections."""
         self._closed = True
 
-    def _carry(self, dst: int, message: Message, number: int) -> None:
-        self._wire.send_recv(message.content, [dst], [])
-        self._edges[dst].room_made += 1
+    def _transmit(self, dst: int, message: Message, number: int) -> None:
+        self._counting_comm.send_recv(message.content, [dst], [])
+        # The message counts as consumed at once, so a sender never waits for capacity.
+        self._edges[dst].acknowledged += 1
 
     def _count(self, nbytes: int) -> None:
-        """The exchange has counted it."""
+        """Do nothing: `send_recv` has counted the bytes."""
 
-    def _make_room(self, src: int, taken: int) -> None:
-        """Nobody waits for room."""
+    def _acknowledge(self, src: int, consumed: int) -> None:
+        """Do nothing: no sender waits for capacity."""

@@ -1,4 +1,4 @@
-"""The wire of real runs: a torch.distributed process group, Gloo on CPU or NCCL on GPU."""
+"""The comm of real runs, over a torch.distributed process group: Gloo on CPU or NCCL on GPU."""
 
 from __future__ import annotations
 
@@ -21,30 +21,41 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.roll_call import RollCall
-from thinwire.comm.threads import alone
+from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
-_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
-_WIRE_WORDS = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
+# Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
+_NETWORK_ERROR = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
 
 
 class GroupComm(Comm):
     """One rank's view of a process group.
 
     On Gloo it opens connections of its own beside the group's. A failed call closes them at once, so that every other
-    rank fails too instead of waiting for its deadline; then the survivors answer a roll call on the rendezvous store,
-    and the error names who did not. (A rank that is busy elsewhere for seconds more counts as missing.)
+    rank fails too instead of waiting for its timeout. Then the surviving ranks set a key each in the rendezvous store,
+    and the error names the ranks that did not. (A rank that is busy elsewhere for several seconds counts as missing.)
 
     Args:
-        group: a process group; the default one when None.
-        timeout: how long one wait may last (on NCCL the group's own timeout holds).
+        group: a process group; None is the default one.
+        timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
 
     Raises:
-        CommError: not all ranks of the group came to make theirs.
+        CommError: not all ranks of the group make their comm within the timeout.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from thinwire import GroupComm
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> comm = GroupComm(timeout=10)
+        >>> comm.all_reduce_(torch.ones(2)).wait().tolist(), comm.size
+        ([1.0, 1.0], 1)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
@@ -55,47 +66,48 @@ class GroupComm(Comm):
         self._inflight: dict[int, Handles] = {}
         self._fault: CommError | None = None
         self._group = group or _world()
-        self._shared = _Wire(self._group, timed=False)
+        self._shared = _Connections(self._group, timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
         self._chains = 0
-        self._own: list[_Wire] = []  # at most one, in a list that can be emptied
+        # At most one: connections close with their last reference, so they are held where one call can drop it.
+        self._own: list[_Connections] = []
         if self._gloo_devices and self.size > 1:
-            self._open(store)
-
-    def _open(self, store: Store) -> None:
-        start = time.monotonic()
-        try:
-            self._own.append(_connect(store, self.rank, self.size, self.timeout))
-        except RuntimeError as error:
-            problem = _first_sentence(error)
-        else:
+            start = time.monotonic()
+            try:
+                self._own.append(_connect(store, self.rank, self.size, self.timeout))
+                problem = None
+            except RuntimeError as error:
+                problem = _first_sentence(error)
+            # Raised outside the handler: a traceback would keep the half-opened group alive.
+            if problem is not None:
+                raise self._failed("connecting", problem, time.monotonic() - start)
             weakref.finalize(self, self._own.clear)
-            return
-        raise self._failed("connecting", problem, time.monotonic() - start)
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        return self._start("all_reduce", x, lambda wire: wire.sum(x), lambda: x)
+        return self._start("all_reduce", x, lambda group: group.all_reduce(x), lambda: x)
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        return self._start("all_reduce_min", x, lambda wire: wire.min(x), lambda: x)
+        return self._start("all_reduce_min", x, lambda group: group.all_reduce_min(x), lambda: x)
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         if not x.is_contiguous():
             return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
-        def launch(wire: _Wire) -> Handles:
-            if wire.timed and self.size > 2 and nbytes_of(x) > _LEAST_CHUNK_BYTES:
+        def launch(group: _Connections) -> Handles:
+            if group.timed and self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES:
+                # Tags keep the chunks of broadcasts that are in flight together apart.
                 self._chains += 1
-                return wire.chain(x, (self.rank - src) % self.size, self.rank, self.size, tag=self._chains)
-            return wire.broadcast(x, src)
+                position = (self.rank - src) % self.size
+                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._chains)
+            return group.broadcast(x, src)
 
         return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
         return self._start(
-            "all_gather", x, lambda wire: wire.all_gather(flat, rows), lambda: [r.view(x.shape) for r in rows]
+            "all_gather", x, lambda group: group.all_gather(flat, rows), lambda: [r.view(x.shape) for r in rows]
         )
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
@@ -104,7 +116,7 @@ class GroupComm(Comm):
         return self._start(
             "all_to_all",
             sent,
-            lambda wire: wire.all_to_all(sent, counts, received, list(sizes)),
+            lambda group: group.all_to_all(sent, counts, received, list(sizes)),
             lambda: list(received.split(list(sizes))),
         )
 
@@ -112,11 +124,11 @@ class GroupComm(Comm):
         received = [torch.empty_like(x) for _ in src]
         peers = ", ".join(str(j) for j in sorted({*dst, *src}))
         return self._start(
-            f"send_recv with ranks {peers}", x, lambda wire: wire.send_recv(x, dst, received, src), lambda: received
+            f"send_recv with ranks {peers}", x, lambda group: group.send_recv(x, dst, received, src), lambda: received
         )
 
     def duplicate(self) -> Comm:
-        """Another view of the group, with Gloo's connections of its own."""
+        """A second comm over the group, with Gloo connections of its own."""
         if torch.device("cpu").type not in self._gloo_devices:
             return super().duplicate()
         return GroupComm(self._group, timeout=self.timeout)
@@ -126,7 +138,9 @@ class GroupComm(Comm):
 
         return ZeroMqMailbox(self, epoch, like, capacity)
 
-    def _start(self, operation: str, x: Tensor, launch: Callable[[_Wire], Handles], result: Callable[[], T]) -> Work[T]:
+    def _start(
+        self, operation: str, x: Tensor, launch: Callable[[_Connections], Handles], result: Callable[[], T]
+    ) -> Work[T]:
         if self._fault is not None:
             raise self._closed(self._fault)
         timed = x.device.type in self._gloo_devices
@@ -137,7 +151,7 @@ class GroupComm(Comm):
 
         def finish() -> T:
             start = time.monotonic()
-            # On NCCL a timeout makes the wait block the host; its own watchdog keeps the deadline instead.
+            # On NCCL a wait with a timeout would block the host; NCCL's own watchdog ends the call instead.
             problem = _try_wait(handles, self.timeout if timed else None)
             self._inflight.pop(id(handles), None)
             if problem or self._fault is not None:
@@ -147,14 +161,14 @@ class GroupComm(Comm):
         return Work(finish)
 
     def _failed(self, operation: str, problem: str, waited: float) -> CommError:
-        """Hang up, call the roll, and say what happened; once."""
+        """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
         if self._fault is not None:
             return self._closed(self._fault)
-        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
-        late, missing = self._roll_call.hold(late, self._hang_up)
+        timed_out = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
+        timed_out, missing = self._roll_call.run(timed_out, self._close_connections)
         where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(missing)
         be = "is" if len(missing) == 1 else "are"
-        if late:
+        if timed_out:
             names = f"; {who} {be} not answering" if missing else ""
             self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names} ({problem})")
         else:
@@ -166,48 +180,52 @@ class GroupComm(Comm):
     def _closed(fault: CommError) -> CommError:
         return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
 
-    def _hang_up(self) -> None:
-        """Close the connections: they end with the last reference to the group and to its handles."""
+    def _close_connections(self) -> None:
+        """Drop the last references to the group and to its handles, which closes the connections."""
         for handles in self._inflight.values():
             handles.clear()
         self._inflight.clear()
         self._own.clear()
 
 
-class _Wire:
-    """Torch's calls on one group: the caller's, or connections of our own, which are ours to close."""
+class _Connections:
+    """Torch's calls on one group: the caller's, or a second one that this comm may close.
+
+    Attributes:
+        timed: whether waits take a timeout, as Gloo's do.
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, timed: bool) -> None:
         self._group = group
         self.timed = timed
 
-    def sum(self, x: Tensor) -> Handles:
+    def all_reduce(self, x: Tensor) -> Handles:
         return [self._group.allreduce([x])]
 
-    def min(self, x: Tensor) -> Handles:
+    def all_reduce_min(self, x: Tensor) -> Handles:
         options = dist.AllreduceOptions()
         options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.MIN)
         return [self._group.allreduce([x], options)]
 
-    def chain(self, x: Tensor, place: int, rank: int, size: int, *, tag: int) -> Handles:
-        """A broadcast from rank to rank in pieces, so that nobody sends the vector twice.
+    def chain_broadcast(self, x: Tensor, position: int, rank: int, size: int, *, tag: int) -> Handles:
+        """A broadcast along a chain of ranks, in chunks, so that no rank sends the vector twice.
 
-        Gloo's own is a tree whose root sends it as often as 2 goes into `size` by doubling. Whoever is in the middle
-        passes pieces on while it waits for them: ranks must wait for their broadcasts in the same order.
+        Gloo's own broadcast is a tree whose root sends the vector log2(size) times. Ranks in the middle of the chain
+        forward chunks while they wait for them, so all ranks must wait for their broadcasts in the same order.
         """
-        nbytes = min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
-        pieces = list(x.view(-1).split(nbytes // x.element_size()))
+        nbytes = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
+        chunks = list(x.view(-1).split(nbytes // x.element_size()))
         before, after = (rank - 1) % size, (rank + 1) % size
-        if place == 0:
-            return [self._group.send([piece], after, tag) for piece in pieces]
-        received = [self._group.recv([piece], before, tag) for piece in pieces]
-        if place == size - 1:
+        if position == 0:
+            return [self._group.send([chunk], after, tag) for chunk in chunks]
+        received = [self._group.recv([chunk], before, tag) for chunk in chunks]
+        if position == size - 1:
             return received
         sent: Handles = []
-        relays = [
-            _Relay(work, piece, self._group, after, tag, sent) for work, piece in zip(received, pieces, strict=True)
+        forwards = [
+            _Forward(work, chunk, self._group, after, tag, sent) for work, chunk in zip(received, chunks, strict=True)
         ]
-        return [*cast(Handles, relays), cast(dist.Work, _All(sent))]
+        return [*cast(Handles, forwards), cast(dist.Work, _All(sent))]
 
     def broadcast(self, x: Tensor, src: int) -> Handles:
         options = dist.BroadcastOptions()
@@ -232,11 +250,11 @@ class _Wire:
 
 
 @dataclass
-class _Relay:
-    """A piece that is sent on as soon as it has come and is waited for."""
+class _Forward:
+    """A chunk that is forwarded to the next rank when its arrival is waited for."""
 
     received: dist.Work
-    piece: Tensor
+    chunk: Tensor
     group: dist.ProcessGroup
     after: int
     tag: int
@@ -244,12 +262,12 @@ class _Relay:
 
     def wait(self, timeout: timedelta) -> None:
         self.received.wait(timeout)
-        self.sent.append(self.group.send([self.piece], self.after, self.tag))
+        self.sent.append(self.group.send([self.chunk], self.after, self.tag))
 
 
 @dataclass
 class _All:
-    """Pieces that are on their way."""
+    """The forwarded chunks, whose sends must be waited for too."""
 
     sent: Handles
 
@@ -264,15 +282,15 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _connect(store: Store, rank: int, size: int, timeout: float) -> _Wire:
-    """New connections among the same ranks, with a deadline that no other user of their group will meet."""
+def _connect(store: Store, rank: int, size: int, timeout: float) -> _Connections:
+    """New connections among the same ranks, which can be closed without harm to other users of the caller's group."""
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-    # A backend has the calls of a group, which torch's stubs do not tell.
-    return _Wire(cast(dist.ProcessGroup, group), timed=True)
+    # A backend has the calls of a group, but torch's stubs do not say so.
+    return _Connections(cast(dist.ProcessGroup, group), timed=True)
 
 
 def _own_store(members: Sequence[int]) -> Store:
-    """A part of the rendezvous store for one group's connections, new at every call; all members call equally often."""
+    """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
     try:
@@ -282,42 +300,42 @@ def _own_store(members: Sequence[int]) -> Store:
     return PrefixStore(f"{name}/{calls}", store)
 
 
-def _try_launch(launch: Callable[[_Wire], Handles], wire: _Wire) -> tuple[Handles, str]:
-    """The handles of a call, or what went wrong, in words."""
+def _try_launch(launch: Callable[[_Connections], Handles], group: _Connections) -> tuple[Handles, str]:
+    """The handles of a call, and what went wrong if the network failed."""
     try:
-        return launch(wire), ""
+        return launch(group), ""
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _WIRE_WORDS.search(str(error)):
+        if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
             raise
         return [], _first_sentence(error)
 
 
 def _try_wait(handles: Handles, seconds: float | None) -> str:
-    """Wait for all handles; what went wrong, in words (a traceback would keep handle and group alive)."""
+    """Wait for all handles; returns what went wrong as text, since a traceback would keep handle and group alive."""
     try:
         while handles:
             handle = handles.pop(0)
             handle.wait() if seconds is None else handle.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         if "Invalid scalar type" in str(error):
-            raise  # no wire carries this dtype
+            raise  # a mistake in the call: the backend does not support this dtype
         handles.clear()
         return _first_sentence(error)
     return ""
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """What a wire says, without its place in the src and its advice."""
+    """The first sentence of a backend's error, without the line of its source."""
     line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
     return line.partition(". ")[0][:200]
 
 
 def comm_for(group: Group = None, *, timeout: float = 60.0) -> Comm:
-    """The comm of a process group, of a one-dimensional `DeviceMesh`, or of a world of one.
+    """The comm of a process group, of a one-dimensional `DeviceMesh`, or of one worker alone.
 
     Args:
-        group: None is the default group where one exists, and one worker alone where none does.
-        timeout: how long one wait may last.
+        group: None is the default group if there is one, and one worker alone otherwise.
+        timeout: how long one wait may last, in seconds.
 
     Raises:
         ConfigError: several workers were started but no process group exists, or the mesh has several dimensions.
@@ -333,7 +351,7 @@ def comm_for(group: Group = None, *, timeout: float = 60.0) -> Comm:
         raise ConfigError(
             f"WORLD_SIZE={workers} but no process group: call torch.distributed.init_process_group() before attach"
         )
-    return alone()
+    return single_worker()
 
 
 __all__ = ["Group", "GroupComm", "comm_for"]

@@ -1,4 +1,4 @@
-"""Who is still there? Asked on the rendezvous store once something has failed."""
+"""Finds out which ranks are missing after a failure, over the rendezvous store."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _LINGER_SECONDS = 1.0
 
 
 class Store(Protocol):
-    """What is asked of a rendezvous store: words by key, for all ranks of the job."""
+    """The calls of a rendezvous store that are used: a table of keys and values, shared by all ranks of the job."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Keep a word."""
+        """Store a value."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a word."""
+        """Whether all keys have a value."""
         ...
 
     def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Keep a word unless there is one ("" expects none); the word that stays."""
+        """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
         ...
 
 
 class RollCall:
-    """The survivors of a failure answer; those who do not are lost.
+    """After a failure every rank that is still alive sets a key; ranks whose key stays unset are missing.
 
     Args:
         store: this group's part of the rendezvous store.
-        members: the ranks of the group by their rank in the whole job.
+        members: the group's ranks, each as its rank in the whole job.
         rank: this rank in the group.
     """
 
@@ -45,51 +45,53 @@ class RollCall:
         self._members = members
         self._rank = rank
 
-    def hold(self, late: bool, hang_up: Callable[[], None]) -> tuple[bool, list[str]]:
-        """Agree on the reason, hang up, and learn who is missing.
+    def run(self, timed_out: bool, close_connections: Callable[[], None]) -> tuple[bool, list[str]]:
+        """Agree on the cause of the failure, close the connections, and find the missing ranks.
 
         Args:
-            late: whether this rank has met its deadline, rather than a closed connection.
-            hang_up: called as soon as those who fail because of it can read the reason.
+            timed_out: whether this rank's failure was a timeout, rather than a closed connection.
+            close_connections: called once the cause is in the store. The others' calls then fail at once, and they
+                must read that cause and not take the closed connection for one.
 
         Returns:
-            Whether the first failure of all was a deadline, and the missing ranks in words.
+            Whether the first failure of any rank was a timeout, and the missing ranks, for the error.
         """
         try:
-            late = _within(_STORE_SECONDS, lambda: self._agree(late))
-            hang_up()
-            return late, _within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
+            timed_out = _within(_STORE_SECONDS, lambda: self._agree(timed_out))
+            close_connections()
+            return timed_out, _within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
         except TimeoutError:
-            late = True  # the process that hosts the store is there, and does not answer
+            timed_out = True  # the process that hosts the store is alive, and does not answer
         except (RuntimeError, OSError):
-            pass  # the store is gone, and its host with it
-        hang_up()
-        return late, [self._name(rank) for rank in self._host()]
+            pass  # the process that hosts the store has ended
+        close_connections()
+        return timed_out, [self._name(rank) for rank in self._host()]
+
+    def _agree(self, timed_out: bool) -> bool:
+        """The first rank to fail sets the cause for all."""
+        return self._store.compare_set("reason", "", "late" if timed_out else "lost") == b"late"
 
     def _host(self) -> list[int]:
-        """The rank that hosts the store, where it is another one of this group."""
+        """The rank that hosts the store, if it is another one of this group."""
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return [0] if hosted and self._members[0] == 0 and self._rank != 0 else []
-
-    def _agree(self, late: bool) -> bool:
-        return self._store.compare_set("reason", "", "late" if late else "lost") == b"late"
 
     def _missing(self) -> list[str]:
         others = [rank for rank in range(len(self._members)) if rank != self._rank]
         self._store.set(f"here/{self._rank}", "1")
-        missing = self._await("here", others, _ROLL_CALL_SECONDS)
+        missing = self._unset("here", others, _ROLL_CALL_SECONDS)
         with suppress(RuntimeError, OSError):
             self._store.set(f"done/{self._rank}", "1")
         if self._members[self._rank] == 0:
-            # This process hosts the store that the others may still be reading.
-            self._await("done", [rank for rank in others if rank not in missing], _LINGER_SECONDS)
+            # This process hosts the store, which the others may still be reading.
+            self._unset("done", [rank for rank in others if rank not in missing], _LINGER_SECONDS)
         return [self._name(rank) for rank in missing]
 
-    def _await(self, word: str, ranks: list[int], seconds: float) -> list[int]:
-        """The ranks that have not given the word in time, or before the store was gone."""
+    def _unset(self, prefix: str, ranks: list[int], seconds: float) -> list[int]:
+        """Wait for the ranks' keys; the ranks that have not set theirs in time, or before the store was gone."""
         end = time.monotonic() + seconds
         try:
-            while ranks := [rank for rank in ranks if not self._store.check([f"{word}/{rank}"])]:
+            while ranks := [rank for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]:
                 if time.monotonic() >= end:
                     break
                 time.sleep(0.02)
@@ -102,22 +104,26 @@ class RollCall:
         return f"rank {rank}" if member == rank else f"rank {rank} (rank {member} of the whole job)"
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """The answer of a call that may never return."""
-    answers: list[T] = []
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of a call that may never return.
+
+    Raises:
+        TimeoutError: it did not return in time; its thread is left behind.
+    """
+    results: list[T] = []
     errors: list[Exception] = []
 
-    def call() -> None:
+    def body() -> None:
         try:
-            answers.append(ask())
+            results.append(call())
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=call, daemon=True, name="thinwire-roll-call")
+    thread = threading.Thread(target=body, daemon=True, name="thinwire-roll-call")
     thread.start()
     thread.join(seconds)
     if errors:
         raise errors[0]
-    if not answers:
+    if not results:
         raise TimeoutError
-    return answers[0]
+    return results[0]

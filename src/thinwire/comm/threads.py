@@ -1,4 +1,4 @@
-"""N workers as N threads of one process: the same strategies, without processes or sockets.
+"""Several ranks as threads of one process: for tests, and to run strategies without processes or sockets.
 
 Sums are added in the order of ranks, so a run's values depend on nothing but its inputs.
 """
@@ -25,25 +25,32 @@ from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 T = TypeVar("T")
 U = TypeVar("U")
 Delay = Callable[[int, int, int], int]
-"""Steps that a message is under way: of (from, to, step in which it is expected)."""
+"""The delay of a message in steps, as a function of (sender, receiver, step in which it is expected)."""
 
 
 @dataclass
-class Meeting:
-    """One collective call: what each rank brought, and what they made of it together."""
+class Collective:
+    """One collective call: the inputs of the ranks that have joined it, and the result.
+
+    Attributes:
+        label: the operation, for errors.
+        first_rank: the rank that joined first.
+        inputs: by rank.
+        result: computed by the rank that joins last.
+    """
 
     label: str
-    first: int
-    brought: dict[int, Any] = field(default_factory=dict[int, Any])
+    first_rank: int
+    inputs: dict[int, Any] = field(default_factory=dict[int, Any])
     result: Any = None
 
 
 class Hub:
-    """The room in which the threads of one run meet.
+    """The memory that the threads of one run share.
 
     Args:
-        size: how many threads.
-        delay: lets messages be under way for whole steps; None hands them over at once.
+        size: the number of threads.
+        delay: delays mailbox messages by whole steps; None delivers them at once.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -51,23 +58,31 @@ class Hub:
         self.delay = delay
         self.mailboxes: dict[tuple[int, int], ThreadMailbox] = {}
         self.changed = threading.Condition()
-        self.meetings: dict[int, Meeting] = {}
+        self.collectives: dict[int, Collective] = {}
         self.messages: dict[tuple[int, int, int], Tensor] = {}
         self.lost: tuple[int, BaseException] | None = None
 
     def lose(self, rank: int, reason: BaseException) -> None:
-        """Tell everyone that `rank` has failed."""
+        """Record that `rank` has failed, so that the waits of all others fail too."""
         with self.changed:
             self.lost = self.lost or (rank, reason)
             self.changed.notify_all()
 
-    def until(self, ready: Callable[[], bool], comm: ThreadComm, waiting_for: str) -> None:
-        """Sleep until `ready()`; the condition's lock is held by the caller."""
+    def check_lost(self, step: int) -> None:
+        """Raise if a rank has failed.
+
+        Raises:
+            PeerLostError: naming the first that did.
+        """
+        if self.lost is not None:
+            rank, reason = self.lost
+            raise PeerLostError(f"rank {rank} was lost at step {step} ({type(reason).__name__}: {reason})")
+
+    def wait_until(self, ready: Callable[[], bool], comm: ThreadComm, waiting_for: str) -> None:
+        """Wait until `ready()`; the caller holds `changed`."""
         end = time.monotonic() + comm.timeout
         while not ready():
-            if self.lost is not None:
-                rank, reason = self.lost
-                raise PeerLostError(f"rank {rank} was lost at step {comm.step} ({type(reason).__name__}: {reason})")
+            self.check_lost(comm.step)
             if not self.changed.wait(end - time.monotonic()) and not ready():
                 raise CommTimeoutError(
                     f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
@@ -75,7 +90,23 @@ class Hub:
 
 
 class ThreadComm(Comm):
-    """One thread's view of its `Hub`."""
+    """One thread's comm; `run_threads` makes them.
+
+    Args:
+        hub: shared by the threads.
+        rank: this thread's.
+        timeout: how long one wait may last, in seconds.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import ThreadComm, run_threads
+        >>> def work(comm: ThreadComm) -> list[float]:
+        ...     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        ...     (received,) = comm.send_recv(torch.tensor([float(comm.rank)]), [right], [left]).wait()
+        ...     return received.tolist()
+        >>> run_threads(3, work)
+        [[2.0], [0.0], [1.0]]
+    """
 
     def __init__(self, hub: Hub, rank: int, *, timeout: float = 60.0) -> None:
         super().__init__(rank, hub.size, timeout=timeout)
@@ -85,31 +116,32 @@ class ThreadComm(Comm):
         self._expected: Counter[int] = Counter()
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        total = self._meet(f"all_reduce of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
+        total = self._join(f"all_reduce of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
         return total.then(x.copy_)
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        least = self._meet(f"all_reduce_min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
+        least = self._join(f"all_reduce_min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
         return least.then(x.copy_)
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        chosen = self._meet(f"broadcast of {describe(x)} from {src}", x, lambda xs: xs[src].clone())
+        # The result is a clone: `src` may write to its vector before another rank has copied it.
+        chosen = self._join(f"broadcast of {describe(x)} from {src}", x, lambda xs: xs[src].clone())
         return chosen.then(x.copy_)
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        rows = self._meet(f"all_gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
-        return rows.then(lambda everyone: [row.clone() for row in everyone])
+        gathered = self._join(f"all_gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
+        return gathered.then(lambda rows: [row.clone() for row in rows])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        rows = self._meet("all_to_all", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
-        return rows.then(lambda everyone: self._pick(everyone, sizes))
+        def own_column(rows: list[list[Tensor]]) -> list[Tensor]:
+            mine = [row[self.rank] for row in rows]
+            for peer, (x, size) in enumerate(zip(mine, sizes, strict=True)):
+                if x.numel() != size:
+                    raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
+            return mine
 
-    def _pick(self, rows: list[list[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        mine = [row[self.rank] for row in rows]
-        for peer, (x, size) in enumerate(zip(mine, sizes, strict=True)):
-            if x.numel() != size:
-                raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
-        return mine
+        rows = self._join("all_to_all", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
+        return rows.then(own_column)
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         with self._hub.changed:
@@ -117,98 +149,99 @@ class ThreadComm(Comm):
                 self._hub.messages[self.rank, peer, self._sent[peer]] = x.clone()
                 self._sent[peer] += 1
             self._hub.changed.notify_all()
+        # Numbered at the call, so that messages match whatever the order of the waits.
         numbers = [(peer, self._expected[peer]) for peer in src]
-        self._expected.update(src)  # settled now, in whatever order the waits will be
-        return Work(lambda: [self._letter(peer, number, x) for peer, number in numbers])
+        self._expected.update(src)
+        return Work(lambda: [self._receive(peer, number, x) for peer, number in numbers])
 
-    def _letter(self, peer: int, number: int, like: Tensor) -> Tensor:
-        place = (peer, self.rank, number)
+    def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
+        key = (peer, self.rank, number)
         with self._hub.changed:
-            self._hub.until(lambda: place in self._hub.messages, self, f"a message from rank {peer}")
-            message = self._hub.messages.pop(place)
+            self._hub.wait_until(lambda: key in self._hub.messages, self, f"a message from rank {peer}")
+            message = self._hub.messages.pop(key)
         if message.shape != like.shape or message.dtype != like.dtype:
             raise MismatchError(f"rank {peer} sent {describe(message)}, rank {self.rank} expects {describe(like)}")
         return message
 
     def duplicate(self) -> Comm:
-        """Another hub for the same threads."""
-        hub = self._meet("opening of an aside", None, lambda _: Hub(self.size)).wait()
+        """A comm over another hub for the same threads."""
+        hub = self._join("duplicate", None, lambda _: Hub(self.size)).wait()
         return ThreadComm(hub, self.rank, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         box = ThreadMailbox(self, self._hub, epoch, like, capacity)
         if self.size > 1:
-            self._meet(f"opening of mailbox {epoch}", None, lambda _: None).wait()
+            # A barrier: no rank may send before all mailboxes are open.
+            self._join(f"opening of mailbox {epoch}", None, lambda _: None).wait()
         return box
 
-    def _meet(self, label: str, brought: T, together: Callable[[list[T]], U]) -> Work[U]:
-        """Bring something to this rank's next round; the last to arrive computes the result for all."""
+    def _join(self, label: str, own: T, combine: Callable[[list[T]], U]) -> Work[U]:
+        """Join this rank's next collective call; the last rank to join computes the result for all."""
         hub, call = self._hub, self._calls
         self._calls += 1
         with hub.changed:
-            meeting = hub.meetings.setdefault(call, Meeting(label, self.rank))
-            if meeting.label != label:
+            collective = hub.collectives.setdefault(call, Collective(label, self.rank))
+            if collective.label != label:
                 raise MismatchError(
-                    f"call {call} is {meeting.label} on rank {meeting.first} and {label} on rank {self.rank}"
+                    f"call {call} is {collective.label} on rank {collective.first_rank} and {label} on rank {self.rank}"
                 )
-            meeting.brought[self.rank] = brought
-            if len(meeting.brought) == hub.size:
-                meeting.result = together([meeting.brought[rank] for rank in range(hub.size)])
-                del hub.meetings[call]
+            collective.inputs[self.rank] = own
+            if len(collective.inputs) == hub.size:
+                collective.result = combine([collective.inputs[rank] for rank in range(hub.size)])
+                del hub.collectives[call]
                 hub.changed.notify_all()
 
         def finish() -> U:
             with hub.changed:
-                hub.until(lambda: len(meeting.brought) == hub.size, self, f"everyone to join the {label}")
-            return meeting.result
+                hub.wait_until(lambda: len(collective.inputs) == hub.size, self, f"everyone to join the {label}")
+            return collective.result
 
         return Work(finish)
 
 
 class ThreadMailbox(Mailbox):
-    """Messages between threads: the writer's thread hands each over, and has it answered.
+    """A mailbox between threads: the sender's thread delivers each message, and runs its handler.
 
-    With a scripted `delay` of the hub, a message that is expected at step s is `ready` from step s + delay on, and then
-    always, whichever thread is the faster. Waiting for it takes it sooner.
+    If the hub has a `delay`, a message that is expected at step s is `ready` from step s + delay on, whichever thread
+    is faster. `wait` returns it earlier.
     """
 
     def __init__(self, comm: Comm, hub: Hub, epoch: int, like: Tensor, capacity: int) -> None:
+        # All mailboxes share the hub's lock: two locks, held in opposite order by two senders, would deadlock.
         super().__init__(comm, like, capacity, hub.changed)
         self._hub = hub
         self._epoch = epoch
         hub.mailboxes[epoch, comm.rank] = self
 
     def close(self) -> None:
-        """Take no more messages."""
+        """Drop all later messages."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
 
-    def _carry(self, dst: int, message: Message, number: int) -> None:
+    def _transmit(self, dst: int, message: Message, number: int) -> None:
         peer = self._hub.mailboxes[self._epoch, dst]
         if not peer._closed:
             peer._deliver(message._replace(content=message.content.clone()), number)
 
-    def _make_room(self, src: int, taken: int) -> None:
-        self._hub.mailboxes[self._epoch, src]._room_was_made(self._rank, taken)
+    def _acknowledge(self, src: int, consumed: int) -> None:
+        self._hub.mailboxes[self._epoch, src]._on_acknowledgement(self._rank, consumed)
 
-    def _has_come(self, src: int, number: int, step: int) -> bool:
+    def _has_arrived(self, src: int, number: int, step: int) -> bool:
         if self._hub.delay is None:
-            return super()._has_come(src, number, step)
+            return super()._has_arrived(src, number, step)
         return self._comm.step >= step + self._hub.delay(src, self._rank, step)
 
-    def _complain(self, src: Sequence[int]) -> None:
-        super()._complain(src)
-        if self._hub.lost is not None:
-            rank, reason = self._hub.lost
-            raise PeerLostError(f"rank {rank} was lost at step {self._comm.step} ({type(reason).__name__}: {reason})")
+    def _check_peers(self, src: Sequence[int]) -> None:
+        super()._check_peers(src)
+        self._hub.check_lost(self._comm.step)
         for rank in src:
             if self._hub.mailboxes[self._epoch, rank]._closed:
                 raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
 
 
-def alone() -> Comm:
-    """A world of one worker."""
+def single_worker() -> Comm:
+    """The comm of one worker alone."""
     return ThreadComm(Hub(1), 0)
 
 
@@ -216,14 +249,20 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
     """Run `work(comm)` on `size` threads and return the results in the order of ranks.
 
     Args:
-        size: how many threads.
-        work: what each does.
-        timeout: how long one wait may last.
-        delay: steps that a message from one rank to another is under way, by (from, to, step); None hands messages over
-            at once.
+        size: the number of threads.
+        work: the function that each thread runs.
+        timeout: how long one wait may last, in seconds.
+        delay: the delay of a mailbox message in steps, as a function of (sender, receiver, step); None delivers
+            messages at once.
 
     Raises:
-        Exception: the first failure of any thread; the others are told and end too.
+        Exception: the first failure of any thread; waits of the other threads then fail too.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import run_threads
+        >>> run_threads(2, lambda comm: comm.all_reduce_(torch.tensor([comm.rank + 1])).wait().item())
+        [3, 3]
     """
     hub = Hub(size, delay=delay)
 

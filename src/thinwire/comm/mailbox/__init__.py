@@ -1,3 +1,1 @@
-"""Messages between two ranks, that nobody else need know of: posted without waiting, answered while training goes
-on.
-"""
+"""Asynchronous point-to-point messages: sent without a matching call, and handled while the receiver trains."""

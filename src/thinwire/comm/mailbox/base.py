@@ -1,8 +1,8 @@
-"""Messages: what one rank says to another without a common schedule.
+"""Point-to-point messages that need no matching call on the other rank.
 
-Each pair of ranks has an edge in either direction. Messages of an edge are numbered and arrive in that order, each
-once. An edge holds at most `capacity` messages that were posted and not yet taken, so that memory is bounded by
-design and not by luck: whoever posts one more waits for room. Every wait has the comm's deadline.
+Each pair of ranks has an edge in either direction. Messages of an edge are numbered, and delivered in that order, each
+once. At most `capacity` messages of an edge may be sent and not yet consumed, so that memory is bounded: the sender of
+one more waits until the receiver acknowledges some. Every wait has the comm's timeout.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from thinwire.comm.work import Meter, Work, describe, nbytes_of
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError
 
-_LEAST_BYTES = 64  # always allowed, for messages that carry a number
-_LOOK_SECONDS = 0.2  # how often a wait asks whether the peer is still there
+_MIN_BYTES = 64  # always allowed, for messages that carry a single number
+_POLL_SECONDS = 0.2  # how often a wait checks whether the other rank is still connected
 
 
 class Message(NamedTuple):
     """A vector from one rank to another.
 
     Attributes:
-        src: the rank that posted it.
-        step: that rank's step then.
-        topic: what it is about, as the strategy numbers it; 0 is what `expect` expects.
+        src: the rank that sent it.
+        step: that rank's step when it sent it.
+        topic: a number that the strategy chooses; 0 is for `expect`, others have handlers.
         content: the vector.
     """
 
@@ -55,33 +55,33 @@ class Endpoint(Protocol):
 
 @dataclass
 class Edge:
-    """What one rank knows of its messages with one other.
+    """One rank's counters and queues for one other rank.
 
     Attributes:
-        posted: messages to it.
-        room_made: how many of those it has taken.
-        heard: messages from it that have come in order.
-        early: messages from it that came before others that they follow, by number.
-        taken: messages from it that were used here.
-        told: how many of those it knows of.
-        promised: messages of topic 0 that somebody here expects or has had.
-        filed: how many of topic 0 have come.
-        inbox: those that nobody has taken yet, by number.
+        posted: messages sent to it.
+        acknowledged: how many of those it has consumed, as far as it has told.
+        received: messages from it that were delivered in order.
+        out_of_order: messages from it that overtook earlier ones, by number.
+        consumed: messages from it that were used here.
+        reported: how many of those were acknowledged to it.
+        expected: calls of `expect` for it.
+        queued: messages of topic 0 delivered so far.
+        inbox: messages of topic 0 that were not consumed yet, by number.
     """
 
     posted: int = 0
-    room_made: int = 0
-    heard: int = 0
-    early: dict[int, Message] = field(default_factory=dict[int, Message])
-    taken: int = 0
-    told: int = 0
-    promised: int = 0
-    filed: int = 0
+    acknowledged: int = 0
+    received: int = 0
+    out_of_order: dict[int, Message] = field(default_factory=dict[int, Message])
+    consumed: int = 0
+    reported: int = 0
+    expected: int = 0
+    queued: int = 0
     inbox: dict[int, Message] = field(default_factory=dict[int, Message])
 
 
 class TopicHandler(NamedTuple):
-    """Who answers the messages of one topic, and which messages those are."""
+    """The handler of a topic, and which messages it accepts."""
 
     handler: Handler
     like: Tensor
@@ -89,13 +89,13 @@ class TopicHandler(NamedTuple):
 
 
 class Mailbox(ABC):
-    """One rank's messages with all others, for one owner.
+    """One rank's messages to and from all others, for one owner.
 
     Attributes:
-        changed: the one lock of everything here, and told of every change. A strategy whose vectors are used in
-            answers holds it while it touches them.
-        duplicates: messages that came twice and were dropped the second time.
-        capacity: messages that may be under way on one edge.
+        changed: the one lock of the mailbox, notified of every change. A strategy whose vectors are used in handlers
+            holds it while it reads or writes them.
+        duplicates: messages that arrived twice and were dropped the second time.
+        capacity: unconsumed messages allowed on one edge.
     """
 
     def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: threading.Condition) -> None:
@@ -106,218 +106,222 @@ class Mailbox(ABC):
         self.duplicates = 0
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
-        self._largest = max(_LEAST_BYTES, nbytes_of(like))
+        self._max_bytes = max(_MIN_BYTES, nbytes_of(like))
         self._edges = {rank: Edge() for rank in range(comm.size) if rank != comm.rank}
         self._handlers: dict[int, TopicHandler] = {}
-        self._held: list[Message] = []
+        self._deferred: list[Message] = []
         self._closed = False
         self._fault: Exception | None = None
-        self._home = threading.get_ident()
-        self._untold: list[int] = []
+        self._owner_thread = threading.get_ident()
+        self._unmetered: list[int] = []
 
     # -- for strategies ------------------------------------------------------------------------------------------
 
     def send(self, dst: int, x: Tensor, *, topic: int = 0) -> None:
-        """Send a copy of `x` to one rank; waits only while `capacity` messages to it have not been taken.
+        """Send a copy of `x` to one rank; waits only while `capacity` messages to it are unconsumed.
 
         Args:
             dst: the rank.
             x: a vector; may change as soon as the call returns.
-            topic: what it is about; 0 is what the other rank expects, others are answered.
+            topic: 0 for a message that the other rank gets by `expect`; others go to its handler.
 
         Raises:
-            ConfigError: to itself, to nobody, or longer than the mailbox was opened for.
-            CommTimeoutError: no message of an earlier time was taken.
+            ConfigError: `dst` is this rank or no rank, or `x` is longer than the mailbox was opened for.
+            CommTimeoutError: the other rank consumed no message within the timeout.
             PeerLostError: the other rank is known to be gone.
         """
-        if dst not in self._edges or nbytes_of(x) > self._largest:
-            raise self._cannot_send(dst, x)
+        if dst == self._rank or not 0 <= dst < self._size:
+            raise ConfigError(f"a message from rank {self._rank} to rank {dst}: send to another of 0..{self._size - 1}")
+        if nbytes_of(x) > self._max_bytes:
+            raise ConfigError(
+                f"a message of {nbytes_of(x)} bytes: this mailbox was opened for {self._max_bytes} at most"
+            )
         with self.changed:
             edge, start = self._edges[dst], time.perf_counter()
-            full = edge.posted - edge.room_made >= self.capacity
-            self._complain([dst])
+            full = edge.posted - edge.acknowledged >= self.capacity
+            self._check_peers([dst])
             self.until(
-                lambda: [dst] if edge.posted - edge.room_made >= self.capacity else [],
+                lambda: [dst] if edge.posted - edge.acknowledged >= self.capacity else [],
                 f"room for a message to rank {dst}",
             )
             number, edge.posted = edge.posted, edge.posted + 1
-            self._carry(dst, Message(self._rank, self._comm.step, topic, x), number)
+            self._transmit(dst, Message(self._rank, self._comm.step, topic, x), number)
             self._count(nbytes_of(x))
         if full:
             self._comm.meter.waited("room", start, start, time.perf_counter(), self._comm.step)
 
     def expect(self, src: int, like: Tensor) -> Work[Message]:
-        """The next message of topic 0 from one rank, when it comes; `ready` says whether it has, or never will.
+        """Receive the next message of topic 0 from one rank.
 
-        Messages of one rank come in the order in which they were posted, and belong to these calls in theirs.
+        Messages of one rank are matched with these calls in the order in which both were made.
 
         Args:
             src: the rank.
             like: a vector of the size, dtype and device that the content will have.
 
         Returns:
-            Work that raises, when it is asked or waited for, CommTimeoutError, PeerLostError, or MismatchError where
-            another kind of vector came.
+            A handle whose `ready` tells whether the message has arrived. `ready` and `wait` raise CommTimeoutError,
+            PeerLostError, or MismatchError where the vector is of another size or dtype.
         """
         edge, step, launched = self._edges[src], self._comm.step, time.perf_counter()
-        number, edge.promised = edge.promised, edge.promised + 1
+        number, edge.expected = edge.expected, edge.expected + 1
 
-        def take() -> Message:
+        def receive() -> Message:
             start = time.perf_counter()
             with self.changed:
                 self.until(lambda: [] if number in edge.inbox else [src], f"a message from rank {src}")
                 message = edge.inbox.pop(number)
-                self._took(message)
+                self._mark_consumed(message)
             self._comm.meter.waited("message", launched, start, time.perf_counter(), step)
             return self._checked(message, like)
 
-        def is_here() -> bool:
+        def is_ready() -> bool:
             with self.changed:
-                if self._has_come(src, number, step):
+                if self._has_arrived(src, number, step):
                     return True
                 if number not in edge.inbox:
-                    self._complain([src])
+                    self._check_peers([src])
             if time.perf_counter() - launched > self._comm.timeout:
-                raise self._late(f"a message from rank {src}")
+                raise self._timeout_error(f"a message from rank {src}")
             return False
 
-        return Work(take, is_here)
+        return Work(receive, is_ready)
 
     def answer(self, topic: int, handler: Handler, *, like: Tensor, src: Sequence[int]) -> None:
-        """Hand every message of a topic to `handler` as soon as it comes, in whatever thread it comes in.
+        """Register the handler of a topic; it is called with each message as soon as that arrives, in any thread.
 
         Args:
             topic: not 0.
-            handler: called with the message, under `changed`; must not wait. False puts the message aside until
-                `retry`.
+            handler: called with the message while `changed` is held; must not block. Returning False defers the message
+                until `retry`.
             like: a vector of the size, dtype and device of the content.
-            src: who may write on this topic.
+            src: the ranks that may send on this topic.
         """
         with self.changed:
             self._handlers[topic] = TopicHandler(handler, like, tuple(src))
-            self._offer()
+            self._handle_deferred()
 
     def retry(self) -> None:
-        """Offer messages that were put aside once more, and raise what has gone wrong with others meanwhile."""
+        """Call handlers again for deferred messages, and raise what went wrong in other threads meanwhile."""
         with self.changed:
-            self._offer()
-            self._tell()
-            self._complain(())
-
-    def _offer(self) -> None:
-        held, self._held = self._held, []
-        for message in held:
-            self._handle(message)
+            self._handle_deferred()
+            self._flush_meter()
+            self._check_peers(())
 
     def until(self, missing: Callable[[], Sequence[int]], waiting_for: str) -> None:
-        """Wait until no rank is missing, as messages will have it; the caller holds `changed`.
+        """Wait until no rank is missing; the caller holds `changed`.
 
         Args:
-            missing: the ranks from which something has yet to come; asked whenever anything has.
-            waiting_for: what that is, in words, for the error.
+            missing: returns the ranks that are still waited for; called after every change.
+            waiting_for: what is waited for, for the error.
 
         Raises:
-            CommTimeoutError: it did not come in time.
-            PeerLostError: one of those ranks is gone.
+            CommTimeoutError: some rank was still missing after the timeout.
+            PeerLostError: one of the missing ranks is gone.
         """
         end = time.monotonic() + self._comm.timeout
         while ranks := missing():
-            self._complain(ranks)
+            self._check_peers(ranks)
             left = end - time.monotonic()
             if left <= 0:
-                raise self._late(waiting_for)
-            self.changed.wait(min(left, _LOOK_SECONDS))
-        if threading.get_ident() == self._home:
-            self._tell()
+                raise self._timeout_error(waiting_for)
+            # A closed connection may not notify, so the wait is short and the connection checked again.
+            self.changed.wait(min(left, _POLL_SECONDS))
+        if threading.get_ident() == self._owner_thread:
+            self._flush_meter()
 
     @abstractmethod
     def close(self) -> None:
-        """Say goodbye and let go of everything; again is nothing."""
+        """Tell the other ranks, and release all resources; a second call does nothing."""
 
-    # -- for wires -----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _carry(self, dst: int, message: Message, number: int) -> None:
-        """Send a copy of a message; called under `changed`, never to wait."""
+    # -- for backends --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _make_room(self, src: int, taken: int) -> None:
-        """Tell a rank how many of its messages have been taken."""
+    def _transmit(self, dst: int, message: Message, number: int) -> None:
+        """Send a copy of a message without blocking; called while `changed` is held."""
 
-    def _complain(self, src: Sequence[int]) -> None:
-        """Raise what stands in the way of hearing from these ranks."""
+    @abstractmethod
+    def _acknowledge(self, src: int, consumed: int) -> None:
+        """Tell a rank how many of its messages were consumed here."""
+
+    def _check_peers(self, src: Sequence[int]) -> None:
+        """Raise if this mailbox has failed or is closed; backends also raise if one of the ranks is gone."""
         if self._fault is not None:
             raise self._fault
         if self._closed:
             raise CommError(f"rank {self._rank}: this mailbox is closed; attach the model again")
 
-    def _has_come(self, src: int, number: int, step: int) -> bool:
+    def _has_arrived(self, src: int, number: int, step: int) -> bool:
         return number in self._edges[src].inbox
 
     def _deliver(self, message: Message, number: int) -> None:
-        """A message has come, in whatever order and however often."""
+        """Accept a message from the network, which may be out of order or a duplicate."""
         with self.changed:
             edge = self._edges[message.src]
-            if number < edge.heard or number in edge.early:
+            if number < edge.received or number in edge.out_of_order:
                 self.duplicates += 1
                 return
-            if number >= edge.heard + self.capacity:
+            # No sender may be this far ahead of the message that is missing, so that one will never arrive.
+            if number >= edge.received + self.capacity:
                 self._fail(
-                    CommError(f"rank {self._rank}: message {edge.heard} of rank {message.src} was lost on the way")
+                    CommError(f"rank {self._rank}: message {edge.received} of rank {message.src} was lost on the way")
                 )
                 return
-            edge.early[number] = message
-            while edge.heard in edge.early:
-                following = edge.early.pop(edge.heard)
-                edge.heard += 1
-                self._file(following)
+            edge.out_of_order[number] = message
+            while edge.received in edge.out_of_order:
+                following = edge.out_of_order.pop(edge.received)
+                edge.received += 1
+                if following.topic:
+                    self._handle(following)
+                else:
+                    edge.inbox[edge.queued] = following
+                    edge.queued += 1
             self.changed.notify_all()
 
-    def _file(self, message: Message) -> None:
-        if message.topic:
-            self._handle(message)
-            return
-        edge = self._edges[message.src]
-        edge.inbox[edge.filed] = message
-        edge.filed += 1
-
     def _handle(self, message: Message) -> None:
-        """Answer a message, or put it aside; what goes wrong is this rank's, not the writer's."""
+        """Call the handler of a message, or defer it; an error is raised on this rank, not on the sender."""
         entry = self._handlers.get(message.topic)
         if entry is None:
-            self._held.append(message)
+            self._deferred.append(message)
             return
         try:
             if message.src not in entry.src:
                 raise MismatchError(
-                    f"rank {self._rank}: nobody answers messages on topic {message.topic} from rank {message.src}"
+                    f"rank {self._rank}: no handler accepts messages on topic {message.topic} from rank {message.src}"
                 )
             with torch.no_grad():
                 done = entry.handler(message._replace(content=self._checked(message, entry.like).content))
         except Exception as error:
+            # This may be the receiving thread, where nobody would see the error; the next call raises it.
             self._fail(error)
             return
         if done:
-            self._took(message)
+            self._mark_consumed(message)
         else:
-            self._held.append(message)
+            self._deferred.append(message)
 
-    def _took(self, message: Message) -> None:
+    def _handle_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for message in deferred:
+            self._handle(message)
+
+    def _mark_consumed(self, message: Message) -> None:
         edge = self._edges[message.src]
-        edge.taken += 1
-        # Each word of it wakes the writer: of wide rooms only every quarter is told.
-        if edge.taken - edge.told >= max(1, self.capacity // 4):
-            edge.told = edge.taken
-            self._make_room(message.src, edge.taken)
+        edge.consumed += 1
+        # Each acknowledgement wakes the sender, so large mailboxes acknowledge a quarter of their capacity at a time.
+        if edge.consumed - edge.reported >= max(1, self.capacity // 4):
+            edge.reported = edge.consumed
+            self._acknowledge(message.src, edge.consumed)
 
-    def _room_was_made(self, dst: int, taken: int) -> None:
+    def _on_acknowledgement(self, dst: int, consumed: int) -> None:
         with self.changed:
             edge = self._edges[dst]
-            edge.room_made = max(edge.room_made, min(taken, edge.posted))
+            # Acknowledgements may overtake each other, and must never exceed what was sent.
+            edge.acknowledged = max(edge.acknowledged, min(consumed, edge.posted))
             self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first thing that went wrong, for whoever calls next."""
+        """Keep the first error, which the next call raises."""
         with self.changed:
             self._fault = self._fault or error
             self.changed.notify_all()
@@ -331,24 +335,17 @@ class Mailbox(ABC):
             )
         return message if x.device == like.device else message._replace(content=x.to(like.device))
 
-    def _late(self, waiting_for: str) -> CommTimeoutError:
+    def _timeout_error(self, waiting_for: str) -> CommTimeoutError:
         seconds, step = self._comm.timeout, self._comm.step
         return CommTimeoutError(f"rank {self._rank} waited {seconds:g} s for {waiting_for} at step {step}")
 
-    def _cannot_send(self, dst: int, x: Tensor) -> ConfigError:
-        if dst == self._rank or not 0 <= dst < self._size:
-            return ConfigError(
-                f"a message from rank {self._rank} to rank {dst}: write to another of 0..{self._size - 1}"
-            )
-        return ConfigError(f"a message of {nbytes_of(x)} bytes: this mailbox was opened for {self._largest} at most")
-
     def _count(self, nbytes: int) -> None:
-        """Meter a message; those that were answered in other threads wait for this rank's own."""
-        self._untold.append(nbytes)
-        if threading.get_ident() == self._home:
-            self._tell()
+        """Count a message; one that a handler sent from another thread is counted when the owner's thread calls."""
+        self._unmetered.append(nbytes)
+        if threading.get_ident() == self._owner_thread:
+            self._flush_meter()
 
-    def _tell(self) -> None:
-        for nbytes in self._untold:
+    def _flush_meter(self) -> None:
+        for nbytes in self._unmetered:
             self._comm.meter.sent("send_recv", nbytes)
-        self._untold.clear()
+        self._unmetered.clear()

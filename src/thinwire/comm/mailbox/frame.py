@@ -1,7 +1,7 @@
-"""What goes over a message's wire: a header of fixed size, and the bytes of the vector as they lie in memory.
+"""The wire format of a message: a header of fixed size, then the vector's bytes as they lie in memory.
 
-Nothing that arrives is trusted. Whatever is not of this protocol, run and mailbox belongs to strangers; what is, and
-does not add up, is damaged.
+Nothing that arrives is trusted. A frame of another protocol, run or mailbox is foreign and ignored; one of this run
+whose checksum does not fit is damaged.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _DTYPES = (
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     MESSAGE = 0
-    ROOM = 1
-    GOODBYE = 2
+    ACKNOWLEDGEMENT = 1
+    CLOSE = 2
 
 
 class Header(NamedTuple):
     """The first part of every frame.
 
     Attributes:
-        kind: what it is for.
-        dtype: of the vector, as a number.
+        kind: the purpose of the frame.
+        dtype: the vector's dtype, as a number.
         run: the secret number of the run.
-        epoch: which mailbox of the run.
+        epoch: the number of the mailbox within the run.
         src: the sender's rank.
         dst: the receiver's rank.
-        topic: what a message is about.
-        step: the sender's.
-        number: of a message on its edge; where room is made, how many messages have been taken.
-        nbytes: of the vector.
+        topic: the message's topic.
+        step: the sender's step.
+        number: the message's number on its edge; in an acknowledgement, how many messages were consumed.
+        nbytes: the vector's bytes.
         checksum: CRC-32 of the vector's bytes.
     """
 
@@ -64,40 +64,27 @@ class Header(NamedTuple):
     checksum: int
 
     def pack(self) -> bytes:
-        """The header's bytes, with a checksum of their own."""
+        """The header's bytes, followed by their own checksum."""
         fields = _FIELDS.pack(MAGIC, VERSION, *self)
         return fields + _CHECK.pack(zlib.crc32(fields))
 
 
 class DamagedError(ValueError):
-    """A frame of ours whose bytes are not those that were sent."""
+    """A frame of this run whose checksum does not fit."""
 
 
 def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tuple[Header, Tensor] | None:
-    """The header and the vector of a frame, which shares its memory; None where it is not meant for us.
+    """The header and the vector of a frame; None if the frame is foreign.
 
     Args:
-        parts: what arrived.
+        parts: the frame, as it arrived; the vector shares its memory.
         run: the secret number of this run.
-        epoch: which mailbox this is.
+        epoch: the number of this mailbox.
         dst: this rank.
 
     Raises:
-        DamagedError: it is of this run, and does not add up.
+        DamagedError: the frame is of this run, and a checksum does not fit.
     """
-    header = _header(parts, run)
-    if header is None or (header.run, header.epoch, header.dst) != (run, epoch, dst):
-        return None
-    content = parts[1] if len(parts) == 2 else memoryview(b"")
-    if content.nbytes != header.nbytes or zlib.crc32(content) != header.checksum:
-        raise DamagedError(f"message {header.number} of rank {header.src} is damaged: its checksum does not fit")
-    dtype = _DTYPES[header.dtype]
-    if not content.nbytes:
-        return header, torch.empty(0, dtype=dtype)
-    return header, torch.frombuffer(content, dtype=dtype)
-
-
-def _header(parts: Sequence[memoryview], run: int) -> Header | None:
     if not 1 <= len(parts) <= 2 or parts[0].nbytes != HEADER_BYTES:
         return None
     fields, check = parts[0][: _FIELDS.size], parts[0][_FIELDS.size :]
@@ -105,25 +92,34 @@ def _header(parts: Sequence[memoryview], run: int) -> Header | None:
     if (magic, version) != (MAGIC, VERSION):
         return None
     if _CHECK.unpack(check)[0] != zlib.crc32(fields):
+        # Noise from elsewhere must not end training, so the secret number decides whose frame it is.
         if rest[0] == run:
             raise DamagedError("a message is damaged: its header's checksum does not fit")
         return None
     if kind not in list(Kind) or dtype >= len(_DTYPES):
         return None
-    return Header(Kind(kind), dtype, *rest)
+    header = Header(Kind(kind), dtype, *rest)
+    if (header.run, header.epoch, header.dst) != (run, epoch, dst):
+        return None
+    content = parts[1] if len(parts) == 2 else memoryview(b"")
+    if content.nbytes != header.nbytes or zlib.crc32(content) != header.checksum:
+        raise DamagedError(f"message {header.number} of rank {header.src} is damaged: its checksum does not fit")
+    if not content.nbytes:  # torch.frombuffer refuses an empty buffer
+        return header, torch.empty(0, dtype=_DTYPES[dtype])
+    return header, torch.frombuffer(content, dtype=_DTYPES[dtype])
 
 
 def dtype_number(x: Tensor) -> int:
-    """The number that stands for a vector's dtype.
+    """The number of a vector's dtype in a header.
 
     Raises:
-        ValueError: no message carries that dtype.
+        ValueError: messages do not support that dtype.
     """
     return _DTYPES.index(x.dtype)
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """A vector's bytes as they lie in memory; of those on a GPU, a copy's."""
+    """A vector's bytes as they lie in memory; of a vector on a GPU, those of a copy."""
     if not x.numel():
         return memoryview(b"")
     return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

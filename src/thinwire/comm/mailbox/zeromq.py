@@ -1,12 +1,15 @@
-"""Messages over ZeroMQ: queues, reconnection and one thread of input and output are its; numbers and sums are ours.
+"""Messages between processes over ZeroMQ, which queues, reconnects and transfers in a thread of its own.
 
-Each rank has one socket on which it receives, and one to each rank it has written to. A thread of this process waits on
-the former, checks what comes, and hands it over or answers it. Vectors are received without a copy.
+Each rank has one socket on which it receives, and one for each rank that it has sent to. A thread of this process reads
+the former, checks what arrives, and delivers it or calls its handler. Vectors are received without a copy.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import struct
 import threading
 import time
 import weakref
@@ -20,7 +23,6 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.mailbox.address import endpoint, own_address
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
 from thinwire.comm.work import nbytes_of
@@ -29,115 +31,150 @@ from thinwire.errors import CommError, ConfigError, PeerLostError
 if TYPE_CHECKING:
     import zmq
 
-_NOTHING = torch.empty(0)
-_ROW_BYTES = 96  # of a rank's address, in the messages by which all learn of it
-_LISTEN_MILLISECONDS = 100
+_EMPTY = torch.empty(0)
+_SIOCGIFADDR = 0x8915
+_ROW_BYTES = 96  # of a rank's address, when all ranks exchange them
+_POLL_SECONDS = 0.1
 _LINGER_MILLISECONDS = 1000
-_GONE_SECONDS = 1.0  # how long a connection may be away and come back
+_RECONNECT_SECONDS = 1.0  # how long a connection may be gone before its rank counts as lost
 _HEADROOM_BYTES = 4096
 
 
+def own_address() -> str:
+    """This process's address on the network that the ranks share.
+
+    That of the interface in `GLOO_SOCKET_IFNAME`, else of the interface that routes to `MASTER_ADDR`, else the
+    loopback's.
+
+    Raises:
+        ConfigError: there is no route to `MASTER_ADDR`.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    # `fcntl` is missing on some systems, and an interface may have no IPv4 address; then the route decides.
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl
+
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(found[20:24])
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(destination)  # of a datagram socket: chooses the route, and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r}: there is no route to it ({error}); set GLOO_SOCKET_IFNAME to the interface "
+            "on which the ranks reach each other"
+        ) from error
+
+
+def endpoint(address: str, port: int) -> str:
+    """An address and a port in ZeroMQ's notation."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
 class Sockets:
-    """Everything that must be let go of again.
+    """The sockets and the receiving thread of one mailbox.
+
+    They are apart from the mailbox so that its finalizer can close them without keeping it alive.
 
     Attributes:
-        inlet: where messages for this rank arrive.
-        port: of the inlet.
-        lost: since when a rank's connection has been gone, in seconds of `time.monotonic`.
+        receiver: the socket on which messages for this rank arrive.
+        port: the receiver's port.
+        disconnected: ranks whose connection is gone, with the time of `time.monotonic` since when.
     """
 
-    def __init__(self, address: str, *, largest_bytes: int, queue: int) -> None:
-        self._zmq = _library()
+    def __init__(self, address: str, *, max_bytes: int, queue: int) -> None:
+        self._zmq = _import_zmq()
         self._context = self._zmq.Context(io_threads=1)
         self._queue = queue
-        self._links: dict[int, zmq.Socket[bytes]] = {}
-        self._watches: dict[zmq.Socket[bytes], int] = {}
+        self._senders: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[zmq.Socket[bytes], int] = {}
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        self.lost: dict[int, float] = {}
-        self.inlet = self._open(self._zmq.PULL)
-        self.inlet.setsockopt(self._zmq.MAXMSGSIZE, largest_bytes + _HEADROOM_BYTES)
-        self.port = self.inlet.bind_to_random_port(endpoint(address, 0).rpartition(":")[0])
+        self.disconnected: dict[int, float] = {}
+        self.receiver = self._open(self._zmq.PULL)
+        self.receiver.setsockopt(self._zmq.MAXMSGSIZE, max_bytes + _HEADROOM_BYTES)
+        self.port = self.receiver.bind_to_random_port(endpoint(address, 0).rpartition(":")[0])
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(self._zmq.IPV6, 1)
-        socket.set_hwm(self._queue)
-        return socket
+        opened = self._context.socket(kind)
+        opened.setsockopt(self._zmq.IPV6, 1)
+        opened.set_hwm(self._queue)
+        return opened
 
     @property
-    def linked(self) -> list[int]:
-        """The ranks that were written to."""
-        return list(self._links)
+    def connected(self) -> list[int]:
+        """The ranks that this one has connected to."""
+        return list(self._senders)
 
-    def link(self, rank: int, address: str) -> None:
-        """Connect to a rank, and watch the connection."""
-        if rank in self._links or self._stopped.is_set():
+    def connect(self, rank: int, address: str) -> None:
+        """Connect to a rank, and monitor the connection; does nothing the second time."""
+        if rank in self._senders or self._stopped.is_set():
             return
-        zmq, link = self._zmq, self._open(self._zmq.PUSH)
-        watch = link.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        link.connect(address)
-        self._links[rank], self._watches[watch] = link, rank
+        zmq, sender = self._zmq, self._open(self._zmq.PUSH)
+        monitor = sender.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        sender.connect(address)
+        self._senders[rank], self._monitors[monitor] = sender, rank
 
     def send(self, rank: int, parts: Sequence[bytes | memoryview]) -> bool:
-        """Put a frame into the queue to a rank; False where it is full, or closed."""
+        """Queue a frame for a rank; False if the queue is full, or the sockets are closed."""
         if self._stopped.is_set():
             return False
         try:
-            self._links[rank].send_multipart(parts, flags=self._zmq.NOBLOCK, copy=True)
+            self._senders[rank].send_multipart(parts, flags=self._zmq.NOBLOCK, copy=True)
         except self._zmq.Again:
             return False
         return True
 
-    def listen(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
-        """Start the thread in which messages come; it ends with the mailbox."""
+    def start(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
+        """Start the receiving thread; it ends with the mailbox."""
         self._thread = threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="thinwire-mailbox")
         self._thread.start()
 
     def _run(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
         while not self._stopped.is_set():
-            waiting = [self.inlet, *list(self._watches)]
-            ready = self._zmq.select(waiting, [], [], _LISTEN_MILLISECONDS / 1000)[0]
+            # `list` copies in one step: `connect` adds monitors from another thread.
+            ready = self._zmq.select([self.receiver, *list(self._monitors)], [], [], _POLL_SECONDS)[0]
             box = mailbox()
             if box is None:
                 return
-            if self.inlet in ready:
-                self._receive(box)
-            for watch in ready:
-                self._note(watch)
+            if self.receiver in ready:
+                with suppress(self._zmq.Again):
+                    while not self._stopped.is_set():
+                        frames = self.receiver.recv_multipart(flags=self._zmq.NOBLOCK, copy=False)
+                        box.receive([frame.buffer for frame in frames])
+            for monitor in ready:
+                self._read_event(monitor)
+            # Without this the thread would hold the mailbox while it waits, and the mailbox could never end.
             del box
 
-    def _receive(self, box: ZeroMqMailbox) -> None:
-        with suppress(self._zmq.Again):
-            while not self._stopped.is_set():
-                frames = self.inlet.recv_multipart(flags=self._zmq.NOBLOCK, copy=False)
-                box.receive([frame.buffer for frame in frames])
-
-    def _note(self, watch: zmq.Socket[bytes]) -> None:
-        rank = self._watches.get(watch)
+    def _read_event(self, monitor: zmq.Socket[bytes]) -> None:
+        rank = self._monitors.get(monitor)
         if rank is None:
             return
         from zmq.utils.monitor import recv_monitor_message
 
-        event = recv_monitor_message(watch)["event"]
-        if event == self._zmq.EVENT_DISCONNECTED:
-            self.lost.setdefault(rank, time.monotonic())
+        if recv_monitor_message(monitor)["event"] == self._zmq.EVENT_DISCONNECTED:
+            self.disconnected.setdefault(rank, time.monotonic())
         else:
-            self.lost.pop(rank, None)
+            self.disconnected.pop(rank, None)
 
-    def shut(self) -> None:
-        """Close every socket, after what was sent has had a second to leave."""
+    def close(self) -> None:
+        """Close every socket; frames that are still queued get a second to leave."""
         if self._stopped.is_set():
             return
         self._stopped.set()
+        # The last reference to the mailbox may be dropped in the receiving thread, which cannot join itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for rank, link in self._links.items():
-            link.disable_monitor()
-            link.close(linger=0 if rank in self.lost else _LINGER_MILLISECONDS)
-        for watch in self._watches:
-            watch.close(linger=0)
-        self.inlet.close(linger=0)
+        for rank, sender in self._senders.items():
+            sender.disable_monitor()
+            sender.close(linger=0 if rank in self.disconnected else _LINGER_MILLISECONDS)
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        self.receiver.close(linger=0)
         self._context.term()
 
 
@@ -145,13 +182,13 @@ class ZeroMqMailbox(Mailbox):
     """A mailbox between processes; all ranks of the comm open theirs together.
 
     Args:
-        comm: the ranks, who tell each other their addresses over it.
-        epoch: which mailbox of the comm this is.
+        comm: the ranks; they exchange their addresses over it.
+        epoch: the number of the mailbox within the comm.
         like: a vector on the comm's device, as long as the longest message.
-        capacity: messages that may be under way on one edge.
+        capacity: unconsumed messages allowed on one edge.
 
     Attributes:
-        strangers: frames that were not meant for this mailbox, and were dropped.
+        foreign_frames: frames that were not meant for this mailbox, and were dropped.
 
     Raises:
         ConfigError: pyzmq is not installed, or the ranks have no common network.
@@ -159,59 +196,60 @@ class ZeroMqMailbox(Mailbox):
 
     def __init__(self, comm: Comm, epoch: int, like: Tensor, capacity: int) -> None:
         super().__init__(comm, like, capacity, threading.Condition())
-        self.strangers = 0
+        self.foreign_frames = 0
         self._epoch = epoch
-        self._left: set[int] = set()
-        # A message takes two parts, and each has an answer that says there is room again.
-        self._sockets = Sockets(own_address(), largest_bytes=nbytes_of(like), queue=4 * capacity + 16)
-        shut = weakref.finalize(self, self._sockets.shut)
+        self._closed_peers: set[int] = set()
+        # A message has two parts, and each of the two may be followed by an acknowledgement.
+        self._sockets = Sockets(own_address(), max_bytes=nbytes_of(like), queue=4 * capacity + 16)
+        close = weakref.finalize(self, self._sockets.close)
         try:
-            self._run, self._addresses = _introduce(comm, self._sockets.port, like.device)
+            self._run, self._addresses = _exchange_addresses(comm, self._sockets.port, like.device)
         except Exception:
-            shut()
+            close()
             raise
-        self._sockets.listen(weakref.ref(self))
+        self._sockets.start(weakref.ref(self))
 
     def close(self) -> None:
-        """Say goodbye and close the sockets."""
+        """Tell the other ranks, and close the sockets."""
         with self.changed:
             if self._closed:
                 return
             self._closed = True
-            for dst in self._sockets.linked:
-                self._say(Kind.GOODBYE, dst, 0)
+            for dst in self._sockets.connected:
+                self._send_frame(Kind.CLOSE, dst, 0)
             self.changed.notify_all()
-        self._sockets.shut()
+        # Outside the lock, which the receiving thread may need to end.
+        self._sockets.close()
 
     def receive(self, parts: Sequence[memoryview]) -> None:
-        """A frame has come, from whomever; called by the thread that listens."""
+        """Handle a frame from anywhere; called by the receiving thread."""
         try:
             found = parse(parts, run=self._run, epoch=self._epoch, dst=self._rank)
         except DamagedError as error:
-            self._fail(CommError(f"rank {self._rank}: {error}; a wire or a program between the ranks changes bytes"))
+            self._fail(CommError(f"rank {self._rank}: {error}; something between the ranks changes bytes"))
             return
         if found is None or found[0].src not in self._edges:
-            self.strangers += 1
+            self.foreign_frames += 1
             return
         header, content = found
-        if header.kind is Kind.ROOM:
-            self._room_was_made(header.src, header.number)
-        elif header.kind is Kind.GOODBYE:
+        if header.kind is Kind.ACKNOWLEDGEMENT:
+            self._on_acknowledgement(header.src, header.number)
+        elif header.kind is Kind.CLOSE:
             with self.changed:
-                self._left.add(header.src)
+                self._closed_peers.add(header.src)
                 self.changed.notify_all()
         else:
             self._deliver(Message(header.src, header.step, header.topic, content), header.number)
 
-    def _carry(self, dst: int, message: Message, number: int) -> None:
-        if not self._say(Kind.MESSAGE, dst, number, message):
+    def _transmit(self, dst: int, message: Message, number: int) -> None:
+        if not self._send_frame(Kind.MESSAGE, dst, number, message):
             raise CommError(f"rank {self._rank}: the queue of messages to rank {dst} is full beyond its capacity")
 
-    def _make_room(self, src: int, taken: int) -> None:
-        self._say(Kind.ROOM, src, taken)
+    def _acknowledge(self, src: int, consumed: int) -> None:
+        self._send_frame(Kind.ACKNOWLEDGEMENT, src, consumed)
 
-    def _say(self, kind: Kind, dst: int, number: int, message: Message | None = None) -> bool:
-        content = _NOTHING if message is None else message.content
+    def _send_frame(self, kind: Kind, dst: int, number: int, message: Message | None = None) -> bool:
+        content = _EMPTY if message is None else message.content
         data = bytes_of(content)
         header = Header(
             kind=kind,
@@ -226,23 +264,24 @@ class ZeroMqMailbox(Mailbox):
             nbytes=data.nbytes,
             checksum=zlib.crc32(data),
         )
-        self._sockets.link(dst, self._addresses[dst])
+        self._sockets.connect(dst, self._addresses[dst])
         return self._sockets.send(dst, [header.pack(), data] if data.nbytes else [header.pack()])
 
-    def _complain(self, src: Sequence[int]) -> None:
-        super()._complain(src)
+    def _check_peers(self, src: Sequence[int]) -> None:
+        super()._check_peers(src)
         for rank in src:
-            self._sockets.link(rank, self._addresses[rank])
-            if rank in self._left:
+            # A rank that only receives must connect too: only a connection shows that the other process has ended.
+            self._sockets.connect(rank, self._addresses[rank])
+            if rank in self._closed_peers:
                 raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
-            if time.monotonic() - self._sockets.lost.get(rank, float("inf")) > _GONE_SECONDS:
+            if time.monotonic() - self._sockets.disconnected.get(rank, float("inf")) > _RECONNECT_SECONDS:
                 raise PeerLostError(
                     f"rank {self._rank}, step {self._comm.step}: rank {rank} is lost (its connection was closed)"
                 )
 
 
-def _introduce(comm: Comm, port: int, device: torch.device) -> tuple[int, list[str]]:
-    """The run's secret number, which is rank 0's, and where each rank receives."""
+def _exchange_addresses(comm: Comm, port: int, device: torch.device) -> tuple[int, list[str]]:
+    """All-gather where each rank receives; also returns the run's secret number, which is rank 0's."""
     mine = secrets.token_bytes(8) + endpoint(own_address(), port).encode()
     row = torch.frombuffer(bytearray(mine.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
     rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
@@ -256,7 +295,7 @@ def _introduce(comm: Comm, port: int, device: torch.device) -> tuple[int, list[s
     return int.from_bytes(rows[0][:8], "big"), addresses
 
 
-def _library() -> ModuleType:
+def _import_zmq() -> ModuleType:
     """ZeroMQ for Python.
 
     Raises:
