@@ -22,7 +22,7 @@ vectors = some.lists(some.tuples(numbers, some.sampled_from([-1.0, 1.0])).map(la
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
 @given(values=vectors)
-def test_a_cast_rounds_to_the_nearest_number_of_its_kind(codec: Codec, values: list[float]) -> None:
+def test_a_cast_rounds_to_the_nearest_number_of_its_dtype(codec: Codec, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     back = codec.decode(codec.encode(x, {}), x)
     assert back.dtype == x.dtype
@@ -32,7 +32,7 @@ def test_a_cast_rounds_to_the_nearest_number_of_its_kind(codec: Codec, values: l
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 7, 1000])
-def test_a_payload_has_the_bytes_that_were_promised(codec: Codec, n: int) -> None:
+def test_a_payload_has_the_bytes_that_its_codec_reports(codec: Codec, n: int) -> None:
     payload = codec.encode(torch.zeros(n), {})
     assert payload.numel() * payload.element_size() == codec.nbytes(n) == 2 * n
 
@@ -47,7 +47,7 @@ def test_the_payload_of_a_sum_is_the_sum_of_payloads(codec: Codec, values: list[
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_cast_keeps_no_state_and_gives_back_the_dtype_it_got(codec: Codec, dtype: torch.dtype) -> None:
+def test_a_cast_keeps_no_state_and_decodes_into_the_dtype_that_it_got(codec: Codec, dtype: torch.dtype) -> None:
     state: State = {}
     x = torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)
     back = codec.decode(codec.encode(x, state), x)
@@ -64,7 +64,7 @@ def test_half_precision_overflows_where_brain_float_does_not() -> None:
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_gradients_that_travel_as_casts_train_nearly_the_same(codec: Codec, n: int) -> None:
+def test_training_with_cast_gradients_is_nearly_the_same(codec: Codec, n: int) -> None:
     problem = Regression(n, 20, torch.float32)
     plain = together(n, AllReduce(), problem, [0.1] * 20)
     cast = together(n, AllReduce(codec), problem, [0.1] * 20)

@@ -1,4 +1,4 @@
-"""What codecs say: bytes, bounds, means, and vectors at the edge."""
+"""Payloads of codecs: bytes, error bounds, means, and edge cases."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def drawn(n: int, seed: int = 0) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def said(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
+def decoded(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
     return codec.decode(codec.encode(x, {}, key), x, key)
 
 
 def bytes_by_formula(codec: Codec, n: int) -> int:
-    """The size of a payload, written down once more."""
+    """The size of a payload, from a second formula."""
     blocks, signs = -(-n // 64), -(-n // 8)
     if isinstance(codec, Fp8):
         return n + 4 * blocks
@@ -80,7 +80,7 @@ def test_a_payload_has_the_bytes_of_its_formula(codec: Codec, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_top_k_pays_four_bytes_a_value_and_a_logarithm_a_place(n: int) -> None:
+def test_top_k_sends_four_bytes_per_value_and_a_logarithm_of_bits_per_index(n: int) -> None:
     k = -(-n // 10)
     width = max(n - 1, 0).bit_length()
     assert 4 * k + k * width / 8 <= TopK(0.1).nbytes(n) <= 4 * k + k * (width + 1) / 8 + 8
@@ -94,7 +94,7 @@ def test_one_bit_is_more_than_31_times_smaller_than_single_precision() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_every_vector_comes_back_in_its_size_and_dtype_and_unharmed(codec: Codec, dtype: torch.dtype) -> None:
+def test_every_vector_is_decoded_in_its_size_and_dtype_and_left_unchanged(codec: Codec, dtype: torch.dtype) -> None:
     for n in (0, 1, 9, 200):
         x = drawn(n).to(dtype)
         kept = x.clone()
@@ -108,9 +108,9 @@ def test_every_vector_comes_back_in_its_size_and_dtype_and_unharmed(codec: Codec
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_a_vector_of_zeros_stays_one_even_with_minus_signs(codec: Codec) -> None:
+def test_a_vector_of_zeros_is_decoded_as_zeros_even_with_minus_signs(codec: Codec) -> None:
     for zero in (0.0, -0.0):
-        y = said(codec, torch.full((130,), zero))
+        y = decoded(codec, torch.full((130,), zero))
         if isinstance(codec, MajorityVote):
             assert torch.equal(y, torch.full((130,), 1.0 if str(zero) == "0.0" else -1.0))
         elif isinstance(codec, Quantize) and codec.dither:
@@ -120,19 +120,19 @@ def test_a_vector_of_zeros_stays_one_even_with_minus_signs(codec: Codec) -> None
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if not isinstance(c, MajorityVote)], ids=str)
-def test_a_block_of_zeros_stays_one_beside_others(codec: Codec) -> None:
+def test_a_block_of_zeros_is_decoded_as_zeros_beside_others(codec: Codec) -> None:
     if isinstance(codec, (MajorityVote, Sketch)) or (isinstance(codec, OneBit) and codec.whole):
         return
     x = torch.cat([drawn(64), torch.zeros(64), drawn(64, 1)])
-    assert not said(codec, x)[64:128].any()
+    assert not decoded(codec, x)[64:128].any()
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_numbers_below_the_normal_range_do_no_harm(codec: Codec) -> None:
+def test_subnormal_numbers_are_decoded_as_finite_ones(codec: Codec) -> None:
     x = torch.full((70,), 1e-42)
     x[::3] = -2e-42
     x[1] = 1e-45
-    y = said(codec, x)
+    y = decoded(codec, x)
     assert y.isfinite().all()
     if not isinstance(codec, (MajorityVote, RandomK)):
         assert y.abs().max() <= 2.0**-126
@@ -164,12 +164,12 @@ def test_keys_differ_by_everything_that_goes_into_them() -> None:
     assert all(0 <= key < 1 << 63 for key in keys)
 
 
-def test_workers_share_the_common_part_of_a_key_and_their_places_fill_the_circle() -> None:
+def test_workers_share_a_key_and_their_shifts_divide_the_unit_interval() -> None:
     keys = [worker_key(draw_key(1, 2), rank, 4, 9) for rank in range(4)]
-    assert len({key.common for key in keys}) == 1
-    assert [key.share for key in keys] == [0.0, 0.25, 0.5, 0.75]
+    assert len({key.shared for key in keys}) == 1
+    assert [key.shift for key in keys] == [0.0, 0.25, 0.5, 0.75]
     assert isinstance(draw_key(1, 2), DrawKey)
-    assert draw_key(1, 2).common == draw_key(1, 2)
+    assert draw_key(1, 2).shared == draw_key(1, 2)
 
 
 # -- means and variances -----------------------------------------------------------------------------------------------
@@ -185,12 +185,12 @@ DRAWS = 3000
 
 
 def many(codec: Codec, x: Tensor) -> Tensor:
-    """What is said of one vector many times over; its length is a number of blocks."""
-    return said(codec, x.repeat(DRAWS), draw_key(0, 1)).view(DRAWS, -1)
+    """One vector, encoded and decoded many times; its length is a number of blocks."""
+    return decoded(codec, x.repeat(DRAWS), draw_key(0, 1)).view(DRAWS, -1)
 
 
 @pytest.mark.parametrize("codec", UNBIASED, ids=str)
-def test_the_mean_of_what_is_said_is_the_vector(codec: Codec) -> None:
+def test_the_mean_of_decoded_vectors_is_the_vector(codec: Codec) -> None:
     found = many(codec, HARD)
     spread = found.std(0) / DRAWS**0.5
     assert ((found.mean(0) - HARD).abs() <= 5 * spread + 1e-6).all()
@@ -208,12 +208,12 @@ def test_the_variance_of_levels_is_within_its_bound(bits: int, dither: bool) -> 
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
-def test_the_largest_element_and_whole_levels_are_said_exactly(bits: int) -> None:
+def test_the_largest_element_and_whole_levels_are_sent_exactly(bits: int) -> None:
     levels = 2 ** (bits - 1) - 1
     x = torch.arange(-levels, levels + 1, dtype=torch.float32)[:64] * 0.25
     x[0], x[-1] = -levels * 0.25, levels * 0.25
     for key in range(20):
-        assert torch.allclose(said(Quantize(bits, 256), x, key), x, rtol=1e-6, atol=0)
+        assert torch.allclose(decoded(Quantize(bits, 256), x, key), x, rtol=1e-6, atol=0)
 
 
 def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> None:
@@ -223,34 +223,34 @@ def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> Non
         assert error <= 1.05 * codec.expansion * x.square().sum()
 
 
-def test_workers_who_draw_alone_err_independently_and_those_who_draw_together_cancel() -> None:
+def test_errors_of_independent_draws_average_out_and_those_of_correlated_draws_cancel() -> None:
     x, size = drawn(512), 8
 
     def error(codec: Codec) -> float:
         means = [
-            torch.stack([said(codec, x, worker_key(draw_key(0, t), rank, size)) for rank in range(size)]).mean(0)
+            torch.stack([decoded(codec, x, worker_key(draw_key(0, t), rank, size)) for rank in range(size)]).mean(0)
             for t in range(40)
         ]
         return float((torch.stack(means) - x).square().mean())
 
-    one = float((torch.stack([said(Quantize(3, 64), x, t) for t in range(40)]) - x).square().mean())
+    one = float((torch.stack([decoded(Quantize(3, 64), x, t) for t in range(40)]) - x).square().mean())
     assert error(Quantize(3, 64)) == pytest.approx(one / size, rel=0.1)
     assert error(Quantize(3, 64, correlated=True)) < 0.4 * one / size
 
 
-def test_terngrad_says_three_values_a_block_and_cuts_outliers_off() -> None:
+def test_terngrad_sends_three_values_per_block_and_clips_outliers() -> None:
     x = drawn(128)
     x[5] = 40.0
-    y = said(TernGrad(64), x)
+    y = decoded(TernGrad(64), x)
     for block, rows in zip(y.split(64), x.split(64), strict=True):
         scale = min(2.5 * float(rows.std(correction=0)), float(rows.abs().max()))
         values = block.abs().unique()
         assert torch.allclose(values[values > 0], torch.tensor(scale), rtol=1e-5)
-    assert said(TernGrad(64, clip=None), x)[5] == 40.0
+    assert decoded(TernGrad(64, clip=None), x)[5] == 40.0
 
 
 @pytest.mark.parametrize("elements", [64, 256, 300, 5])
-def test_terngrad_clips_each_block_at_so_many_standard_deviations(elements: int) -> None:
+def test_terngrad_clips_each_block_at_its_number_of_standard_deviations(elements: int) -> None:
     x = 3.0 + drawn(elements)
     x[1], x[-1] = -50.0, 1e4
     x[64:128] = 0.1
@@ -266,7 +266,7 @@ def test_terngrad_clips_each_block_at_so_many_standard_deviations(elements: int)
     assert torch.equal(found[64:128], x[64:128])
 
 
-def test_natural_compression_says_the_powers_of_two_around_a_number() -> None:
+def test_natural_compression_rounds_to_the_powers_of_two_around_a_number() -> None:
     x = torch.tensor([3.0, -3.0, 4.0, -0.7, 1e-30, 3e38, 0.0, 1.0])
     found = many(Natural(), x)
     assert found[:, 0].unique().tolist() == [2.0, 4.0]
@@ -281,87 +281,87 @@ def test_natural_compression_says_the_powers_of_two_around_a_number() -> None:
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 @pytest.mark.parametrize("n", SIZES)
-def test_one_bit_says_signs_and_scales(n: int, norm: str) -> None:
+def test_one_bit_sends_signs_and_scales(n: int, norm: str) -> None:
     x = drawn(n)
     for codec, block in ((OneBit(64, norm=norm), 64), (OneBit(norm=norm, whole=True), max(n, 1))):  # type: ignore[arg-type]
-        assert torch.allclose(said(codec, x), oracles.signs(block, norm)(x), rtol=1e-6, atol=0)
+        assert torch.allclose(decoded(codec, x), oracles.signs(block, norm)(x), rtol=1e-6, atol=0)
 
 
-def test_what_one_bit_leaves_unsaid_is_as_large_as_its_theorem_says() -> None:
+def test_the_error_of_one_bit_is_that_of_its_theorem() -> None:
     x = drawn(64).pow(3)
-    left = lambda norm: float((x - said(OneBit(64, norm=norm), x)).square().sum())  # noqa: E731
+    left = lambda norm: float((x - decoded(OneBit(64, norm=norm), x)).square().sum())  # noqa: E731
     mean, root, square = float(x.abs().mean()), float(x.square().mean().sqrt()), float(x.square().sum())
     assert left("l1") == pytest.approx(square - 64 * mean**2, rel=1e-5)
     assert left("l2") == pytest.approx(2 * (square - 64 * mean * root), rel=1e-5)
 
 
-def test_elements_of_one_size_are_said_exactly_in_one_bit() -> None:
+def test_elements_of_one_size_are_exact_in_one_bit() -> None:
     x = torch.where(drawn(200) > 0, 0.75, -0.75)
-    assert torch.equal(said(OneBit(64), x), x)
+    assert torch.equal(decoded(OneBit(64), x), x)
 
 
 @pytest.mark.parametrize("codec", [OneBit(64), OneBit(whole=True), TopK(0.1), RandomK(0.1, unbiased=False)], ids=str)
-def test_less_is_left_unsaid_than_there_was_to_say(codec: Codec) -> None:
+def test_the_error_of_a_biased_codec_is_smaller_than_the_vector(codec: Codec) -> None:
     for seed in range(5):
         x = drawn(500, seed).pow(3)
-        assert (x - said(codec, x)).norm() < x.norm()
+        assert (x - decoded(codec, x)).norm() < x.norm()
 
 
 @pytest.mark.parametrize("codec", [*CODECS], ids=str)
-def test_taking_leaves_exactly_what_was_not_said(codec: Codec) -> None:
+def test_encoding_with_a_residual_leaves_exactly_the_new_residual(codec: Codec) -> None:
     if codec.residual_after_sum or isinstance(codec, MajorityVote):
         return
     for n in (0, 1, 9, 200):
         x, residual = drawn(n), drawn(n, 1)
-        kept, rest = residual.clone(), x.clone()
-        payload = codec.encode_with_residual_(rest, residual, 9)
+        kept, updated = residual.clone(), x.clone()
+        payload = codec.encode_with_residual_(updated, residual, 9)
         assert torch.equal(residual, kept)
         assert torch.equal(payload, codec.encode(x + residual, {}, 9))
-        assert torch.equal(rest, x + residual - codec.decode(payload, x, 9))
+        assert torch.equal(updated, x + residual - codec.decode(payload, x, 9))
 
 
 @pytest.mark.parametrize("codec", [OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)], ids=str)
-def test_pieces_are_coded_as_they_would_be_alone(codec: OneBit) -> None:
+def test_pieces_are_encoded_as_they_would_be_one_by_one(codec: OneBit) -> None:
     x, residual, cuts = drawn(300), drawn(300, 1), [slice(0, 128), slice(128, 256), slice(256, 300), slice(300, 300)]
-    rest = x.clone()
-    found = codec.encode_pieces_with_residual_(rest, residual, cuts, [0] * 4)
+    updated = x.clone()
+    found = codec.encode_pieces_with_residual_(updated, residual, cuts, [0] * 4)
     for cut, payload in zip(cuts, found, strict=True):
         y = codec.decode(payload, x[cut])
         assert payload.numel() == codec.nbytes(cut.stop - cut.start)
-        assert torch.equal(rest[cut], (x + residual)[cut] - y)
+        assert torch.equal(updated[cut], (x + residual)[cut] - y)
         if not codec.whole:
             assert torch.equal(payload, codec.encode((x + residual)[cut], {}))
-    total = codec.total([found[0], found[1]], x[:128], [0, 0])
+    total = codec.decode_sum([found[0], found[1]], x[:128], [0, 0])
     assert torch.equal(total, codec.decode(found[0], x[:128]) + codec.decode(found[1], x[:128]))
 
 
-def test_top_k_says_the_largest_elements_as_they_are() -> None:
+def test_top_k_sends_the_largest_elements_exactly() -> None:
     x = drawn(200)
-    assert torch.equal(said(TopK(0.1), x), oracles.largest(0.1)(x))
-    assert torch.equal(said(TopK(1.0), x), x)
+    assert torch.equal(decoded(TopK(0.1), x), oracles.largest(0.1)(x))
+    assert torch.equal(decoded(TopK(1.0), x), x)
 
 
-def test_random_k_adds_up_and_its_places_are_everyone_s() -> None:
+def test_payloads_of_random_k_add_up_and_have_the_same_indices_on_all_ranks() -> None:
     a, b, codec = drawn(300), drawn(300, 1), RandomK(0.2, unbiased=False)
     total = codec.encode(a, {}, 4) + codec.encode(b, {}, 4)
     y = codec.decode(total, a, 4)
-    assert torch.equal(y != 0, said(codec, a, 4) != 0)
+    assert torch.equal(y != 0, decoded(codec, a, 4) != 0)
     assert torch.equal(y[y != 0], (a + b)[y != 0])
     assert int((y != 0).sum()) == 60
-    assert torch.allclose(said(RandomK(0.2), a, 4), 5 * said(codec, a, 4))
+    assert torch.allclose(decoded(RandomK(0.2), a, 4), 5 * decoded(codec, a, 4))
 
 
-def test_eight_bits_keep_the_largest_and_err_as_their_mantissa_does() -> None:
+def test_fp8_keeps_the_largest_element_and_rounds_others_to_its_mantissa() -> None:
     x = drawn(640)
     for kind, unit in (("e4m3", 2.0**-4), ("e5m2", 2.0**-3)):
-        y = said(Fp8(kind, 64), x)  # type: ignore[arg-type]
+        y = decoded(Fp8(kind, 64), x)  # type: ignore[arg-type]
         seen = x.abs() > 2.0**-6 * x.view(-1, 64).abs().amax(1).repeat_interleave(64)
         assert ((y - x).abs()[seen] <= unit * x.abs()[seen] * 1.001).all()
         top = x.view(-1, 64).abs().argmax(1)
         assert torch.allclose(y.view(-1, 64).gather(1, top[:, None]), x.view(-1, 64).gather(1, top[:, None]), rtol=1e-6)
 
 
-def test_a_sketch_adds_up_and_gives_back_what_is_large() -> None:
+def test_sketches_add_up_and_the_largest_elements_are_decoded() -> None:
     codec = Sketch(5, 256, 4)
     x, y = 0.01 * drawn(3000), 0.01 * drawn(3000, 1)
     x[[7, 900, 2999]] = torch.tensor([5.0, -4.0, 3.0])
@@ -375,7 +375,7 @@ def test_a_sketch_adds_up_and_gives_back_what_is_large() -> None:
 
 def test_a_sketch_sends_vectors_as_they_are_where_its_table_is_no_smaller() -> None:
     x = drawn(1280)
-    assert torch.equal(said(Sketch(5, 256, 4), x), x)
+    assert torch.equal(decoded(Sketch(5, 256, 4), x), x)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_a_sketch_sends_vectors_as_they_are_where_its_table_is_no_smaller() -> N
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: OneBit(block=12), "block=12: signs are cut at whole bytes"),
+        (lambda: OneBit(block=12), "block=12: signs fill whole bytes"),
         (lambda: OneBit(norm="max"), "norm must be 'l1' or 'l2'"),  # type: ignore[arg-type]
         (lambda: Quantize(bits=9), r"bits=9: must lie in 1\.\.8"),
         (lambda: Quantize(block=4), "block=4"),
@@ -394,15 +394,15 @@ def test_a_sketch_sends_vectors_as_they_are_where_its_table_is_no_smaller() -> N
         (lambda: TernGrad(block=1), "block=1"),
         (lambda: TopK(0.0), r"fraction=0\.0"),
         (lambda: RandomK(1.5), r"fraction=1\.5"),
-        (lambda: Sketch(rows=4), "rows=4: a median wants an odd number"),
-        (lambda: Sketch(columns=100), "large elements would hide each other"),
+        (lambda: Sketch(rows=4), "rows=4: a median needs an odd number"),
+        (lambda: Sketch(columns=100), "large elements would collide"),
         (lambda: Fp8(block=0), "block=0"),
         (lambda: Fp8("e3m4"), "kind must be"),  # type: ignore[arg-type]
-        (lambda: ErrorFeedback(ErrorFeedback()), "remembers what is unsaid already"),
-        (lambda: ErrorFeedback(TernGrad()), "would grow without end"),
-        (lambda: ErrorFeedback(RandomK()), "would grow without end"),
-        (lambda: ErrorFeedback(Quantize(4)), "would grow without end"),
-        (lambda: ErrorFeedback(QSGD(4)), "would grow without end"),
+        (lambda: ErrorFeedback(ErrorFeedback()), "has error feedback already"),
+        (lambda: ErrorFeedback(TernGrad()), "would grow without bound"),
+        (lambda: ErrorFeedback(RandomK()), "would grow without bound"),
+        (lambda: ErrorFeedback(Quantize(4)), "would grow without bound"),
+        (lambda: ErrorFeedback(QSGD(4)), "would grow without bound"),
     ],
 )
 def test_codecs_out_of_range_are_refused(make: Callable[[], Codec], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Strategies that speak in codes: oracles, bytes, checkpoints, and what is refused."""
+"""Strategies with codecs: oracles, bytes, checkpoints, and what is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from thinwire.topology import Complete, OnePeerExponential, Ring
 RATES = [0.1] * 16
 PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
 SMALL = ErrorFeedback(OneBit(8))
-SPOKEN: list[Strategy] = [
+CODED: list[Strategy] = [
     *(AllReduce(SMALL), AllReduce(ErrorFeedback(TopK(0.2))), AllReduce(Quantize(4, 8, dither=True, correlated=True))),
     *(AllReduce(ErrorFeedback(RandomK(0.3, unbiased=False))), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))),
     *(LocalSGD(3, codec=SMALL), SlowMo(period=3, codec=SMALL), SlowMo(AllReduce(SMALL), period=3)),
@@ -58,7 +58,7 @@ def test_gradients_in_one_bit_equal_their_oracle_bucket_by_bucket(n: int) -> Non
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_gradients_of_which_the_largest_are_said_equal_their_oracle(n: int) -> None:
+def test_gradients_in_top_k_equal_their_oracle(n: int) -> None:
     problem = quadratic(n, torch.float32, width=40)
     found = together(n, AllReduce(ErrorFeedback(TopK(0.2))), problem, RATES)
     mean = oracles.TwoStages(oracles.largest(0.2), 1, [1, 39])
@@ -104,7 +104,7 @@ def test_choco_equals_its_oracle(codec: Codec, code: oracles.Code, topology: Any
     assert not torch.equal(found[0], found[1])
 
 
-def test_choco_starts_from_wherever_workers_are() -> None:
+def test_choco_starts_from_the_workers_own_parameters() -> None:
     problem = Regression(3, len(RATES), torch.float32)
     starts = torch.randn(3, 34, generator=torch.Generator().manual_seed(5))
     found = together(3, Choco(codec=OneBit(8)), problem, RATES, starts=starts)
@@ -114,13 +114,13 @@ def test_choco_starts_from_wherever_workers_are() -> None:
     assert distance(found, expected) < 2e-5
 
 
-def test_choco_with_exact_codes_and_a_whole_step_is_gossip() -> None:
+def test_choco_with_an_exact_codec_and_step_size_one_is_gossip() -> None:
     problem = Regression(4, len(RATES), torch.float32)
     exact = together(4, Choco(codec=TopK(1.0), step_size=1.0), problem, RATES)
     assert distance(exact, together(4, Gossip(order="after"), problem, RATES)) < 1e-5
 
 
-def test_choco_agrees_on_the_mean_and_never_moves_it() -> None:
+def test_choco_converges_to_the_mean_and_keeps_it() -> None:
     starts = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     problem = quadratic(4, torch.float32, width=64)
     for codec in (OneBit(8), TopK(0.1), Quantize(4, 8), Natural()):
@@ -137,7 +137,7 @@ def test_choco_s_mixed_vector_is_the_neighbours_public_copies() -> None:
     assert torch.allclose(mixed, torch.from_numpy(Ring().matrix(4, 0)).float() @ public, atol=1e-6)
 
 
-def test_workers_that_begin_apart_agree_from_the_first_coded_average_on() -> None:
+def test_workers_with_different_starts_are_equal_after_the_first_compressed_average() -> None:
     problem = Regression(3, 8, torch.float32)
     starts = torch.randn(3, 34, generator=torch.Generator().manual_seed(5))
     for strategy in (LocalSGD(4, codec=SMALL), SlowMo(period=4, codec=SMALL)):
@@ -147,7 +147,7 @@ def test_workers_that_begin_apart_agree_from_the_first_coded_average_on() -> Non
 
 @pytest.mark.parametrize("codec", [Bf16(), Fp16(), Quantize(8, 8), Natural(), SMALL, ErrorFeedback(TopK(0.3))], ids=str)
 @pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
-def test_what_is_trained_in_codes_comes_near_what_is_trained_without(codec: Codec, make: Any) -> None:
+def test_training_with_a_codec_ends_near_training_without(codec: Codec, make: Any) -> None:
     problem = quadratic(3, torch.float32, width=24)
     rates = [0.3 * 0.9**k for k in range(50)]
     found, plain = together(3, make(codec), problem, rates), together(3, make(None), problem, rates)
@@ -155,7 +155,7 @@ def test_what_is_trained_in_codes_comes_near_what_is_trained_without(codec: Code
     assert torch.equal(found, found[:1].expand_as(found))
 
 
-def test_votes_and_ternary_gradients_find_the_way_down() -> None:
+def test_majority_votes_and_ternary_gradients_reduce_the_loss() -> None:
     problem = quadratic(3, torch.float32, width=24)
     best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()
     rates = [0.1 * 0.93**k for k in range(50)]
@@ -169,20 +169,20 @@ def test_votes_and_ternary_gradients_find_the_way_down() -> None:
 
 def on_processes() -> list[list[float]]:
     comm, problem = comm_for(), Regression(2, 8, torch.float32)
-    return [flat(train(comm, strategy, problem, RATES[:8]).model).tolist() for strategy in SPOKEN]
+    return [flat(train(comm, strategy, problem, RATES[:8]).model).tolist() for strategy in CODED]
 
 
 def test_processes_train_as_threads_do() -> None:
     problem = Regression(2, 8, torch.float32)
     found = run_processes(2, on_processes)
-    for place, strategy in enumerate(SPOKEN):
+    for place, strategy in enumerate(CODED):
         expected = together(2, strategy, problem, RATES[:8])
         for rank in range(2):
             assert found[rank][place] == expected[rank].tolist(), strategy
 
 
-@pytest.mark.parametrize("strategy", SPOKEN, ids=str)
-def test_training_goes_on_bit_by_bit_from_a_checkpoint(strategy: Strategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", CODED, ids=str)
+def test_training_resumes_bit_by_bit_from_a_checkpoint(strategy: Strategy, tmp_path: Path) -> None:
     def whole(comm: Comm) -> Tensor:
         worker = steps(attach(comm, strategy), batches(comm.rank, 5))
         worker.save(tmp_path)
@@ -203,7 +203,7 @@ def test_training_goes_on_bit_by_bit_from_a_checkpoint(strategy: Strategy, tmp_p
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(SMALL), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))], ids=str)
-def test_a_step_that_a_scaler_skips_leaves_what_is_owed_as_it_is(strategy: Strategy) -> None:
+def test_a_step_that_a_scaler_skips_keeps_the_residual(strategy: Strategy) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         worker = steps(attach(comm, strategy), batches(comm.rank, 2))
         x, error = flat(worker.model), worker.replicas[0].state["error"].clone()
@@ -218,7 +218,7 @@ def test_a_step_that_a_scaler_skips_leaves_what_is_owed_as_it_is(strategy: Strat
 
     for before, after, gradients, change in thinwire.run_threads(2, body, timeout=20):
         assert torch.equal(before, after)
-        assert gradients.isnan().all(), "buckets without anything wrong are skipped too"
+        assert gradients.isnan().all(), "buckets that are finite are skipped too"
         assert not change.any()
 
 
@@ -240,12 +240,12 @@ def test_choco_names_the_rank_whose_parameters_are_not_finite() -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_in_one_bit_sends_a_thirty_first_of_its_bytes() -> None:
+def test_a_step_in_one_bit_sends_a_thirty_first_of_the_bytes() -> None:
     card = explain(AllReduce(ErrorFeedback(OneBit())), parameters=[1 << 20] * 4, workers=4)
     assert 31 < card.all_reduce_bytes_per_step / card.sent_bytes_per_step < 32
 
 
-def test_periods_and_codecs_save_together() -> None:
+def test_the_savings_of_periods_and_codecs_multiply() -> None:
     plain = explain(LocalSGD(8), parameters=[1 << 20] * 4, workers=4)
     coded = explain(LocalSGD(8, codec=Quantize(4)), parameters=[1 << 20] * 4, workers=4)
     assert plain.sent_bytes_per_step / coded.sent_bytes_per_step == pytest.approx(8, rel=0.02)
@@ -265,7 +265,7 @@ def test_choco_sends_a_payload_and_a_header_to_each_neighbour() -> None:
 @pytest.mark.parametrize("codec", [OneBit(), TopK(), RandomK(unbiased=False), Sketch()], ids=str)
 @pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
 def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: Codec, make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"training go astray; use ErrorFeedback\("):
+    with pytest.raises(ConfigError, match=r"may diverge; use ErrorFeedback\("):
         make(codec).check(2)
     make(ErrorFeedback(codec)).check(2)
 

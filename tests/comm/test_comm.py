@@ -170,7 +170,7 @@ def test_a_wait_times_out_with_rank_step_and_reason(call: str) -> None:
         else:
             comm.send_recv(torch.zeros(2), [1], [1]).wait()
 
-    reason = "everyone to join the all_reduce of 2 x float32" if call == "all_reduce" else "a message from rank 1"
+    reason = "all ranks to join the all_reduce of 2 x float32" if call == "all_reduce" else "a message from rank 1"
     with pytest.raises(CommTimeoutError, match=rf"rank 0 waited 0\.2 s for {reason} at step 3"):
         run_threads(2, work, timeout=0.2)
 

@@ -1,4 +1,4 @@
-"""Coded means: identities, equal bits on all ranks, bytes, and what happens when something is wrong."""
+"""Compressed means: identities, equal bits on all ranks, bytes, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.codecs.random_k import RandomK
 from thinwire.codecs.sketch import Sketch
 from thinwire.codecs.top_k import TopK
 from thinwire.comm.group import comm_for
-from thinwire.comm.threads import Hub, ThreadComm, alone
+from thinwire.comm.threads import Hub, ThreadComm, single_worker
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import coded_exchange, coded_mean_, two_stage_mean_
 from thinwire.reduce.stages import TwoStageMean, launched, pieces
@@ -48,19 +48,19 @@ def vectors(steps: int, size: int, n: int) -> Tensor:
 def run(
     comm: Comm, xs: Tensor, codec: Codec, state: State | None = None, *, first: int = 0, **settings: Any
 ) -> tuple[Tensor, State]:
-    """What a rank hears at each step, and what it owes in the end."""
+    """The mean that a rank gets at each step, and its state in the end."""
     state = {} if state is None else state
-    heard: list[Tensor] = []
+    means: list[Tensor] = []
     for step in range(first, len(xs)):
         comm.step = step
         x = xs[step, comm.rank].clone()
         assert coded_mean_(comm, x, codec, state, key=draw_key(0, step), **settings).wait() is x
-        heard.append(x)
-    return torch.stack(heard) if heard else xs[:0, 0], state
+        means.append(x)
+    return torch.stack(means) if means else xs[:0, 0], state
 
 
 def residual(states: Sequence[State]) -> Tensor:
-    """The mean of what workers owe, and what servers owe."""
+    """The mean of the workers' residuals, plus the servers' residuals."""
     total = torch.stack([state["error"] for state in states]).double().mean(0)
     for state in states:
         for name, x in state.items():
@@ -70,11 +70,11 @@ def residual(states: Sequence[State]) -> Tensor:
     return total
 
 
-def conserved(xs: Tensor, heard: Tensor, states: Sequence[State]) -> float:
-    """How far what was heard and what is owed are from what was said, against the largest sum."""
-    said = xs.double().mean(1).sum(0)
-    found = heard.double().sum(0) + residual(states)
-    return float((found - said).abs().max() / xs.abs().sum(0).max()) if said.numel() else 0.0
+def conserved(xs: Tensor, means: Tensor, states: Sequence[State]) -> float:
+    """How far means and residuals together are from the inputs, relative to the largest sum."""
+    inputs = xs.double().mean(1).sum(0)
+    found = means.double().sum(0) + residual(states)
+    return float((found - inputs).abs().max() / xs.abs().sum(0).max()) if inputs.numel() else 0.0
 
 
 # -- identities --------------------------------------------------------------------------------------------------------
@@ -82,20 +82,20 @@ def conserved(xs: Tensor, heard: Tensor, states: Sequence[State]) -> float:
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
 @pytest.mark.parametrize("n", SIZES)
-def test_what_was_heard_and_what_is_owed_are_what_was_said(codec: Codec, n: int) -> None:
+def test_means_and_residuals_add_up_to_the_inputs(codec: Codec, n: int) -> None:
     size, steps = 4, 200 if n == 33 and codec == OneBit(16) else 12
     xs = vectors(steps, size, n)
     results = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(codec)))
     assert conserved(xs, results[0][0], [state for _, state in results]) < 2e-6
-    for heard, _ in results:
-        assert torch.equal(heard, results[0][0])
+    for means, _ in results:
+        assert torch.equal(means, results[0][0])
 
 
 @pytest.mark.parametrize("codec", [c for c in FEEDBACK if not c.residual_after_sum], ids=str)
-def test_a_worker_alone_loses_nothing_either(codec: Codec) -> None:
+def test_decoded_vectors_and_the_residual_of_one_worker_add_up_to_the_inputs(codec: Codec) -> None:
     xs, state, feedback = vectors(100, 1, 65)[:, 0], dict[str, Tensor](), ErrorFeedback(codec)
-    said = [feedback.decode(feedback.encode(x, state, t), x, t) for t, x in enumerate(xs)]
-    gap = torch.stack(said).double().sum(0) + state["error"] - xs.double().sum(0)
+    decoded = [feedback.decode(feedback.encode(x, state, t), x, t) for t, x in enumerate(xs)]
+    gap = torch.stack(decoded).double().sum(0) + state["error"] - xs.double().sum(0)
     assert gap.abs().max() / xs.abs().sum(0).max() < 2e-6
     assert list(state) == ["error"]
 
@@ -104,31 +104,31 @@ def test_a_worker_alone_loses_nothing_either(codec: Codec) -> None:
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_two_stages_equal_their_oracle(size: int, norm: Any) -> None:
     xs = vectors(8, size, 77)
-    heard, _ = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16, norm=norm))))[-1]
+    means, _ = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16, norm=norm))))[-1]
     oracle = oracles.TwoStages(oracles.signs(16, norm), 16, [77])
     expected = torch.stack([oracle(x) for x in xs.double()]).float()
-    assert torch.allclose(heard, expected, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(means, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1, 3])
-def test_vectors_of_other_kinds_hear_what_fp32_hears(size: int, dtype: torch.dtype) -> None:
+def test_vectors_of_other_dtypes_get_the_mean_of_fp32(size: int, dtype: torch.dtype) -> None:
     xs = vectors(4, size, 77).bfloat16().float()
     expected, _ = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16))))[0]
-    for heard, _ in run_threads(size, lambda comm: run(comm, xs.to(dtype), ErrorFeedback(OneBit(16)))):
-        assert heard.dtype == dtype
-        assert torch.equal(heard, expected.to(dtype))
+    for means, _ in run_threads(size, lambda comm: run(comm, xs.to(dtype), ErrorFeedback(OneBit(16)))):
+        assert means.dtype == dtype
+        assert torch.equal(means, expected.to(dtype))
 
 
-def test_a_world_of_one_codes_all_the_same() -> None:
+def test_one_worker_alone_encodes_too() -> None:
     xs = vectors(5, 1, 40)
-    heard, state = run(alone(), xs, ErrorFeedback(OneBit(8)))
+    means, state = run(single_worker(), xs, ErrorFeedback(OneBit(8)))
     oracle = oracles.TwoStages(oracles.signs(8), 8, [40])
-    assert torch.allclose(heard, torch.stack([oracle(x) for x in xs]), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(means, torch.stack([oracle(x) for x in xs]), rtol=1e-4, atol=1e-5)
     assert state["error"].any()
 
 
-def test_a_codec_that_needs_feedback_has_it_in_two_stages_also_without_the_wrapper() -> None:
+def test_a_biased_codec_has_feedback_in_two_stages_also_without_the_wrapper() -> None:
     xs = vectors(5, 2, 40)
 
     def body(comm: Comm, codec: Codec) -> Tensor:
@@ -142,27 +142,27 @@ def test_a_codec_that_needs_feedback_has_it_in_two_stages_also_without_the_wrapp
     assert torch.equal(wrapped, bare)
 
 
-def test_an_unbiased_codec_keeps_nothing_and_its_mean_is_right() -> None:
+def test_an_unbiased_codec_keeps_no_state_and_its_mean_is_right() -> None:
     x, times = vectors(1, 3, 24)[0], 1500
     xs = x.repeat(1, times)[None]
-    heard, state = run_threads(3, lambda comm: run(comm, xs, Quantize(4, 8)))[0]
-    found = heard.view(times, 24)
+    means, state = run_threads(3, lambda comm: run(comm, xs, Quantize(4, 8)))[0]
+    found = means.view(times, 24)
     assert state == {}
     assert ((found.mean(0) - x.mean(0)).abs() <= 5 * found.std(0) / times**0.5 + 1e-6).all()
 
 
 def test_dither_is_subtracted_with_the_sender_s_own_draws() -> None:
     x = vectors(1, 4, 64)[0]
-    heard = run_threads(4, lambda comm: run(comm, x[None], Quantize(8, 16, dither=True, correlated=True))[0])[2][0]
+    means = run_threads(4, lambda comm: run(comm, x[None], Quantize(8, 16, dither=True, correlated=True))[0])[2][0]
     step = x.abs().view(4, -1, 16).amax(2).amax(0).repeat_interleave(16) / 127
-    assert ((heard - x.mean(0)).abs() <= 1.01 * step).all()
+    assert ((means - x.mean(0)).abs() <= 1.01 * step).all()
 
 
-def test_what_all_ranks_say_in_elements_of_one_size_is_heard_exactly() -> None:
+def test_equal_vectors_with_elements_of_one_size_are_averaged_exactly() -> None:
     x = torch.where(torch.randn(100, generator=torch.Generator().manual_seed(0)) > 0, 0.5, -0.5)
     xs = x.expand(3, 4, 100)
-    for heard, state in run_threads(4, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16)))):
-        assert torch.equal(heard, xs[:, 0])
+    for means, state in run_threads(4, lambda comm: run(comm, xs, ErrorFeedback(OneBit(16)))):
+        assert torch.equal(means, xs[:, 0])
         assert not any(e.any() for e in state.values())
 
 
@@ -172,15 +172,15 @@ def test_a_majority_decides_and_a_tie_is_plus() -> None:
     assert run_threads(2, lambda comm: run(comm, xs[:, 1:], MajorityVote())[0])[0].tolist() == [[1.0, -1.0, -1.0, 1.0]]
 
 
-def test_those_without_a_vector_are_not_divided_by_but_pay_what_they_owe() -> None:
+def test_ranks_without_a_vector_do_not_count_but_send_their_residual() -> None:
     xs = vectors(6, 3, 40)
     xs[:, 2] = 0
     for codec in (OneBit(8), RandomK(0.3, unbiased=False), Sketch(1, 32, 1)):
         results = run_threads(3, lambda comm, k=codec: run(comm, xs, ErrorFeedback(k), count=2))
-        said = xs.double().sum(1).sum(0) / 2
+        total = xs.double().sum(1).sum(0) / 2
         workers = sum(state["error"].double() for _, state in results) / 2
         servers = residual([state for _, state in results]) - sum(state["error"].double() for _, state in results) / 3
-        gap = results[0][0].double().sum(0) + workers + servers - said
+        gap = results[0][0].double().sum(0) + workers + servers - total
         assert gap.abs().max() / xs.abs().sum(0).max() < 2e-6
 
 
@@ -190,7 +190,7 @@ def test_those_without_a_vector_are_not_divided_by_but_pay_what_they_owe() -> No
 @pytest.mark.parametrize("codec", BYTES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", SIZES)
-def test_two_stages_send_a_header_and_the_codes_of_a_piece_to_each_other_rank_twice(
+def test_two_stages_send_a_header_and_the_payload_of_a_piece_to_each_other_rank_twice(
     codec: Codec, size: int, n: int
 ) -> None:
     lengths = oracles.chunks(n, size, codec.alignment)
@@ -209,7 +209,7 @@ def test_two_stages_send_a_header_and_the_codes_of_a_piece_to_each_other_rank_tw
         assert sent["all_gather"] == (size - 1) * (16 + codec.nbytes(lengths[0]))
 
 
-def test_a_linear_codec_s_payloads_are_added_up_by_the_wire() -> None:
+def test_payloads_of_a_linear_codec_are_added_by_an_all_reduce() -> None:
     xs = vectors(1, 4, 1000)
 
     def body(comm: Comm, codec: Codec) -> dict[str, float]:
@@ -220,14 +220,14 @@ def test_a_linear_codec_s_payloads_are_added_up_by_the_wire() -> None:
         assert run_threads(4, lambda c, k=codec: body(c, k))[0] == {"all_reduce": 1.5 * codec.nbytes(1000)}
 
 
-def test_what_the_wire_would_round_goes_through_two_stages_where_nothing_may_be_lost() -> None:
+def test_a_cast_with_error_feedback_goes_through_two_stages() -> None:
     xs = vectors(1, 4, 1000)
     sent = run_threads(4, lambda comm: (run(comm, xs, ErrorFeedback(Bf16())), comm.meter.by_operation)[1])[0]
     assert sent == {"all_to_all": 3 * (16 + 500), "all_gather": 3 * (16 + 500)}
 
 
 @pytest.mark.parametrize("codec", [OneBit(16), Quantize(4, 16), TopK(0.1), RandomK(0.1), Sketch(3, 64, 2)], ids=str)
-def test_vectors_without_data_are_counted_as_those_with(codec: Codec) -> None:
+def test_meta_vectors_are_counted_like_others(codec: Codec) -> None:
     code = ErrorFeedback(codec) if codec.needs_feedback else codec
     real = run_threads(4, lambda comm: (run(comm, vectors(1, 4, 500), code), comm.meter.by_operation)[1])[1]
     comm = CountingComm(1, 4)
@@ -237,7 +237,7 @@ def test_vectors_without_data_are_counted_as_those_with(codec: Codec) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 500])
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_pieces_lie_end_to_end_at_whole_grains(n: int, size: int) -> None:
+def test_pieces_lie_end_to_end_at_multiples_of_the_alignment(n: int, size: int) -> None:
     found = pieces(n, size, 16)
     assert len(found) == size
     assert [cut.start for cut in found] == [0, *(cut.stop for cut in found[:-1])]
@@ -250,7 +250,7 @@ def test_pieces_lie_end_to_end_at_whole_grains(n: int, size: int) -> None:
 
 @pytest.mark.parametrize("codec", [*FEEDBACK, MajorityVote()], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_vector_that_is_not_finite_anywhere_is_nan_everywhere_and_nobody_owes_more(codec: Codec, bad: float) -> None:
+def test_a_vector_that_is_not_finite_makes_the_mean_nan_and_keeps_residuals(codec: Codec, bad: float) -> None:
     xs = vectors(3, 3, 40)
     xs[1, 2, 17] = bad
     code = codec if isinstance(codec, MajorityVote) else ErrorFeedback(codec)
@@ -258,16 +258,16 @@ def test_a_vector_that_is_not_finite_anywhere_is_nan_everywhere_and_nobody_owes_
     def body(comm: Comm) -> tuple[Tensor, State, State]:
         before = run(comm, xs[:1], code)[1]
         kept = {name: x.clone() for name, x in before.items()}
-        heard, after = run(comm, xs[:2], code, before, first=1)
-        return heard[0], kept, after
+        means, after = run(comm, xs[:2], code, before, first=1)
+        return means[0], kept, after
 
-    for heard, kept, after in run_threads(3, body):
-        assert heard.isnan().all()
+    for means, kept, after in run_threads(3, body):
+        assert means.isnan().all()
         assert kept.keys() == after.keys()
         assert all(torch.equal(kept[name], after[name]) for name in kept)
 
 
-def test_means_that_are_under_way_together_are_skipped_together() -> None:
+def test_means_in_flight_together_are_skipped_together() -> None:
     xs = vectors(3, 2, 40)
     xs[1, 0, 3] = float("nan")
 
@@ -277,17 +277,17 @@ def test_means_that_are_under_way_together_are_skipped_together() -> None:
         works = [coded_mean_(comm, xs[t, comm.rank], code, state, at=40 * t, whole=120, key=t) for t in range(3)]
         return [work.wait() for work in works], state
 
-    for heard, state in run_threads(2, body):
-        assert all(x.isnan().all() for x in heard)
+    for means, state in run_threads(2, body):
+        assert all(x.isnan().all() for x in means)
         assert not any(x.any() for x in state.values())
 
 
-def test_huge_but_finite_vectors_are_no_reason_to_skip() -> None:
+def test_huge_but_finite_vectors_are_not_skipped() -> None:
     xs = torch.full((1, 2, 16), 1e30)
     assert run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(OneBit(8)))[0])[0].isfinite().all()
 
 
-def test_the_sum_of_squares_over_ranks_comes_with_the_codes() -> None:
+def test_the_sum_of_squares_over_ranks_is_sent_with_the_payloads() -> None:
     xs = vectors(1, 3, 50)[0]
 
     def body(comm: Comm) -> float:
@@ -304,8 +304,8 @@ def test_the_sum_of_squares_over_ranks_comes_with_the_codes() -> None:
 
 
 def in_parts(comm: Comm, xs: Tensor, cuts: Sequence[slice], state: State) -> Tensor:
-    """What a rank hears when the vector travels in parts."""
-    heard: list[Tensor] = []
+    """The means that a rank gets when the vector is sent in parts."""
+    means: list[Tensor] = []
     for step, rows in enumerate(xs):
         x = rows[comm.rank].clone()
         key = [draw_key(0, step, offset=cut.start) for cut in cuts]
@@ -315,18 +315,18 @@ def in_parts(comm: Comm, xs: Tensor, cuts: Sequence[slice], state: State) -> Ten
         ]
         for work in works:
             work.wait()
-        heard.append(x)
-    return torch.stack(heard)
+        means.append(x)
+    return torch.stack(means)
 
 
-def test_parts_share_one_vector_of_errors_and_may_be_cut_anew() -> None:
+def test_parts_share_one_residual_and_may_be_cut_elsewhere_later() -> None:
     xs = vectors(12, 3, 100)
     first, second = [slice(60, 100), slice(0, 60)], [slice(90, 100), slice(30, 90), slice(0, 30)]
 
     def body(comm: Comm) -> tuple[Tensor, State]:
         state: State = {}
-        heard = torch.cat([in_parts(comm, xs[:6], first, state), in_parts(comm, xs[6:], second, state)])
-        return heard, state
+        means = torch.cat([in_parts(comm, xs[:6], first, state), in_parts(comm, xs[6:], second, state)])
+        return means, state
 
     results = run_threads(3, body)
     states = [state for _, state in results]
@@ -337,13 +337,13 @@ def test_parts_share_one_vector_of_errors_and_may_be_cut_anew() -> None:
 
 def test_parts_equal_an_oracle_of_parts() -> None:
     xs = vectors(5, 2, 100)
-    heard = run_threads(2, lambda comm: in_parts(comm, xs, [slice(60, 100), slice(0, 60)], {}))[0]
+    means = run_threads(2, lambda comm: in_parts(comm, xs, [slice(60, 100), slice(0, 60)], {}))[0]
     oracle = oracles.TwoStages(oracles.signs(8), 8, [60, 40])
-    assert torch.allclose(heard, torch.stack([oracle(x) for x in xs]), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(means, torch.stack([oracle(x) for x in xs]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 3), (4, 1), (1, 3)])
-def test_another_number_of_workers_owes_as_much(sizes: tuple[int, int]) -> None:
+def test_residuals_are_kept_with_another_number_of_workers(sizes: tuple[int, int]) -> None:
     before, after = sizes
     xs, ys = vectors(9, before, 50), vectors(9, after, 50)
     code = ErrorFeedback(OneBit(8))
@@ -354,16 +354,16 @@ def test_another_number_of_workers_owes_as_much(sizes: tuple[int, int]) -> None:
     assert torch.allclose(residual(new), residual(old), rtol=0, atol=1e-5)
     assert all(set(state) == {"error", "clock"} for state in new)
     more = run_threads(after, lambda comm: run(comm, ys, code, new[comm.rank]))
-    said = xs.double().mean(1).sum(0) + ys.double().mean(1).sum(0)
-    heard = results[0][0].double().sum(0) + more[0][0].double().sum(0)
-    gap = heard + residual([state for _, state in more]) - said
+    total = xs.double().mean(1).sum(0) + ys.double().mean(1).sum(0)
+    means = results[0][0].double().sum(0) + more[0][0].double().sum(0)
+    gap = means + residual([state for _, state in more]) - total
     assert gap.abs().max() / (xs.abs().sum(0).max() + ys.abs().sum(0).max()) < 2e-6
 
 
-def test_errors_under_a_beginning_are_resized_as_well_and_no_ranks_are_refused() -> None:
-    begin = "momentum/0/"
+def test_residuals_with_a_prefix_are_resized_too_and_zero_ranks_are_refused() -> None:
+    prefix = "momentum/0/"
     states = [
-        {f"{begin}error": torch.ones(4), f"{begin}server_error/{place}": torch.ones(2)} for place in ("0-2", "2-4")
+        {f"{prefix}error": torch.ones(4), f"{prefix}server_error/{place}": torch.ones(2)} for place in ("0-2", "2-4")
     ]
     (only,) = resize_errors(states, 1)
     assert list(only) == ["momentum/0/error"]
@@ -372,18 +372,20 @@ def test_errors_under_a_beginning_are_resized_as_well_and_no_ranks_are_refused()
         resize_errors(states, 0)
 
 
-# -- what is wrong on the wire -----------------------------------------------------------------------------------------
+# -- damaged and foreign payloads --------------------------------------------------------------------------------------
 
 
-def test_a_header_says_what_it_was_told() -> None:
+def test_a_header_is_read_back_as_it_was_written() -> None:
     payload = torch.arange(9, dtype=torch.uint8)
-    header = Header(codec_number("OneBit()", 9), 1 << 20, answer=True, spoilt=True, refused=True, square=1.5)
+    header = Header(
+        codec_number("OneBit()", 9), 1 << 20, second_stage=True, non_finite=True, rejected=True, squared_norm=1.5
+    )
     message = seal(payload, header)
     assert message.numel() == HEADER_BYTES + 9
     back, content, problem = unseal(message, header)
     assert (back, problem) == (header, "")
     assert torch.equal(content, payload)
-    assert not unseal(seal(payload, header._replace(square=float("inf"))), header)[2]
+    assert not unseal(seal(payload, header._replace(squared_norm=float("inf"))), header)[2]
 
 
 @pytest.mark.parametrize(
@@ -393,18 +395,16 @@ def test_a_header_says_what_it_was_told() -> None:
         (lambda m, _: m.index_fill_(0, torch.tensor([20]), 77), "is damaged"),
         (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(step=4)), "is of step 4, not of step 3"),
         (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(codec=1)), "is of another codec"),
-        (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(answer=True)), "is of stage 2, not"),
+        (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(second_stage=True)), "is of stage 2, not"),
     ],
 )
-def test_a_payload_that_is_not_what_was_expected_is_told_apart(
-    change: Callable[[Tensor, Header], Tensor], words: str
-) -> None:
+def test_a_payload_that_does_not_fit_is_described(change: Callable[[Tensor, Header], Tensor], words: str) -> None:
     header = Header(codec_number("OneBit()", 9), 3)
     assert words in unseal(change(seal(torch.zeros(9, dtype=torch.uint8), header), header), header)[2]
 
 
 class Tampered(ThreadComm):
-    """A wire that changes one byte of what this rank sends in one kind of call."""
+    """A comm that changes one byte of what this rank sends in one kind of call."""
 
     def __init__(self, hub: Hub, rank: int, place: int) -> None:
         super().__init__(hub, rank, timeout=10)
@@ -426,15 +426,15 @@ class Tampered(ThreadComm):
 
 @pytest.mark.parametrize("operation", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("place", [0, 2, 4, 8, 10, 17])
-def test_a_byte_that_changed_on_its_way_is_an_error_on_all_ranks(operation: str, place: int) -> None:
+def test_a_changed_byte_is_an_error_on_all_ranks(operation: str, place: int) -> None:
     xs = vectors(1, 3, 100)[0]
 
     def body(comm: Comm) -> str:
-        wire = Tampered(comm._hub, comm.rank, place)  # type: ignore[attr-defined]
-        wire.operation = operation
+        tampered = Tampered(comm._hub, comm.rank, place)  # type: ignore[attr-defined]
+        tampered.operation = operation
         state: State = {}
         with pytest.raises(CommError) as found:
-            two_stage_mean_(wire, xs[comm.rank].clone(), OneBit(8), state, key=0).wait()
+            two_stage_mean_(tampered, xs[comm.rank].clone(), OneBit(8), state, key=0).wait()
         return str(found.value)
 
     for rank, words in enumerate(run_threads(3, body)):
@@ -442,7 +442,7 @@ def test_a_byte_that_changed_on_its_way_is_an_error_on_all_ranks(operation: str,
         assert "all ranks must run the same recipe" in words
 
 
-def test_ranks_at_different_steps_or_with_different_codecs_are_told_on_all_of_them() -> None:
+def test_different_steps_or_codecs_are_an_error_on_all_ranks() -> None:
     x = vectors(1, 2, 64)[0]
 
     def body(comm: Comm, *, late: bool) -> None:
@@ -455,7 +455,7 @@ def test_ranks_at_different_steps_or_with_different_codecs_are_told_on_all_of_th
         run_threads(2, lambda comm, when=late: body(comm, late=when))
 
 
-def test_a_coded_exchange_refuses_foreign_codes() -> None:
+def test_a_compressed_exchange_refuses_payloads_of_another_codec() -> None:
     x = vectors(1, 2, 64)[0]
 
     def body(comm: Comm) -> None:
@@ -471,14 +471,14 @@ def test_a_coded_exchange_refuses_foreign_codes() -> None:
 
 
 def on_processes() -> list[tuple[list[list[float]], float, str]]:
-    """What one rank hears over Gloo, what it sends, and what it is told when its peer is at another step."""
+    """One rank's means over Gloo, its bytes, and its error when the other rank is at another step."""
     comm = comm_for()
     xs = vectors(6, comm.size, 77)
     results: list[tuple[list[list[float]], float, str]] = []
     for codec in GLOO:
         before = comm.meter.payload_bytes
-        heard, _ = run(comm, xs, codec)
-        results.append((heard.tolist(), comm.meter.payload_bytes - before, ""))
+        means, _ = run(comm, xs, codec)
+        results.append((means.tolist(), comm.meter.payload_bytes - before, ""))
     x = xs[0, comm.rank].clone()
     x[3] = float("nan") if comm.rank else 1.0
     two_stage_mean_(comm, x, OneBit(8), {}, key=0).wait()
@@ -496,13 +496,13 @@ GLOO: list[Codec] = [
 ]
 
 
-def test_processes_hear_what_threads_hear() -> None:
+def test_processes_get_the_means_of_threads() -> None:
     found = run_processes(2, on_processes)
     xs = vectors(6, 2, 77)
     for place, codec in enumerate(GLOO):
-        heard = run_threads(2, lambda comm, k=codec: run(comm, xs, k)[0])
+        means = run_threads(2, lambda comm, k=codec: run(comm, xs, k)[0])
         for rank in range(2):
-            assert found[rank][place][0] == heard[rank].tolist(), codec
+            assert found[rank][place][0] == means[rank].tolist(), codec
             assert found[rank][place][1] > 0
     for rank in range(2):
         x, _, words = found[rank][-1]

@@ -1,4 +1,4 @@
-"""Where codecs, topologies and comms meet."""
+"""Means, compressed means and gossip."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_mean_works_in_place_and_only_after_the_wait(n: int) -> None:
     assert torch.allclose(run_threads(n, body)[-1], rows(n).mean(0), rtol=0, atol=1e-15)
 
 
-def test_the_mean_of_those_who_have_something_divides_by_their_number() -> None:
+def test_a_mean_with_a_count_divides_by_the_ranks_that_contribute() -> None:
     def body(comm: Comm) -> Tensor:
         x = rows(3)[comm.rank].clone() if comm.rank < 2 else torch.zeros(6, dtype=torch.float64)
         return mean_(comm, x, count=2).wait()
@@ -46,7 +46,7 @@ def test_the_mean_of_those_who_have_something_divides_by_their_number() -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_coded_mean_writes_what_the_payloads_say_into_the_vector(n: int) -> None:
+def test_a_compressed_mean_is_decoded_into_the_vector(n: int) -> None:
     def body(comm: Comm) -> Tensor:
         x = rows(n)[comm.rank].clone()
         assert coded_mean_(comm, x, Bf16(), {}).wait() is x
@@ -77,13 +77,13 @@ def test_mixing_weighs_each_vector_by_its_own_weight() -> None:
     assert torch.allclose(mixed, 0.5 * x + 0.375 * y + 0.125 * z, rtol=0, atol=1e-15)
 
 
-def test_mixing_refuses_a_number_of_vectors_that_is_not_the_graphs() -> None:
+def test_mixing_refuses_another_number_of_vectors_than_neighbours() -> None:
     x, y, _ = rows(3)
     with pytest.raises(ValueError, match="shorter"):
         mix_(x.clone(), [y], Peers((), (4, 7), 0.5, (0.375, 0.125)))
 
 
-def test_on_the_counting_wire_every_peer_holds_the_same() -> None:
+def test_on_the_counting_comm_every_rank_holds_the_same() -> None:
     comm = CountingComm(1, 4)
     x = rows(1)[0]
     assert torch.allclose(mean_(comm, x.clone()).wait(), x, rtol=0, atol=1e-15)

@@ -1,4 +1,4 @@
-"""When means of two stages go into their second, and what is kept of the first."""
+"""When the second stage of a mean starts, and when residuals are updated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def drawn(size: int, seed: int = 0) -> Tensor:
 
 
 def launched(comm: Comm, x: Tensor, codec: Codec, state: State) -> list[Work[Tensor]]:
-    """The means of all parts, on their way."""
+    """The means of all parts, in flight."""
     return [coded_mean_(comm, x[part], codec, state, key=part.start, at=part.start, whole=60) for part in PARTS]
 
 
-def test_a_mean_goes_into_its_second_stage_when_the_next_is_launched() -> None:
+def test_the_second_stage_of_a_mean_starts_when_the_next_mean_is_launched() -> None:
     def body(comm: Comm) -> list[str]:
         calls: list[str] = []
         sent = comm.meter.sent
@@ -48,7 +48,7 @@ def test_a_mean_goes_into_its_second_stage_when_the_next_is_launched() -> None:
         works = launched(comm, drawn(3)[comm.rank].clone(), SIGNS, {})
         before = len(calls)
         works[0].wait()
-        assert before == 5, "the last mean's second stage begins with the first wait"
+        assert before == 5, "the second stage of the last mean starts with the first wait"
         works[2].wait()
         return calls
 
@@ -56,7 +56,7 @@ def test_a_mean_goes_into_its_second_stage_when_the_next_is_launched() -> None:
         assert calls == ["all_to_all", "all_to_all", "all_gather", "all_to_all", "all_gather", "all_gather"]
 
 
-def test_what_is_summed_by_the_wire_is_not_waited_for_when_the_next_is_launched() -> None:
+def test_a_linear_mean_is_not_waited_for_when_the_next_is_launched() -> None:
     def body(comm: Comm) -> float:
         works = launched(comm, drawn(2)[comm.rank].clone(), LINEAR, {})
         waited = comm.meter.exposed_seconds
@@ -69,7 +69,7 @@ def test_what_is_summed_by_the_wire_is_not_waited_for_when_the_next_is_launched(
 
 @pytest.mark.parametrize("codec", [SIGNS, LINEAR], ids=str)
 @pytest.mark.parametrize("bad", [0, 20, 50], ids=["last", "middle", "first"])
-def test_what_is_owed_stays_where_any_part_is_not_finite(codec: Codec, bad: int) -> None:
+def test_residuals_are_kept_if_any_part_is_not_finite(codec: Codec, bad: int) -> None:
     def body(comm: Comm) -> tuple[Tensor, State, State]:
         state: State = {}
         for work in launched(comm, drawn(2)[comm.rank].clone(), codec, state):
@@ -89,7 +89,7 @@ def test_what_is_owed_stays_where_any_part_is_not_finite(codec: Codec, bad: int)
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_gradients_sent_in_parts_go_on_after_a_step_that_was_skipped() -> None:
+def test_training_in_parts_continues_after_a_skipped_step() -> None:
     problem, strategy = Regression(2, 12, torch.float32), AllReduce(SIGNS)
 
     def body(comm: Comm) -> Tensor:
@@ -112,13 +112,11 @@ def test_gradients_sent_in_parts_go_on_after_a_step_that_was_skipped() -> None:
     assert first.isfinite().all()
 
 
-# -- momenta said during the backward pass -----------------------------------------------------------------------------
+# -- momenta sent during the backward pass -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_momenta_are_the_same_however_many_parameters_are_taken_at_a_time(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_momenta_do_not_depend_on_the_size_of_parameter_batches(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, strategy = Regression(2, 10, torch.float32), replace(OVERLAPPED, overlap=overlap)
     together = path(2, strategy, problem, 10, lr=0.03)
     monkeypatch.setattr(base, "_BATCH_ELEMENTS", 5)
@@ -148,7 +146,7 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
     thinwire.run_threads(2, body, timeout=20)
 
 
-def test_only_zero_one_adam_knows_of_steps_alone() -> None:
+def test_only_zero_one_adam_has_local_steps() -> None:
     ours, theirs = (set(kind(net().parameters()).param_groups[0]) for kind in (ZeroOneAdam, OneBitAdam))
     assert ours - theirs == {"reach", "alone"}
     assert theirs <= ours

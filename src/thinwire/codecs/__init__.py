@@ -1,1 +1,1 @@
-"""In how few bytes: vectors to payloads and back."""
+"""Codecs: compress a vector into a payload, and decompress it."""

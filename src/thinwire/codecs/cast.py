@@ -1,4 +1,4 @@
-"""Casts: fp32 itself, half its bytes, or a quarter, rounded to nearest."""
+"""Casts to fp32, bf16, fp16 and fp8, rounded to nearest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, blockwise
+from thinwire.codecs.base import Codec, State, as_single, split_blocks
 from thinwire.errors import ConfigError
 from thinwire.validation import check_kinds
 
@@ -18,114 +18,146 @@ _SCALE_BYTES = 4
 
 
 class _Cast(Codec):
-    """Each element in another dtype, which the wire can add up."""
+    """Each element in another dtype, in which an all-reduce can add."""
 
     @property
     def linear(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of an element on the wire."""
+        """The dtype of the payload."""
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The vector in the dtype of the wire, without gaps; a copy even where it is so already."""
+        """The vector in `dtype`, contiguous; always a copy, since an all-reduce will overwrite it."""
         return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Back in the dtype of `like`."""
+        """The payload in the dtype of `like`."""
         return payload.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """What n elements of the dtype take."""
+        """The bytes of n elements of `dtype`."""
         return n * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Fp32(_Cast):
-    """No code at all for parameters of 32 bits; for 16 bits twice their bytes, in sums that are rounded once.
+    """Send fp32: 32-bit vectors stay as they are, and sums of 16-bit vectors are rounded only once, at the end.
 
-    Elements of 64 bits keep a relative error of at most 2**-24.
+    For 16-bit vectors that is twice their bytes. Elements of 64 bits get a relative error of at most 2**-24.
+    Payload: 4 bytes an element.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Fp32
+        >>> Fp32().encode(torch.ones(2, dtype=torch.bfloat16), {}).dtype, Fp32().nbytes(1000)
+        (torch.float32, 4000)
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Four bytes an element."""
+        """Four bytes per element."""
         return torch.float32
 
 
 @dataclass(frozen=True)
 class Bf16(_Cast):
-    """Eight bits of exponent, seven of mantissa: the range of fp32, a relative error of at most 2**-8."""
+    """Send bf16: eight bits of exponent, seven of mantissa.
+
+    It has the range of fp32, and a relative error of at most 2**-8. Payload: 2 bytes an element.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Bf16
+        >>> x = torch.tensor([1.001, 1e30])
+        >>> Bf16().decode(Bf16().encode(x, {}), x)[0].item()
+        1.0
+    """
 
     @property
-    def rounded(self) -> bool:
-        """Yes."""
+    def rounds_sums(self) -> bool:
+        """True."""
         return True
 
     @property
     def dtype(self) -> torch.dtype:
-        """Two bytes an element."""
+        """Two bytes per element."""
         return torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Fp16(_Cast):
-    """Five bits of exponent, ten of mantissa: eight times finer than bf16, but infinite above 65,504.
+    """Send fp16: five bits of exponent, ten of mantissa.
 
-    A sum on the wire can overflow where no summand does; a loss scale is the usual remedy.
+    It is eight times finer than bf16, but infinite above 65,504. A sum can overflow where no summand does; a loss scale
+    is the usual remedy. Payload: 2 bytes an element.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Fp16
+        >>> x = torch.tensor([0.5, 70000.0])
+        >>> Fp16().decode(Fp16().encode(x, {}), x).tolist()
+        [0.5, inf]
     """
 
     @property
-    def rounded(self) -> bool:
-        """Yes."""
+    def rounds_sums(self) -> bool:
+        """True."""
         return True
 
     @property
     def dtype(self) -> torch.dtype:
-        """Two bytes an element."""
+        """Two bytes per element."""
         return torch.float16
 
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """One byte an element, and a scale for every block that brings its largest element to the largest byte.
+    """Send fp8: one byte an element, and a scale for every block that maps its largest element to fp8's largest.
 
-    No wire adds up fp8, so payloads go through two stages; an element's relative error is at most 2**-4 ("e4m3") or
-    2**-3 ("e5m2") down to a 2**-15th or a 2**-30th of its block's largest.
+    All-reduces do not add fp8, so payloads go through two stages. An element's relative error is at most 2**-4 ("e4m3")
+    or 2**-3 ("e5m2"), for elements down to 2**-15 or 2**-30 of the largest of their block.
     Payload: a byte an element, and 4 bytes a block.
 
     Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
 
     Args:
-        kind: bits of exponent and mantissa: "e4m3" is finer, "e5m2" reaches further down.
+        kind: bits of exponent and mantissa: "e4m3" is finer, "e5m2" represents smaller elements.
         block: elements that share a scale; fewer cost more bytes and lose fewer small elements beside large ones.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Fp8
+        >>> codec, x = Fp8(block=4), torch.tensor([448.0, 7.0, -1.0, 0.5])
+        >>> codec.decode(codec.encode(x, {}), x).tolist(), codec.nbytes(4)
+        ([448.0, 7.0, -1.0, 0.5], 8)
     """
 
     kind: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 2048
 
     def __post_init__(self) -> None:
-        """Check the kinds and the block."""
+        """Check the types and the block."""
         check_kinds(self)
         if self.block < 1:
             raise ConfigError(f"block={self.block}: must be at least 1 element; 2048 is usual")
 
     @property
     def alignment(self) -> int:
-        """A block."""
+        """The elements of a block."""
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The scales, then a byte for each element."""
         kind, scales, codes = _EIGHT_BITS[self.kind], [x.new_empty(0, dtype=torch.uint8)], list[Tensor]()
         largest = torch.finfo(kind).max
-        for rows in blockwise(as_single(x), self.block):
+        for rows in split_blocks(as_single(x), self.block):
             scale = rows.abs().amax(1, keepdim=True) / largest
             scales.append(scale.view(-1).view(torch.uint8))
-            # A scale that is nothing, or nearly, may be too coarse by rounding: what is then too large is the largest.
+            # A scale that is zero or subnormal is rounded coarsely, so that quotients may exceed fp8's largest number.
             scaled = torch.where(scale > 0, rows / scale, 0.0).clamp(-largest, largest)
             codes.append(scaled.to(kind).view(torch.uint8).view(-1))
         return torch.cat([*scales, *codes])
@@ -136,12 +168,12 @@ class Fp8(Codec):
         scales, codes = payload.split([self.nbytes(n) - n, n])
         x = codes.view(_EIGHT_BITS[self.kind]).to(torch.float32)
         start = 0
-        for rows in blockwise(x, self.block):
+        for rows in split_blocks(x, self.block):
             count = rows.shape[0]
             rows.mul_(scales.clone().view(torch.float32)[start : start + count, None])
             start += count
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """A byte an element, and 4 bytes a block."""
+        """One byte per element, and 4 per block."""
         return n + _SCALE_BYTES * -(-n // self.block)

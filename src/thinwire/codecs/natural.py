@@ -1,4 +1,4 @@
-"""Natural compression: powers of two, up or down at random."""
+"""Natural compression: stochastic rounding to powers of two."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Natural(Codec):
-    r"""Round each element to one of the two powers of two around it, at random, so that its mean is right.
+    r"""Round each element to one of the two powers of two around it, at random and without bias.
 
     $$C(x) = \operatorname{sgn}(x)\, 2^{\lfloor \log_2 |x| \rfloor} (1 + \zeta), \qquad
       P(\zeta = 1) = |x|\, 2^{-\lfloor \log_2 |x| \rfloor} - 1,$$
 
-    which is the sign, the exponent of fp32, and a mantissa that is thrown away. $E|C(x) - x|^2 \le |x|^2/8$ at every
-    scale, without any block. Elements below the normal range become zero or its smallest number.
+    which keeps the sign and the exponent of fp32 and drops the mantissa. $E|C(x) - x|^2 \le |x|^2/8$ for elements of
+    any size, without scales. Subnormal elements become zero or the smallest normal number.
     Payload: 9 bits an element.
 
     Horvath et al., Natural Compression for Distributed Deep Learning, MSML 2022, arXiv:1905.10988, Definition 1.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Natural
+        >>> codec, x = Natural(), torch.tensor([4.0, -0.5, 0.0])
+        >>> codec.decode(codec.encode(x, {}, key=1), x).tolist(), codec.nbytes(1000)
+        ([4.0, -0.5, 0.0], 1125)
     """
 
     @property
@@ -35,12 +42,13 @@ class Natural(Codec):
 
     @property
     def alignment(self) -> int:
-        """Whole bytes of signs."""
+        """The elements in a byte of signs."""
         return 8
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """A byte of exponent for each element, then the signs."""
         x, n = as_single(x), x.numel()
+        # The bits of fp32 without the sign: the mantissa over 2**23 is the probability of rounding up.
         pattern = x.view(torch.int32) & 0x7FFFFFFF
         up = (pattern & 0x7FFFFF).to(torch.float32) * 2.0**-_MANTISSA_BITS > uniform(n, int(key), device=x.device)
         exponents = ((pattern >> _MANTISSA_BITS) + up.to(torch.int32)).clamp(max=_LARGEST)
@@ -49,7 +57,7 @@ class Natural(Codec):
         return torch.cat([exponents.to(torch.uint8), signs[_SCALE_BYTES:]])
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Powers of two with their signs; an exponent of zero is zero."""
+        """Powers of two with their signs; exponent 0 decodes to zero."""
         n = like.numel()
         exponents, signs = payload.split([n, -(-n // 8)])
         size = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
@@ -59,5 +67,5 @@ class Natural(Codec):
         return x.mul_(size).to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Nine bits an element."""
+        """Nine bits per element."""
         return n + -(-n // 8)

@@ -1,4 +1,4 @@
-"""A few elements, drawn alike on all ranks."""
+"""A random subset of the elements, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,40 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    r"""Say elements that are drawn anew for each message, the same on all ranks: no places are sent.
+    r"""Send a random subset of the elements, drawn for each message and the same on all ranks, so without indices.
 
-    Of $n$ elements $k = \lceil \phi n \rceil$ are said. `unbiased` multiplies them by $n/k$, so that the mean is right
-    and $E|C(x) - x|^2 = (n/k - 1)\,|x|^2$; without, they stay as they are, $E|C(x) - x|^2 = (1 - k/n)\,|x|^2$, and it
-    needs error feedback. Payloads have one form on all ranks, so the wire adds them up.
+    Of $n$ elements $k = \lceil \phi n \rceil$ are sent. `unbiased` multiplies them by $n/k$, so that $E\,C(x) = x$
+    and $E|C(x) - x|^2 = (n/k - 1)\,|x|^2$. Otherwise they stay as they are, $E|C(x) - x|^2 = (1 - k/n)\,|x|^2$, and the
+    codec needs error feedback. All ranks send the same elements, so an all-reduce adds the payloads.
     Payload: $k$ values of 4 bytes.
 
     Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Definition 2.1; unbiased: Wangni et al.,
     Gradient Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 2018, arXiv:1710.09854.
 
     Args:
-        fraction: $\phi$, of elements that are said, in (0, 1]; less says less, later.
-        unbiased: scale up what is said; for use without error feedback.
+        fraction: $\phi$, of elements that are sent, in (0, 1]; less sends fewer bytes, with a larger error.
+        unbiased: scale up what is sent; for use without error feedback.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import RandomK
+        >>> codec, x = RandomK(fraction=0.25), torch.ones(8)
+        >>> codec.decode(codec.encode(x, {}, key=1), x, key=1).sort().values.tolist(), codec.nbytes(8)
+        ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4.0, 4.0], 8)
     """
 
     fraction: float = 0.01
     unbiased: bool = True
 
     def __post_init__(self) -> None:
-        """Check the kinds and the range."""
+        """Check the types and the range."""
         check_kinds(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 
     @property
     def linear(self) -> bool:
-        """Yes, for equal keys."""
+        """True, for equal keys."""
         return True
 
     @property
@@ -52,12 +59,12 @@ class RandomK(Codec):
 
     @property
     def needs_feedback(self) -> bool:
-        """Unless it is unbiased."""
+        """True unless it is unbiased."""
         return not self.unbiased and self.fraction < 1
 
     @property
     def expansion(self) -> float:
-        """As many times more as fewer are said."""
+        """The variance of the unbiased codec."""
         return 1 / self.fraction - 1 if self.unbiased else 0.0
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
@@ -65,25 +72,25 @@ class RandomK(Codec):
         x, k = as_single(x), self.count(x.numel())
         if x.is_meta:
             return x.new_empty(k)
-        values = x[_places(x, k, key)]
+        values = x[_indices(x, k, key)]
         return values.mul_(x.numel() / k) if self.unbiased and k else values
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The values in their places, zero elsewhere."""
+        """The values at their indices, zero elsewhere."""
         x = torch.zeros_like(like)
         if not x.is_meta:
-            x[_places(x, payload.numel(), key)] = payload.to(x.dtype)
+            x[_indices(x, payload.numel(), key)] = payload.to(x.dtype)
         return x
 
     def nbytes(self, n: int) -> int:
-        """Four bytes a value."""
+        """Four bytes per value."""
         return 4 * self.count(n)
 
     def count(self, n: int) -> int:
-        """How many of n elements are said."""
+        """How many of n elements are sent."""
         return min(n, ceil(self.fraction * n))
 
 
-def _places(x: Tensor, k: int, key: int) -> Tensor:
-    """Where the k largest of as many random numbers as there are elements lie."""
+def _indices(x: Tensor, k: int, key: int) -> Tensor:
+    """The indices of the k largest of n random numbers: a random subset that any device draws alike."""
     return top_k(uniform(x.numel(), int(key), device=x.device), k)

@@ -1,4 +1,4 @@
-"""The largest elements alone."""
+"""Top-k sparsification: the elements of largest absolute value."""
 
 from __future__ import annotations
 
@@ -18,60 +18,67 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    r"""Say the elements of largest absolute value, as they are, and where they are.
+    r"""Send the elements of largest absolute value and their indices.
 
-    Of $n$ elements $k = \lceil \phi n \rceil$ are said, and $|x - C(x)|^2 \le (1 - k/n)\,|x|^2$. The others are said by
-    nobody, so this needs error feedback. Among equals the first is taken.
-    Payload: $k$ values of 4 bytes, and $k$ places of $\lceil \log_2 n \rceil$ bits.
+    Of $n$ elements $k = \lceil \phi n \rceil$ are sent, and $|x - C(x)|^2 \le (1 - k/n)\,|x|^2$. Small elements might
+    never be sent, so this needs error feedback. Of equal elements the first is sent.
+    Payload: $k$ values of 4 bytes, and $k$ indices of $\lceil \log_2 n \rceil$ bits.
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv:1704.05021; with
     feedback: Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599.
 
     Args:
-        fraction: $\phi$, of elements that are said, in (0, 1]; less says less, later.
+        fraction: $\phi$, of elements that are sent, in (0, 1]; less sends fewer bytes, with a larger error.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import TopK
+        >>> codec, x = TopK(fraction=0.5), torch.tensor([0.1, -3.0, 2.0, 0.2])
+        >>> codec.decode(codec.encode(x, {}), x).tolist()
+        [0.0, -3.0, 2.0, 0.0]
     """
 
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        """Check the kind and the range."""
+        """Check the type and the range."""
         check_kinds(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 
     @property
     def needs_feedback(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The values, then their places in ascending order."""
+        """The values, then their indices in ascending order."""
         x = as_single(x)
-        return _message(x, top_k(x, self.count(x.numel())))
+        return _payload(x, top_k(x, self.count(x.numel())))
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The values in their places, zero elsewhere."""
+        """The values at their indices, zero elsewhere."""
         n, k = like.numel(), self.count(like.numel())
-        values, places = payload.split([_VALUE_BYTES * k, packed_nbytes(k, n)])
+        values, indices = payload.split([_VALUE_BYTES * k, packed_nbytes(k, n)])
         x = torch.zeros_like(like, dtype=torch.float32)
-        x[unpack_indices(places.clone(), n, k)] = values.clone().view(torch.float32)
+        x[unpack_indices(indices.clone(), n, k)] = values.clone().view(torch.float32)
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Four bytes a value, and the places."""
+        """Four bytes per value, and the packed indices."""
         return _VALUE_BYTES * self.count(n) + packed_nbytes(self.count(n), n)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """Move the largest elements of `x + residual` into the payload, whole."""
-        places = top_k(x.add_(residual), self.count(x.numel()))
-        payload = _message(x, places)
-        x[places] = 0.0
+        """As the base class; the elements that are sent leave no residual, so nothing is decoded."""
+        indices = top_k(x.add_(residual), self.count(x.numel()))
+        payload = _payload(x, indices)
+        x[indices] = 0.0
         return payload
 
     def count(self, n: int) -> int:
-        """How many of n elements are said."""
+        """How many of n elements are sent."""
         return min(n, ceil(self.fraction * n))
 
 
-def _message(x: Tensor, places: Tensor) -> Tensor:
-    return torch.cat([x[places].view(torch.uint8), pack_indices(places, x.numel())])
+def _payload(x: Tensor, indices: Tensor) -> Tensor:
+    return torch.cat([x[indices].view(torch.uint8), pack_indices(indices, x.numel())])

@@ -53,7 +53,7 @@ class Comm(ABC):
         self.step = 0
         self.timeout = timeout
         self.meter = Meter()
-        # Weak, so that a mailbox ends with its owner: nobody need close it.
+        # Weak, so that a mailbox ends with its owner without being closed.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
         self._mailbox_count = 0
 

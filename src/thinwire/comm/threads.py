@@ -193,7 +193,7 @@ class ThreadComm(Comm):
 
         def finish() -> U:
             with hub.changed:
-                hub.wait_until(lambda: len(collective.inputs) == hub.size, self, f"everyone to join the {label}")
+                hub.wait_until(lambda: len(collective.inputs) == hub.size, self, f"all ranks to join the {label}")
             return collective.result
 
         return Work(finish)

@@ -35,7 +35,7 @@ class Work(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `wait()` would return at once; before the first wait only messages can tell.
+        """Whether `wait()` would return at once; before the first wait only known of messages.
 
         Raises:
             CommError: the operation has failed; the error that `wait` would raise.

@@ -1,1 +1,1 @@
-"""Where a codec meets a communicator: means over all workers or over neighbours, in coded form."""
+"""Means over all ranks and over neighbours, of plain and of compressed vectors."""

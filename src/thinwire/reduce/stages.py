@@ -1,8 +1,9 @@
-"""Means that need more than one look: coded sums whose errors are kept only if every rank's vector was finite.
+"""Means of compressed vectors whose residuals are updated only if every rank's vector was finite.
 
-A mean of two stages goes into its second when the next one has been launched, so that of many parts only the last has
-a stage to itself. All that are under way on one comm are settled together, when the first of them is waited for: a step
-is skipped as a whole or not at all. Ranks launch and wait in one order, so these are the same moments on all of them.
+A mean of two stages starts its second one when the next mean is launched, so that of many parts of a gradient only the
+last has its second stage after the backward pass. All means in flight on one comm are finished together, when the first
+of them is waited for: a training step is skipped as a whole or not at all. Ranks launch and wait in the same order, so
+these moments are the same on all of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, encoded, norm_if_finite, payload_like, worker_key
-from thinwire.codecs.feedback import error_of, server_error_of
+from thinwire.codecs.base import Codec, State, as_single, encode_or_meta, norm_if_finite, payload_like, worker_key
+from thinwire.codecs.feedback import residual_of, server_residual_of
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
@@ -25,58 +26,59 @@ from thinwire.errors import CommError
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Where a mean keeps what it leaves unsaid.
+class Residuals:
+    """Where a mean keeps its residuals.
 
     Attributes:
-        state: holds it by name.
-        at: where the vector begins in the one that errors are kept for.
-        whole: elements of that one; None where they are the same.
+        state: of the codec.
+        offset: where the vector begins in the one that the residual is kept for.
+        length: elements of that one; None if it is the vector itself.
     """
 
     state: State
-    at: int = 0
-    whole: int | None = None
+    offset: int = 0
+    length: int | None = None
 
 
 class StagedMean(ABC):
-    """A mean on its way.
+    """A mean in flight.
 
     Attributes:
-        square: once settled, the sum over ranks of the squares of their vectors' elements, where those are known.
+        square: once finished, the sum over ranks of the squares of their vectors' elements, if it is known.
     """
 
     square: float = 0.0
 
     def start_second_stage(self) -> None:
-        """Another one has been launched: wait for the first stage and start the second, where there is one."""
+        """Wait for the first stage and start the second, if there is one."""
 
     @abstractmethod
     def all_finite(self) -> bool:
-        """Wait for the first stage; whether all ranks' vectors are finite, which all of them answer alike."""
+        """Wait for the first stage; whether all ranks' vectors are finite, which is the same answer on all ranks."""
 
     @abstractmethod
-    def commit(self, fine: bool) -> None:
-        """Keep the errors if all is fine."""
+    def commit(self, finite: bool) -> None:
+        """Update the residuals, if all vectors of all means in flight are finite."""
 
     @abstractmethod
     def result(self) -> Tensor:
         """Wait for the second stage; the mean."""
 
 
-_UNDER_WAY: WeakKeyDictionary[Comm, list[StagedMean]] = WeakKeyDictionary()
+_IN_FLIGHT: WeakKeyDictionary[Comm, list[StagedMean]] = WeakKeyDictionary()
 
 
 def launched(comm: Comm, mean: StagedMean) -> Work[Tensor]:
-    """The message that a staged mean is, among all that are under way on the comm."""
-    under_way = _UNDER_WAY.setdefault(comm, [])
-    if under_way:
-        under_way[-1].start_second_stage()
-    under_way.append(mean)
+    """Add a mean to those in flight on the comm; the work's `wait` finishes all of them."""
+    in_flight = _IN_FLIGHT.setdefault(comm, [])
+    if in_flight:
+        in_flight[-1].start_second_stage()
+    in_flight.append(mean)
 
     def finish() -> Tensor:
-        if mean in _UNDER_WAY.get(comm, ()):
-            together = _UNDER_WAY.pop(comm)
+        # Whichever mean is waited for first finishes them all; the others then only fetch their result.
+        if mean in _IN_FLIGHT.get(comm, ()):
+            together = _IN_FLIGHT.pop(comm)
             together[-1].start_second_stage()
             finite = [each.all_finite() for each in together]
             for each in together:
@@ -87,62 +89,63 @@ def launched(comm: Comm, mean: StagedMean) -> Work[Tensor]:
 
 
 class LinearMean(StagedMean):
-    """A sum of payloads by the wire, and what each worker left out of its own.
+    """A mean of payloads that an all-reduce adds, with each worker's residual.
 
     Args:
         comm: the ranks.
         x: becomes the mean.
         codec: linear.
-        errors: where the worker's is kept.
+        residuals: where the worker's is kept.
         key: of the random draws, equal on all ranks.
-        count: what the sum is divided by.
+        count: the divisor of the sum.
     """
 
-    def __init__(self, comm: Comm, x: Tensor, codec: Codec, errors: Errors, key: int, count: int) -> None:
+    def __init__(self, comm: Comm, x: Tensor, codec: Codec, residuals: Residuals, key: int, count: int) -> None:
         self._x, self._codec, self._key = x, codec, key
-        self._share = count / comm.size
-        self._residual = error_of(errors.state, x, errors.at, errors.whole)
-        self._rest = as_single(x)
-        finite, _ = norm_if_finite(x)
-        payload = self._encode() if finite else encoded(codec, torch.zeros_like(self._rest), key).fill_(torch.nan)
+        self._weight = count / comm.size
+        self._residual = residual_of(residuals.state, x, residuals.offset, residuals.length)
+        self._updated = as_single(x)  # becomes the new residual
+        if not norm_if_finite(x)[0]:
+            # NaN in the payload makes the sum NaN on all ranks, so no flag has to be sent.
+            payload = encode_or_meta(codec, torch.zeros_like(self._updated), key).fill_(torch.nan)
+        elif codec.residual_after_sum:
+            payload = codec.encode(self._updated.add_(self._residual), {}, key)
+        else:
+            payload = codec.encode_with_residual_(self._updated, self._residual, key)
         self._work = comm.all_reduce_(payload).then(lambda total: total.div_(count))
 
-    def _encode(self) -> Tensor:
-        if self._codec.residual_after_sum:
-            return self._codec.encode(self._rest.add_(self._residual), {}, self._key)
-        return self._codec.encode_with_residual_(self._rest, self._residual, self._key)
-
     def all_finite(self) -> bool:
-        """Wait for the sum."""
+        """Whether the sum is finite."""
         payload = self._work.wait()
         return payload.is_meta or bool(payload.isfinite().all())
 
-    def commit(self, fine: bool) -> None:
-        """Keep the error; of a codec that tells late, what the mean has not said."""
-        if not fine:
+    def commit(self, finite: bool) -> None:
+        """Decode the mean and update the residual."""
+        if not finite:
             self._x.fill_(torch.nan)
             return
-        mean = self._codec.decode(self._work.wait(), self._rest, self._key)
+        mean = self._codec.decode(self._work.wait(), self._updated, self._key)
         if self._codec.residual_after_sum:
-            self._rest.sub_(mean, alpha=self._share)
-        self._residual.copy_(self._rest)
+            self._updated.sub_(mean, alpha=self._weight)
+        # The residual first: `_updated` shares memory with `x` where `x` is in fp32.
+        self._residual.copy_(self._updated)
         self._x.copy_(mean)
 
     def result(self) -> Tensor:
-        """There is no second stage."""
+        """The mean; there is no second stage."""
         return self._x
 
 
 class TwoStageMean(StagedMean):
-    """Pieces to those who add them up, and coded sums back to everyone.
+    """A compressed reduce-scatter, then an all-gather of the compressed sums.
 
     Args:
         comm: the ranks.
         x: becomes the mean.
-        codec: whose payloads are bytes.
-        errors: where what is left unsaid is kept; None forgets it.
+        codec: with payloads of bytes.
+        residuals: where they are kept; None for no error feedback.
         key: of the random draws, equal on all ranks.
-        count: what sums are divided by.
+        count: the divisor of sums.
         server: the codec of the second stage; the first one's unless given.
     """
 
@@ -151,7 +154,7 @@ class TwoStageMean(StagedMean):
         comm: Comm,
         x: Tensor,
         codec: Codec,
-        errors: Errors | None,
+        residuals: Residuals | None,
         key: int,
         count: int,
         *,
@@ -163,96 +166,97 @@ class TwoStageMean(StagedMean):
         self._own = self._cuts[comm.rank]
         recipe = repr(codec) if server is None else f"{codec} and {server}"
         self._number, self._step = codec_number(recipe, x.numel()), comm.step
-        self._rest = as_single(x)
+        self._updated = as_single(x)  # becomes the worker's new residual, and later holds the decoded mean
         self._residual = self._server_residual = None
-        if errors is not None:
-            self._residual = error_of(errors.state, x, errors.at, errors.whole)
-            self._server_residual = server_error_of(errors.state, x, self._own, errors.at, count)
+        if residuals is not None:
+            self._residual = residual_of(residuals.state, x, residuals.offset, residuals.length)
+            self._server_residual = server_residual_of(residuals.state, x, self._own, residuals.offset, count)
         self._problem = ""
-        self._gathered: Work[list[Tensor]]
-        self._server_rest: Tensor
-        self._scattered = self._scatter()
+        self._second_stage: Work[list[Tensor]]
+        self._updated_server: Tensor
+        # The first stage: the codes of each piece to the rank that adds that piece.
+        finite, square = norm_if_finite(x)
+        header = Header(self._number, self._step, non_finite=not finite, squared_norm=square)
+        messages = [seal(payload, header) for payload in self._encode_pieces(finite)]
+        nbytes = HEADER_BYTES + codec.nbytes(_length(self._own))
+        self._first_stage = comm.all_to_all(messages, [nbytes] * comm.size)
 
-    # -- the first stage -----------------------------------------------------------------------------------------
-
-    def _scatter(self) -> Work[list[Tensor]]:
-        finite, square = norm_if_finite(self._x)
-        header = Header(self._number, self._step, spoilt=not finite, square=square)
-        messages = [seal(payload, header) for payload in self._payloads(finite)]
-        nbytes = HEADER_BYTES + self._codec.nbytes(_length(self._own))
-        return self._comm.all_to_all(messages, [nbytes] * self._comm.size)
-
-    def _payloads(self, finite: bool) -> list[Tensor]:
+    def _encode_pieces(self, finite: bool) -> list[Tensor]:
         if not finite or self._x.is_meta:
             return [payload_like(self._x, self._codec.nbytes(_length(cut))).zero_() for cut in self._cuts]
         keys = [self._worker_key(self._comm.rank, piece) for piece in range(len(self._cuts))]
         if self._residual is not None:
-            return self._codec.encode_pieces_with_residual_(self._rest, self._residual, self._cuts, keys)
-        return [self._codec.encode(self._rest[cut], {}, key) for cut, key in zip(self._cuts, keys, strict=True)]
-
-    def all_finite(self) -> bool:
-        """What the first stage has told."""
-        return self._finite
-
-    # -- the second stage ----------------------------------------------------------------------------------------
+            return self._codec.encode_pieces_with_residual_(self._updated, self._residual, self._cuts, keys)
+        return [self._codec.encode(self._updated[cut], {}, key) for cut, key in zip(self._cuts, keys, strict=True)]
 
     def start_second_stage(self) -> None:
-        """Open everyone's codes of the own piece, add them up and send what they come to.
+        """Add all ranks' codes of this rank's piece, encode the mean and send it to all ranks.
 
-        A payload that cannot be read is reported to all.
+        A payload that cannot be decoded is reported to all ranks, which raise together.
         """
-        headers, self._heard = self._opened(self._scattered.wait(), self._codec, answer=False)
-        self.square = sum(header.square for header in headers)
-        self._finite = not any(header.spoilt for header in headers)
-        payload = payload_like(self._x, self._server.nbytes(_length(self._cuts[0]))).zero_()
+        headers, payloads = self._unseal(self._first_stage.wait(), self._codec, second_stage=False)
+        self.square = sum(header.squared_norm for header in headers)
+        self._finite = not any(header.non_finite for header in headers)
+        # An all-gather needs payloads of one size, that of the first piece, which is the longest.
+        message = payload_like(self._x, self._server.nbytes(_length(self._cuts[0]))).zero_()
         if self._finite and not self._problem and not self._x.is_meta:
-            coded = self._mean_of_piece().view(torch.uint8)
-            payload[: coded.numel()].copy_(coded)
-        flags = {"answer": True, "spoilt": not self._finite, "refused": bool(self._problem)}
-        self._gathered = self._comm.all_gather(
-            seal(payload, Header(self._number, self._step, square=self.square, **flags))
+            keys = [self._worker_key(rank, self._comm.rank) for rank in range(self._comm.size)]
+            mean = self._codec.decode_sum(payloads, self._updated[self._own], keys).div_(self._count)
+            key = self._server_key(self._comm.rank)
+            if self._server_residual is None:
+                payload = self._server.encode(mean, {}, key)
+            else:
+                payload = self._server.encode_with_residual_(mean, self._server_residual, key)
+                self._updated_server = mean
+            payload = payload.view(torch.uint8)
+            message[: payload.numel()].copy_(payload)
+        header = Header(
+            self._number,
+            self._step,
+            second_stage=True,
+            non_finite=not self._finite,
+            rejected=bool(self._problem),
+            squared_norm=self.square,
         )
+        self._second_stage = self._comm.all_gather(seal(message, header))
 
-    def _mean_of_piece(self) -> Tensor:
-        keys = [self._worker_key(rank, self._comm.rank) for rank in range(self._comm.size)]
-        mean = self._codec.total(self._heard, self._rest[self._own], keys).div_(self._count)
-        key = self._server_key(self._comm.rank)
-        if self._server_residual is None:
-            return self._server.encode(mean, {}, key)
-        coded = self._server.encode_with_residual_(mean, self._server_residual, key)
-        self._server_rest = mean
-        return coded
+    def all_finite(self) -> bool:
+        """Whether all ranks' vectors are finite, by the headers of the first stage."""
+        return self._finite
 
-    def commit(self, fine: bool) -> None:
-        """Keep what this rank leaves unsaid as a worker and as a server."""
-        self._fine = fine
-        if not fine or self._problem or self._x.is_meta or self._residual is None or self._server_residual is None:
+    def commit(self, finite: bool) -> None:
+        """Update the residuals of this rank as a worker and as a server."""
+        self._all_finite = finite
+        if not finite or self._problem or self._x.is_meta or self._residual is None or self._server_residual is None:
             return
-        self._residual.copy_(self._rest)
-        self._server_residual.copy_(self._server_rest)
+        self._residual.copy_(self._updated)
+        self._server_residual.copy_(self._updated_server)
 
     def result(self) -> Tensor:
-        """Decode everyone's piece."""
-        headers, payloads = self._opened(self._gathered.wait(), self._server, answer=True)
-        refusing = [rank for rank, header in enumerate(headers) if header.refused]
-        if self._problem or refusing:
-            told = f"rank {refusing[0]} could not read a payload" if refusing else ""
+        """Decode all pieces."""
+        headers, payloads = self._unseal(self._second_stage.wait(), self._server, second_stage=True)
+        rejecting = [rank for rank, header in enumerate(headers) if header.rejected]
+        if self._problem or rejecting:
+            reported = f"rank {rejecting[0]} could not decode a payload" if rejecting else ""
             raise CommError(
-                f"rank {self._comm.rank}, step {self._step}, coded mean: {self._problem or told}; "
+                f"rank {self._comm.rank}, step {self._step}, coded mean: {self._problem or reported}; "
                 "all ranks must run the same recipe and be at the same step"
             )
-        if not self._fine:
+        if not self._all_finite:
             return self._x.fill_(torch.nan)
         if not self._x.is_meta:
             for rank, (cut, payload) in enumerate(zip(self._cuts, payloads, strict=True)):
-                coded = payload[: self._server.nbytes(_length(cut)) // payload.element_size()]
-                self._server.decode_(coded, self._rest[cut], self._server_key(rank))
-            if self._rest.data_ptr() != self._x.data_ptr():
-                self._x.copy_(self._rest)
+                own = payload[: self._server.nbytes(_length(cut)) // payload.element_size()]
+                self._server.decode_(own, self._updated[cut], self._server_key(rank))
+            if self._updated.data_ptr() != self._x.data_ptr():  # `x` is not in fp32, or not contiguous
+                self._x.copy_(self._updated)
         return self._x
 
-    def _opened(self, messages: Sequence[Tensor], codec: Codec, *, answer: bool) -> tuple[list[Header], list[Tensor]]:
-        expected = Header(self._number, self._step, answer=answer)
+    def _unseal(
+        self, messages: Sequence[Tensor], codec: Codec, *, second_stage: bool
+    ) -> tuple[list[Header], list[Tensor]]:
+        """The headers and payloads of all ranks' messages; the first problem is kept for `result`."""
+        expected = Header(self._number, self._step, second_stage=second_stage)
         opened = [unseal(message, expected) for message in messages]
         for rank, (_, _, problem) in enumerate(opened):
             if problem and not self._problem:
@@ -263,13 +267,12 @@ class TwoStageMean(StagedMean):
         return worker_key(self._key, rank, self._comm.size, piece)
 
     def _server_key(self, rank: int) -> int:
+        # Pieces from `size` on are no worker's, so that servers draw independently of workers.
         return worker_key(self._key, 0, 1, self._comm.size + rank)
 
 
 def pieces(n: int, size: int, alignment: int) -> list[slice]:
-    """Where `size` ranks' pieces of a vector lie, end to end, equal but for the last ones, at multiples of
-    `alignment`.
-    """
+    """Cut a vector of n elements into `size` pieces, end to end at multiples of `alignment`; the last are shorter."""
     length = -(-n // (size * alignment)) * alignment
     return [slice(min(rank * length, n), min((rank + 1) * length, n)) for rank in range(size)]
 

@@ -59,7 +59,7 @@ class Edge:
 
     Attributes:
         posted: messages sent to it.
-        acknowledged: how many of those it has consumed, as far as it has told.
+        acknowledged: how many of those it has consumed, by its last acknowledgement.
         received: messages from it that were delivered in order.
         out_of_order: messages from it that overtook earlier ones, by number.
         consumed: messages from it that were used here.
@@ -292,7 +292,7 @@ class Mailbox(ABC):
             with torch.no_grad():
                 done = entry.handler(message._replace(content=self._checked(message, entry.like).content))
         except Exception as error:
-            # This may be the receiving thread, where nobody would see the error; the next call raises it.
+            # This may be the receiving thread, where an error would be lost; the next call raises it.
             self._fail(error)
             return
         if done:
