@@ -1,4 +1,4 @@
-"""Many tensors as one vector."""
+"""Many tensors in one flat vector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 @given(SHAPES)
-def test_flattening_and_viewing_gives_the_tensors_back(shapes: list[tuple[int, ...]]) -> None:
+def test_views_of_a_flattened_vector_are_the_tensors(shapes: list[tuple[int, ...]]) -> None:
     xs = tensors(shapes)
     segments = lay_out([(str(i), x) for i, x in enumerate(xs)])
     vector = flatten(xs, segments)
@@ -28,7 +28,7 @@ def test_flattening_and_viewing_gives_the_tensors_back(shapes: list[tuple[int, .
     assert [s.start for s in segments] == [sum(x.numel() for x in xs[:i]) for i in range(len(xs))]
 
 
-def test_views_share_the_vector_s_memory_also_where_it_is_a_part_of_another() -> None:
+def test_views_share_the_vector_s_memory_also_if_it_is_a_slice() -> None:
     xs = tensors([(2, 3), (4,)])
     segments = lay_out([("a", xs[0]), ("b", xs[1])])
     whole = torch.zeros(30)
@@ -55,7 +55,7 @@ def test_a_transposed_tensor_keeps_its_strides() -> None:
     assert torch.equal(view, x)
 
 
-def test_a_tensor_with_gaps_or_overlaps_is_laid_out_without() -> None:
+def test_a_tensor_with_gaps_or_overlaps_is_laid_out_densely() -> None:
     assert dense_strides(torch.zeros(4, 6)[:, ::2]) == (3, 1)
     expanded = torch.arange(3.0).expand(2, 3)
     segments = lay_out([("x", expanded)])

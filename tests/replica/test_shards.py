@@ -1,4 +1,4 @@
-"""Models under FSDP2: each rank holds a part, and averages it with those who hold the same part."""
+"""Models under FSDP2: each rank holds a shard, and averages it with the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STRATEGIES: list[Strategy] = [
 
 
 def net() -> nn.Sequential:
-    """Rows that two ranks cannot share evenly, and one parameter of a single row."""
+    """Rows that two ranks cannot divide evenly, and one parameter of a single row."""
     return drawn(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 1)))
 
 
@@ -69,7 +69,7 @@ def data(group: int, count: int, first: int = 0) -> list[tuple[Tensor, Tensor]]:
     return [batch(group, step, classes=1) for step in range(first, first + count)]
 
 
-def beside_the_whole() -> list[tuple[str, float, float]]:
+def compared_with_unsharded() -> list[tuple[str, float, float]]:
     """How far sharded training ends from unsharded training by two threads."""
     mesh = two_by_two()
     group = mesh.get_local_rank("replicate")
@@ -80,13 +80,13 @@ def beside_the_whole() -> list[tuple[str, float, float]]:
             mine = whole(worker.model)
             with worker.consensus() as model:
                 agreed = whole(model)
-                looked = model(batch(9, 0, classes=1)[0])
+                output = model(batch(9, 0, classes=1)[0])
             after = whole(worker.model)
             assert torch.equal(after, mine), "evaluation leaves the parameters as they were"
             worker.detach()
-            theirs, their_agreed, their_look = expected(strategy, make)[group]
+            theirs, their_agreed, their_output = expected(strategy, make)[group]
             distance = max(float((mine - theirs).abs().max()), float((agreed - their_agreed).abs().max()))
-            found.append((f"{strategy}, {make.__name__}", distance, float((looked - their_look).abs().max())))
+            found.append((f"{strategy}, {make.__name__}", distance, float((output - their_output).abs().max())))
     return found
 
 
@@ -96,18 +96,18 @@ def expected(strategy: Strategy, make: Make) -> list[tuple[Tensor, Tensor, Tenso
         worker = steps(thinwire.attach(model, make(model), strategy, comm=comm), data(comm.rank, 7))
         own = flat(model).clone()
         with worker.consensus() as agreed:
-            look = agreed(batch(9, 0, classes=1)[0]).detach()
-            return own, flat(agreed).clone(), look
+            output = agreed(batch(9, 0, classes=1)[0]).detach()
+            return own, flat(agreed).clone(), output
 
     return thinwire.run_threads(2, work, timeout=20)
 
 
 def test_sharded_training_equals_unsharded_training() -> None:
-    for found in run_processes(4, beside_the_whole):
+    for found in run_processes(4, compared_with_unsharded):
         assert len(found) == 2 * len(STRATEGIES)
-        for name, distance, looked in found:
+        for name, distance, output in found:
             assert distance < 1e-6, (name, distance)
-            assert looked < 1e-6, (name, looked)
+            assert output < 1e-6, (name, output)
 
 
 def over_hybrid_shards() -> float:
@@ -133,7 +133,7 @@ def test_slow_momentum_over_hybrid_shards_is_slow_momentum_over_averaged_gradien
     assert all(distance < 1e-6 for distance in run_processes(4, over_hybrid_shards))
 
 
-def the_rest(folder: str) -> dict[str, Any]:
+def saved_and_refused(folder: str) -> dict[str, Any]:
     """Saving, resuming, bytes, and what is refused."""
     mesh = two_by_two()
     group = mesh.get_local_rank("replicate")
@@ -154,15 +154,18 @@ def the_rest(folder: str) -> dict[str, Any]:
     found["bytes"] = worker.comm.meter.payload_bytes - before
     found["elements"] = sum(r.x.numel() for r in worker.replicas)
     worker.detach()
-    for name, wrong in (("gradients", lambda: sharded(mesh, AllReduce(), momentum)), ("group", lambda: astray(mesh))):
+    for name, wrong in (
+        ("gradients", lambda: sharded(mesh, AllReduce(), momentum)),
+        ("group", lambda: over_the_wrong_dimension(mesh)),
+    ):
         with pytest.raises((ConfigError, MismatchError)) as refused:
             wrong()
         found[name] = str(refused.value)
     return found
 
 
-def astray(mesh: DeviceMesh) -> None:
-    """Averaging with those who hold another part."""
+def over_the_wrong_dimension(mesh: DeviceMesh) -> None:
+    """Averaging with ranks that hold another shard."""
     model = net()
     fully_shard(model, mesh=mesh["shard"])
     thinwire.attach(model, momentum(model), LocalSGD(), group=mesh["shard"], timeout=20)
@@ -170,7 +173,7 @@ def astray(mesh: DeviceMesh) -> None:
 
 def test_shards_are_saved_counted_and_never_mixed_up() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        results = run_processes(4, the_rest, folder)
+        results = run_processes(4, saved_and_refused, folder)
         assert {path.name for path in (Path(folder) / "SlowMo").iterdir()} == {"shard-0-of-2", "shard-1-of-2"}
     for found in results:
         assert found["resumed"] == [True, True]
@@ -181,7 +184,7 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
     assert sum(found["elements"] for found in results) == 2 * sum(p.numel() for p in net().parameters())
 
 
-def test_a_parameter_that_is_not_sharded_is_its_own_part() -> None:
+def test_checkpoints_of_unsharded_models_need_no_subfolder() -> None:
     def work(comm: thinwire.Comm) -> str:
         worker = attach(comm, LocalSGD(2))
         return str(worker.own_folder("here"))

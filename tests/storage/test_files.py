@@ -1,4 +1,4 @@
-"""Files that are written whole may be read by whom the process says."""
+"""Permissions of files that are written atomically."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-def test_a_new_file_may_be_read_by_whom_the_umask_lets(umask: int, tmp_path: Path) -> None:
-    write_atomically(tmp_path / "ours", b"content")
-    (tmp_path / "theirs").write_bytes(b"content")
-    modes = [S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", "theirs")]
+def test_a_new_file_has_the_permissions_of_the_umask(umask: int, tmp_path: Path) -> None:
+    write_atomically(tmp_path / "atomic", b"content")
+    (tmp_path / "plain").write_bytes(b"content")
+    modes = [S_IMODE((tmp_path / name).stat().st_mode) for name in ("atomic", "plain")]
     assert modes == [0o666 & ~umask] * 2
 
 
-def test_a_file_that_was_private_stays_so(tmp_path: Path) -> None:
+def test_a_private_file_stays_private(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(0o600)
     write_atomically(path, b"content")

@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors apart, and back."""
+"""Nested values split into JSON and tensors, and restored."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TENSORS = st.builds(
     st.integers(0, 3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]),
 )
-WORDS = st.text(max_size=4) | st.sampled_from(["$tensor", "$tuple", "$items", "a", "a/b", "b"])
-KEYS = WORDS | st.integers(-2, 2)
+TEXTS = st.text(max_size=4) | st.sampled_from(["$tensor", "$tuple", "$items", "a", "a/b", "b"])
+KEYS = TEXTS | st.integers(-2, 2)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | TENSORS
 VALUES = st.recursive(
     LEAVES,
@@ -33,7 +33,7 @@ VALUES = st.recursive(
 
 
 def same(x: Any, y: Any) -> bool:
-    """Equal in kind and value, all the way down."""
+    """Equal in type and value at every level."""
     if isinstance(x, Tensor):
         return isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(x, y)
     if type(x) is not type(y):
@@ -46,19 +46,19 @@ def same(x: Any, y: Any) -> bool:
 
 
 @given(VALUES)
-def test_what_is_packed_comes_back_the_same_through_json(value: Any) -> None:
+def test_a_packed_value_is_restored_through_json(value: Any) -> None:
     tree, tensors = pack(value)
     assert same(unpack(json.loads(json.dumps(tree)), tensors), value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 0.1 + 0.2, 5e-324, 2**80])
-def test_numbers_come_back_to_the_last_bit(value: float) -> None:
+def test_numbers_are_restored_to_the_last_bit(value: float) -> None:
     tree, tensors = pack({"x": value})
     back = unpack(json.loads(json.dumps(tree)), tensors)["x"]
     assert repr(back) == repr(value)
 
 
-def test_tensors_are_copies_and_go_by_their_path() -> None:
+def test_tensors_are_copied_and_named_by_their_path() -> None:
     x = torch.ones(2, 3).t()
     tree, tensors = pack({"state": {0: [x]}})
     assert list(tensors) == ["/state/0/0"]
@@ -67,13 +67,13 @@ def test_tensors_are_copies_and_go_by_their_path() -> None:
     assert bool((unpack(tree, tensors)["state"][0][0] == 1).all())
 
 
-def test_paths_that_look_alike_are_kept_apart() -> None:
+def test_tensors_with_equal_paths_get_different_names() -> None:
     value = {"a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a/b": torch.tensor(4)}
     tree, tensors = pack(value)
     assert same(unpack(tree, tensors), value)
 
 
-@pytest.mark.parametrize("odd", [object(), {1, 2}, b"bytes", 1j, print])
-def test_what_is_neither_tensor_nor_json_is_refused_by_its_path(odd: Any) -> None:
-    with pytest.raises(CheckpointError, match=rf"/extra/1/here is a {type(odd).__name__}: only tensors and JSON"):
-        pack({"extra": [0, {"here": odd}]})
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", 1j, print])
+def test_what_is_neither_tensor_nor_json_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"/extra/1/here is a {type(value).__name__}: only tensors and JSON"):
+        pack({"extra": [0, {"here": value}]})

@@ -1,1 +1,1 @@
-"""What a strategy sees: one worker's flat vectors, named state and messages in flight."""
+"""What a strategy works on: one worker's parameters as a flat vector, its state and its operations in flight."""

@@ -1,7 +1,7 @@
-"""What an optimizer did to the parameters, seen as a gradient: displacement over learning rate.
+"""Momentum of displacements: what an optimizer did to the parameters, divided by the learning rate.
 
-Momentum that is kept in gradient units survives every change of the learning rate. A learning rate of zero displaces
-nothing by itself, so there it adds nothing and only decays.
+In the units of a gradient the momentum stays valid when the learning rate changes. At a learning rate of zero nothing
+is added, and the momentum only decays.
 """
 
 import torch
@@ -27,32 +27,32 @@ def accumulate_(momentum: Tensor, displacement: Tensor, lr: float | Tensor, *, k
 
 
 def check_momentum(momentum: float) -> None:
-    """Refuse a momentum that never forgets.
+    """Refuse a momentum that does not decay.
 
     Raises:
-        ConfigError: not in [0, 1).
+        ConfigError: it is not in [0, 1).
     """
     if not 0 <= momentum < 1:
         raise ConfigError(f"momentum={momentum}: must lie in [0, 1); 0.9 is usual")
 
 
 def refuse_momentum(optimizer: Optimizer, recipe: object) -> None:
-    """Refuse an optimizer that smooths its updates already, beneath a recipe that has a momentum of its own.
+    """Refuse an optimizer with momentum under a strategy that has momentum itself.
 
-    The names are torch's: `momentum` (SGD, RMSprop, Muon) and the first of `betas` (the Adam family).
+    It is looked up by torch's names: `momentum` (SGD, RMSprop, Muon) and the first of `betas` (the Adam family).
 
     Raises:
         ConfigError: with the value and what to use instead.
     """
     for group in optimizer.param_groups:
         first = (group.get("betas") or (0.0,))[0]
-        for value, words, instead in (
+        for value, name, instead in (
             (group.get("momentum", 0.0), "momentum", "momentum=0"),
             (first, "betas[0]", "betas=(0.0, ...)"),
         ):
             if value != 0:
                 raise ConfigError(
-                    f"{type(optimizer).__name__}({words}={float(value):g}) under {recipe}: it has a momentum of its "
-                    f"own, which would count twice; give the optimizer {instead}, or use Gossip(order='after'), which "
-                    "leaves momentum to the optimizer"
+                    f"{type(optimizer).__name__}({name}={float(value):g}) under {recipe}: it has a momentum of its "
+                    f"own, so momentum would be applied twice; give the optimizer {instead}, or use "
+                    "Gossip(order='after'), which leaves momentum to the optimizer"
                 )

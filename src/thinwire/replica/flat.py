@@ -1,4 +1,4 @@
-"""Many tensors seen as one vector with named segments."""
+"""Many tensors in one flat vector, with a named segment for each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -27,17 +27,17 @@ class Segment:
         return self.start + self.size
 
     def of(self, vector: Tensor) -> Tensor:
-        """The tensor, as a view of `vector`, with the strides it had of old."""
+        """The tensor as a view of `vector`, with its original strides."""
         return torch.as_strided(vector, self.shape, self.stride, vector.storage_offset() + self.start)
 
 
 def dense_strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of `x` without gaps: its own where it is dense (channels-last stays so), else row-major ones."""
+    """The strides of `x` without gaps: its own if it is dense (channels-last stays so), else row-major ones."""
     return torch.empty_like(x, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
-    """One segment for each named tensor, end to end in the order given."""
+    """One segment for each named tensor, end to end in the given order."""
     segments: list[Segment] = []
     start = 0
     for name, x in named:
@@ -59,5 +59,5 @@ def flatten(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
 
 
 def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors in one call."""
+    """Copy many tensors in one call, which is one kernel on a GPU."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of its parameters: momentum, Adam's moments."""
+"""An optimizer's state for its parameters: momentum, Adam's moments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from thinwire.replica.shards import local
 
 
 class Moments:
-    """The state that an optimizer keeps for the parameters of one replica, as strategies may touch it.
+    """The optimizer state of one replica's parameters, which strategies may reset or average.
 
-    A moment is a tensor of floating dtype in the shape of its parameter. Step counters and the like are none.
+    A moment is a floating-point tensor with the shape of its parameter; step counters and the like are not moments.
 
     Attributes:
-        optimizer: the worker's own; None where there is none, and then there is nothing to touch.
+        optimizer: the worker's; None if there is none, and then all calls do nothing.
         parameters: of the replica.
-        segments: where each lies in the replica's vector.
+        segments: where each parameter lies in the replica's vector.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class Moments:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the moments that the optimizer keeps for each parameter, or will: equal on every rank, at any time."""
+        """The names of the moments that the optimizer has or will have for each parameter; the same on every rank."""
         return () if self.optimizer is None else moments_of(self.optimizer)
 
     def forget(self) -> None:
-        """Leave the optimizer as it was made: no momentum, no moments, and steps counted from zero."""
+        """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
         if self.optimizer is None:
             return
         new = made_anew(self.optimizer)
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
-            if new.state.get(parameter):
+            if new.state.get(parameter):  # Adagrad fills its state when it is made
                 self.optimizer.state[parameter] = new.state[parameter]
 
     def average_(self, comm: Comm) -> None:
         """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
 
-        A rank that has no such moment yet counts as zero, and keeps none.
+        A rank that does not have a moment yet contributes zero, and still has none afterwards.
         """
         if self.optimizer is None or not self.names:
             return
@@ -64,50 +64,61 @@ class Moments:
         like = self.parameters[0]
         vector = torch.zeros(len(self.names) * length, dtype=like.dtype, device=like.device)
         held: list[Tensor] = []
-        places: list[Tensor] = []
+        targets: list[Tensor] = []
         for name, row in zip(self.names, vector.view(len(self.names), length), strict=True):
             for parameter, segment in zip(self.parameters, self.segments, strict=True):
                 moment = self.optimizer.state.get(parameter, {}).get(name)
                 if moment is not None:
                     held.append(local(moment))
-                    places.append(segment.of(row))
+                    targets.append(segment.of(row))
         if held:
-            copy_each_(places, held)
+            copy_each_(targets, held)
         comm.all_reduce_(vector).wait().div_(comm.size)
         if held:
-            copy_each_(held, places)
+            copy_each_(held, targets)
 
 
 def made_anew(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
-    """An optimizer of the same kind and settings that has done nothing yet.
+    """A new optimizer of the same class and hyperparameters.
 
     Args:
-        optimizer: stays as it is.
-        groups: parameter groups with their settings; the optimizer's own unless given.
+        optimizer: is not changed.
+        groups: parameter groups with their hyperparameters; the optimizer's own unless given.
 
     Raises:
-        ConfigError: its kind asks for more than parameter groups.
+        ConfigError: the class needs other arguments than parameter groups.
     """
     kind: Any = type(optimizer)
-    # Groups hold all settings, but what Adagrad begins with it asks its caller for.
-    told = {name: optimizer.defaults[name] for name in signature(kind).parameters if name in optimizer.defaults}
+    # Groups hold all hyperparameters; Adagrad's initial value it reads from its arguments only.
+    arguments = {name: optimizer.defaults[name] for name in signature(kind).parameters if name in optimizer.defaults}
     try:
-        made: Optimizer = kind([dict(group) for group in groups or optimizer.param_groups], **told)
+        made: Optimizer = kind([dict(group) for group in groups or optimizer.param_groups], **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{kind.__name__}: cannot be made anew from its parameter groups ({error}), so what it remembers cannot be "
-            "told; use buffers='maintain'"
+            f"{kind.__name__}: cannot be made anew from its parameter groups ({error}), so its moments are not "
+            "known; use buffers='maintain'"
         ) from error
     return made
 
 
 def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """The names of an optimizer's moments, found out by a step of one of its kind on a few zeros.
+    """The names of an optimizer's moments, from one step of a new optimizer of its class on small parameters.
+
+    An optimizer that has made no step yet holds none, and ranks that have made some must agree with those that have
+    not.
 
     Raises:
-        ConfigError: its kind cannot be tried out so.
+        ConfigError: such a step fails.
     """
-    groups = [{**group, "params": _samples(group["params"])} for group in optimizer.param_groups]
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        samples: list[nn.Parameter] = []
+        # One for each shape and dtype: Adafactor, for one, keeps other state for matrices than for vectors.
+        for dimensions, dtype, device in sorted({(p.dim(), p.dtype, p.device) for p in group["params"]}, key=str):
+            sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device=device))
+            sample.grad = torch.zeros_like(sample)
+            samples.append(sample)
+        groups.append({**group, "params": samples})
     tried = made_anew(optimizer, groups)
     try:
         tried.step()
@@ -121,14 +132,3 @@ def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.shape == parameter.shape
     }
     return tuple(sorted(found))
-
-
-def _samples(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-    """A small parameter of every kind among these, with a gradient of zeros."""
-    kinds = {(p.dim(), p.dtype, p.device) for p in parameters}
-    samples: list[nn.Parameter] = []
-    for dimensions, dtype, device in sorted(kinds, key=str):
-        sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device=device))
-        sample.grad = torch.zeros_like(sample)
-        samples.append(sample)
-    return samples

@@ -1,27 +1,27 @@
-"""A replica's mailbox: for strategies that say things to single ranks, at times of their own."""
+"""A replica's mailbox, for strategies that send messages to single ranks without a common schedule."""
 
 from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.errors import ConfigError
-from thinwire.replica.replica import Named, Replica
+from thinwire.replica.replica import PrefixView, Replica
 
 
 def open_mailbox(r: Replica, like: Tensor, *, capacity: int = 4) -> Mailbox:
-    """Open the mailbox of a replica, all ranks together; `r.comm.mailbox(r)` is that one from then on.
+    """Open the mailbox of a replica, on all ranks together; `r.comm.mailbox(r)` returns it later.
 
     Args:
         r: the replica.
         like: a vector as long as the longest message.
-        capacity: messages that may be under way from one rank to another.
+        capacity: unconsumed messages allowed from one rank to another.
 
     Raises:
-        ConfigError: of a part of a replica, which is made anew at every step and so keeps no mailbox; or as
-            `Comm.open_mailbox`.
+        ConfigError: `r` is a part of a replica; or as `Comm.open_mailbox`.
     """
-    if isinstance(r.inflight, Named):
+    # A part is a new object at every step, so a mailbox that belonged to it would end with the step.
+    if isinstance(r.inflight, PrefixView):
         raise ConfigError(
-            "a strategy that writes messages cannot be cut into fragments; use it without Streaming, or a base that "
+            "a strategy that sends messages cannot be cut into fragments; use it without Streaming, or a base that "
             "averages parameters, such as SlowMo()"
         )
     return r.comm.open_mailbox(r, like, capacity=capacity)

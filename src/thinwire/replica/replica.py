@@ -1,4 +1,4 @@
-"""What is here: one worker's copy of the model, as a strategy sees it."""
+"""One worker's copy of the model, as a strategy sees it."""
 
 from __future__ import annotations
 
@@ -14,49 +14,61 @@ from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
 
 T = TypeVar("T")
-_LOOKED_AT = 65_536
+_SAMPLE_SIZE = 65_536
 
 
-class Named(MutableMapping[str, T]):
-    """Those entries of a mapping whose names begin in the same way, by the rest of their names."""
+class PrefixView(MutableMapping[str, T]):
+    """A view of the entries of a mapping whose names have a prefix, by their names without it."""
 
-    def __init__(self, whole: MutableMapping[str, T], begin: str) -> None:
+    def __init__(self, whole: MutableMapping[str, T], prefix: str) -> None:
         self._whole = whole
-        self._begin = begin
+        self._prefix = prefix
 
     def __getitem__(self, name: str) -> T:
-        return self._whole[self._begin + name]
+        return self._whole[self._prefix + name]
 
     def __setitem__(self, name: str, value: T) -> None:
-        self._whole[self._begin + name] = value
+        self._whole[self._prefix + name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self._whole[self._begin + name]
+        del self._whole[self._prefix + name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._begin) for name in list(self._whole) if name.startswith(self._begin))
+        return (name.removeprefix(self._prefix) for name in list(self._whole) if name.startswith(self._prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 class Replica:
-    """Flat vectors, named state, a step and messages in flight; nothing of models, hooks or processes.
+    """One worker's parameters and gradient as flat vectors, with named state, a step and operations in flight.
+
+    It knows nothing of models, hooks or processes, so a strategy can run on any vector.
 
     Attributes:
         x: the parameters, one vector; the model's parameters are views of it.
-        g: the gradient, like `x`, where the strategy sends or reads it; empty elsewhere.
+        g: the gradient, like `x`, if the strategy sends or reads it; else empty.
         comm: the ranks that train together.
-        state: what the strategy remembers, by name; saved and restored as it is.
-        inflight: messages that were launched and not yet collected, by name.
+        state: the strategy's tensors by name; saved in checkpoints and restored bit by bit.
+        inflight: operations that were launched and not yet collected, by name.
         step: optimizer steps done.
-        active: ranks that still have data; a mean of gradients divides by this.
-        seed: the key of every random draw, equal on all ranks.
-        samples: what this rank's step counts for in averages that are weighted by it: what the loop said, 1 where it
-            said nothing, 0 where the step had no gradient.
-        loss: what the loop said of this step's loss, a number in fp32 with the parameters; None where it said nothing.
-        moments: what the worker's optimizer remembers of these parameters.
-        observed: what the strategy has noticed in this step, by name, as numbers for the metrics; not saved.
+        active: ranks that still have data; the divisor of a mean of gradients.
+        seed: the seed of all random draws, equal on all ranks.
+        samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
+            it was not called, 0 if the step had no gradient.
+        loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
+        moments: the optimizer's state for these parameters.
+        metrics: numbers about this step by name, for logs; not saved.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CountingComm, Replica
+        >>> x = torch.zeros(4)
+        >>> r = Replica(x, torch.empty(0), CountingComm(0, 2), lr=lambda: 0.1)
+        >>> r.zeros_state("momentum").add_(1.0).tolist(), list(r.state), r.lr
+        ([1.0, 1.0, 1.0, 1.0], ['momentum'], 0.1)
+        >>> r.part("half", slice(0, 2)).x.fill_(5.0).tolist(), x.tolist()
+        ([5.0, 5.0], [5.0, 5.0, 0.0, 0.0])
     """
 
     def __init__(
@@ -85,16 +97,16 @@ class Replica:
 
     @property
     def lr(self) -> float | Tensor:
-        """The optimizer's learning rate now; a vector like `x` where parameter groups differ in it."""
+        """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
     def part(self, name: str, where: slice, *, ahead: int = 0) -> Replica:
-        """A part of the vectors as a replica of its own, that shares their memory and keeps its state in theirs.
+        """A replica of a part of the vectors; it shares their memory, and its state is part of this one's.
 
         Args:
-            name: its names in `state` and `inflight` begin with this.
-            where: of the vectors.
-            ahead: how many steps its clock is ahead.
+            name: the prefix of its names in `state` and `inflight`.
+            where: the part.
+            ahead: added to the part's `step`.
         """
 
         def lr() -> float | Tensor:
@@ -104,64 +116,64 @@ class Replica:
         part = Replica(self.x[where], self.g[where], self.comm, lr=lr, seed=self.seed)
         part.step, part.active, part.samples = self.step + ahead, self.active, self.samples
         part.loss = self.loss
-        part.state = Named(self.state, f"{name}/")
-        part.inflight = Named(self.inflight, f"{name}/")
+        part.state = PrefixView(self.state, f"{name}/")
+        part.inflight = PrefixView(self.inflight, f"{name}/")
         part.metrics = self.metrics
         return part
 
     def launch(self, name: str, work: Work[list[Tensor]]) -> None:
-        """Leave a message in flight under a name, to be collected at a later step."""
+        """Keep an operation in flight under a name, to be collected at a later step."""
         self.inflight[name] = work
 
     def collect(self, name: str) -> list[Tensor] | None:
-        """Wait for the message of that name and return what arrived; None when none is in flight."""
+        """Wait for the operation of that name and return its result; None if there is none."""
         work = self.inflight.pop(name, None)
         return None if work is None else work.wait()
 
     def notice_distance(self, mine: Tensor, theirs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
-        """Note how far workers are apart, from messages that came anyway: nothing is sent for it.
+        """Estimate the consensus distance from vectors that were received anyway, so nothing is sent for it.
 
-        Two workers drawn at random are the square root of two further apart than a worker and the mean, so
-        `observed["consensus_distance"]` estimates the latter: the Euclidean distance of one worker's parameters from
-        the mean of all. It looks at 65,536 elements at most, spread evenly over the vector.
+        `metrics["consensus_distance"]` is the Euclidean distance of one worker's parameters from the mean of all. Two
+        random workers are further apart than that by a factor of the square root of two. At most 65,536 elements are
+        used, spread evenly over the vector.
 
         Args:
-            mine: this worker's vector, as it was when theirs were sent (where they are late, their delay counts too).
+            mine: this worker's vector, as it was when theirs were sent; if theirs are older, that distance is added.
             theirs: other workers' vectors, like it.
-            weights: push-sum's, of this worker and of the others, by which vectors are to be divided first.
+            weights: the push-sum weights of this worker and of the others, by which vectors are divided first.
         """
-        stride = -(-mine.numel() // _LOOKED_AT)
+        stride = -(-mine.numel() // _SAMPLE_SIZE)
         samples = [y[::stride] for y in (mine, *theirs)]
         if weights:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
         squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
-            share = mine.numel() / sample.numel()
-            self.metrics["consensus_distance"] = (torch.stack(squares).mean() * share / 2).sqrt()
+            scale = mine.numel() / sample.numel()
+            self.metrics["consensus_distance"] = (torch.stack(squares).mean() * scale / 2).sqrt()
 
     def wait_pending(self) -> None:
-        """Wait for everything in flight without using it: afterwards `x` and the state are the worker's alone."""
+        """Wait for all operations in flight, so that `x` and the state may be read; `collect` still returns results."""
         for work in self.inflight.values():
             work.wait()
 
     def zeros_state(self, name: str) -> Tensor:
-        """A state vector like `x`, zero at first."""
+        """The state vector of that name, like `x` and zero at first."""
         if name not in self.state:
             self.state[name] = torch.zeros_like(self.x)
         return self.state[name]
 
 
 def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
-    """A number in fp32 on the device of `x`, without its history.
+    """A scalar tensor in fp32 on the device of `x`, without autograd history.
 
     Args:
         value: a number or a tensor of one element.
         x: the parameters.
-        name: what it is, for the error.
+        name: of the value, for the error.
 
     Raises:
-        ConfigError: it has several elements.
+        ConfigError: the tensor has several elements.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:

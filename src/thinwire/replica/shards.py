@@ -1,7 +1,7 @@
-"""Parameters of which this rank holds a part: DTensors, as FSDP2 and tensor parallelism make them.
+"""Sharded parameters: DTensors, as FSDP2 and tensor parallelism make them.
 
-Whoever sharded a parameter keeps its storage, pads it and gathers from it. So a replica's vector holds copies of this
-rank's parts: taken before a strategy looks at them, and put back after it has moved them.
+FSDP2 owns the storage of its parameters, pads it and gathers from it, so they cannot be views of a replica's vector.
+The vector holds copies of this rank's shards, which are read before a strategy runs and written back after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Mesh(Protocol):
 
 
 class _DTensor(Protocol):
-    """What is asked of a DTensor; importing its module only to name it would cost half a second."""
+    """The attributes of a DTensor that are used; importing its module only for its type would cost half a second."""
 
     shape: torch.Size
     device_mesh: _Mesh
@@ -38,7 +38,7 @@ def is_sharded(x: object) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of `x`, in the same memory; `x` itself where it is not sharded."""
+    """This rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
     if not is_sharded(x):
         return x
     with torch.no_grad():
@@ -46,7 +46,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def whole_like(part: Tensor, like: Tensor) -> Tensor:
-    """The DTensor like `like` of which `part` is this rank's; `part` itself where `like` is not sharded."""
+    """The DTensor like `like` with `part` as this rank's shard; `part` itself if `like` is not sharded."""
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ def whole_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def place_of(x: Tensor) -> str:
-    """Which part of `x` is here, in words: "part 0 of 2 along dimension 0"; empty where it is not cut."""
+    """Which shard of `x` this rank holds, such as "part 0 of 2 along dimension 0"; empty if it is not sharded."""
     if not is_sharded(x):
         return ""
     mesh, placements = cast(_DTensor, x).device_mesh, cast(_DTensor, x).placements
@@ -67,35 +67,35 @@ def place_of(x: Tensor) -> str:
 
 
 def folder_of(parameters: Iterable[Tensor]) -> str:
-    """A name for this rank's parts, the same on all ranks that hold the same ones; empty where nothing is cut."""
-    words = next((words for words in map(place_of, parameters) if words), "")
-    parts = [piece.split(" along ")[0].replace("part ", "").replace(" ", "-") for piece in words.split(", ") if piece]
+    """The folder of this rank's shards, equal on all ranks that hold the same ones; empty if nothing is sharded."""
+    place = next((place for place in map(place_of, parameters) if place), "")
+    parts = [cut.split(" along ")[0].replace("part ", "").replace(" ", "-") for cut in place.split(", ") if cut]
     return "-".join(["shard", *parts]) if parts else ""
 
 
 class Shards:
-    """The sharded parameters of a model, beside their places in the replicas' vectors; most often there are none.
+    """The sharded parameters of a model and their copies in the replicas' vectors; mostly there are none.
 
     Args:
-        model: may be under FSDP2.
+        model: may use FSDP2.
         pairs: each sharded parameter with its view of a replica's `x`.
     """
 
     def __init__(self, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._parameters = [parameter for parameter, _ in pairs]
         self._views = [view for _, view in pairs]
-        # After a forward pass without a backward one FSDP2 keeps gathered parameters; what is written must be seen.
+        # After a forward pass without a backward pass FSDP2 keeps the gathered parameters, which would hide a write.
         found = (module for module in model.modules() if pairs and hasattr(module, "reshard"))
         self._gathered = [cast(Any, module) for module in found]
 
     def read(self) -> None:
-        """Copy this rank's parts into the vectors."""
+        """Copy this rank's shards into the vectors."""
         if self._views:
             with torch.no_grad():
                 copy_each_(self._views, [local(p) for p in self._parameters])
 
     def write(self) -> None:
-        """Copy the vectors back into this rank's parts."""
+        """Copy the vectors back into this rank's shards."""
         if self._views:
             for module in self._gathered:
                 module.reshard()
@@ -104,7 +104,7 @@ class Shards:
 
 
 def unwrap(tree: Any) -> Any:
-    """A tree of dicts and lists with this rank's parts in place of DTensors."""
+    """Nested dicts and lists with DTensors replaced by this rank's shards."""
     if isinstance(tree, Tensor):
         return local(tree)
     if isinstance(tree, Mapping):
@@ -115,7 +115,7 @@ def unwrap(tree: Any) -> Any:
 
 
 def rewrap_(optimizer: Optimizer) -> None:
-    """Make DTensors again of an optimizer's state that was loaded in parts."""
+    """Turn an optimizer's loaded state, which holds this rank's shards, into DTensors again."""
     for parameter, state in optimizer.state.items():
         if is_sharded(parameter):
             for name, value in state.items():

@@ -1,32 +1,36 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files: a file is complete or not there at all."""
 
 import os
 import secrets
 from pathlib import Path
 from stat import S_IMODE
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary name, flush to disk, then take the final name.
+    """Write a file under a temporary name, flush it to disk, then rename it.
 
     Raises:
-        OSError: the disk refused; whatever was at `path` before is still there.
+        OSError: the disk refused; the file that was at `path` before is unchanged.
     """
-    put_in_place(write_aside(path, content), path)
+    rename_into_place(write_temporary(path, content), path)
 
 
-def write_aside(path: Path, content: bytes) -> Path:
-    """Write beside `path`, under a hidden name of its own, and flush to disk; returns that name.
+def write_temporary(path: Path, content: bytes) -> Path:
+    """Write a hidden file beside `path` and flush it to disk; returns its path.
 
-    Who may read it is for the process's umask to say, as with `open`, and for the file that is at `path` already.
+    Its permissions are those of the file at `path`, or the process's default if there is none.
 
     Raises:
         OSError: the disk refused; nothing is left behind.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    handle = os.open(temporary, _NEW, _mode(path))
+    try:
+        mode = S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        mode = 0o666  # less the umask, as with `open`; `tempfile` would hide the file from other users
+    handle = os.open(temporary, _CREATE, mode)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -38,25 +42,18 @@ def write_aside(path: Path, content: bytes) -> Path:
     return temporary
 
 
-def _mode(path: Path) -> int:
-    """Who may read and write, before the umask: those who may now, or everybody where there is no file yet."""
-    try:
-        return S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        return 0o666
-
-
-def put_in_place(aside: Path, path: Path) -> None:
-    """Give a file that was written aside its final name, whatever was there before, and flush the folder.
+def rename_into_place(temporary: Path, path: Path) -> None:
+    """Rename a temporary file to `path`, replacing the file there, and flush the folder to disk.
 
     Raises:
-        OSError: the disk refused; `path` is the old file or the new one, whole.
+        OSError: the disk refused; `path` is the old file or the new one, complete.
     """
     try:
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    # Without this the rename itself could be lost in a power failure.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,7 +1,7 @@
-"""One rank's part of one checkpoint: tensors as safetensors, everything else as JSON, both under checksums.
+"""One rank's part of a checkpoint: tensors as safetensors, everything else as JSON, both with checksums.
 
-`rank-NNNN.json` is the part. It names the file of its tensors, which is named after its own content, so that writing
-a part anew never touches the one that is there. Until the JSON has its name nothing has happened.
+`rank-NNNN.json` names the file of its tensors, which is named after its own content. So writing a part again never
+changes the files of the part that is there; it is replaced when the JSON file is renamed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from thinwire._version import __version__
 from thinwire.errors import CheckpointError
-from thinwire.storage.files import put_in_place, write_aside, write_atomically
+from thinwire.storage.files import rename_into_place, write_atomically, write_temporary
 from thinwire.storage.tree import pack, unpack
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """Where one rank's part of a checkpoint lies.
+    """The files of one rank's part of a checkpoint.
 
     Attributes:
         home: the checkpoint's folder.
-        rank: whose part.
+        rank: the rank.
     """
 
     home: Path
@@ -32,20 +32,20 @@ class RankFile:
 
     @property
     def name(self) -> str:
-        """What the names of all its files begin with."""
+        """The prefix of the names of all its files."""
         return f"rank-{self.rank:04d}"
 
     @property
     def path(self) -> Path:
-        """The file that makes it whole."""
+        """The JSON file; the part is complete if it exists."""
         return self.home / f"{self.name}.json"
 
     def write_aside(self, value: Any) -> Path:
-        """Write everything to disk, to be made the part by `commit`; the part that is there stays as it is.
+        """Write everything to disk under temporary names, for `commit`; the part that is there is unchanged.
 
         Raises:
             OSError: the disk refused.
-            CheckpointError: there is something that is neither a tensor nor JSON.
+            CheckpointError: a value is neither a tensor nor JSON.
         """
         from safetensors.torch import save as to_bytes
 
@@ -56,18 +56,18 @@ class RankFile:
         self.home.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
         body = {"thinwire": __version__, "rank": self.rank, "tensors": file.name, "checksum": checksum, "tree": tree}
-        return write_aside(self.path, json.dumps({**body, "seal": _seal(body)}).encode())
+        return write_temporary(self.path, json.dumps({**body, "seal": _seal(body)}).encode())
 
     def commit(self, aside: Path) -> None:
-        """Make it the part.
+        """Replace the part by the one that `write_aside` wrote.
 
         Raises:
-            OSError: the disk refused; the part is the old one or the new one, whole.
+            OSError: the disk refused; the part is the old one or the new one, complete.
         """
-        put_in_place(aside, self.path)
+        rename_into_place(aside, self.path)
 
     def tidy(self) -> None:
-        """Remove what earlier or unfinished writing has left of this rank's."""
+        """Remove this rank's files of earlier or unfinished writes."""
         keep = {self.path.name}
         if self.path.exists():
             keep.add(str(json.loads(self.path.read_bytes())["tensors"]))
@@ -76,7 +76,8 @@ class RankFile:
                 file.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Forget this part, its JSON first; the last rank out removes the folder."""
+        """Remove this part, and the folder if it is then empty."""
+        # The JSON first: without it the part does not exist, so it is never half there.
         self.path.unlink(missing_ok=True)
         for file in self._files():
             file.unlink(missing_ok=True)
@@ -92,32 +93,26 @@ class RankFile:
         Raises:
             CheckpointError: naming the file and what is wrong with it.
         """
-        try:
-            return self._read()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error}); {self._way_out()}") from error
-
-    def _read(self) -> Any:
         from safetensors.torch import load as from_bytes
 
-        body = json.loads(self.path.read_bytes())
-        if body.pop("seal") != _seal(body):
-            raise self._damaged(self.path)
-        if body["rank"] != self.rank:
-            raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}; {self._way_out()}")
-        file = self.home / Path(body["tensors"]).name
-        content = file.read_bytes()
-        if hashlib.sha256(content).hexdigest() != body["checksum"]:
-            raise self._damaged(file)
-        return unpack(body["tree"], from_bytes(content))
-
-    def _damaged(self, file: Path) -> CheckpointError:
-        return CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._way_out()}")
-
-    def _way_out(self) -> str:
-        return f"remove {self.home} to go on from the checkpoint before it"
+        fix = f"remove {self.home} to go on from the checkpoint before it"
+        damaged = f"is damaged, its checksum is not the one written; {fix}"
+        try:
+            body = json.loads(self.path.read_bytes())
+            if body.pop("seal") != _seal(body):
+                raise CheckpointError(f"{self.path}: {damaged}")
+            if body["rank"] != self.rank:
+                raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}; {fix}")
+            # Only the name: a path in the JSON must not lead out of the folder.
+            file = self.home / Path(body["tensors"]).name
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != body["checksum"]:
+                raise CheckpointError(f"{file}: {damaged}")
+            return unpack(body["tree"], from_bytes(content))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error}); {fix}") from error
 
 
 def _seal(body: dict[str, Any]) -> str:
-    """The checksum of the JSON itself, which reading and writing back does not change."""
+    """The checksum of the JSON text; parsing and writing it again gives the same text."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors apart, and back, exactly."""
+"""Nested values split into JSON and tensors, and restored exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.errors import CheckpointError
 
 Json = Any
-_MARKS = ("$tensor", "$tuple", "$items")
+_RESERVED_KEYS = ("$tensor", "$tuple", "$items")
 
 
 def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
@@ -25,6 +25,7 @@ def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
+        # The paths of {"a": {"b": x}} and {"a/b": x} are equal.
         name = path if path not in tensors else f"{path} {len(tensors)}"
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"$tensor": name}
@@ -33,7 +34,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, list):
         return [_pack(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
-        if all(isinstance(k, str) and k not in _MARKS for k in value):
+        if all(isinstance(k, str) and k not in _RESERVED_KEYS for k in value):
             return {k: _pack(v, f"{path}/{k}", tensors) for k, v in value.items()}
         return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
     if value is None or isinstance(value, bool | int | float | str):
@@ -42,7 +43,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `pack` took apart."""
+    """Restore the value that `pack` split."""
     if isinstance(tree, list):
         return [unpack(v, tensors) for v in tree]
     if not isinstance(tree, dict):
