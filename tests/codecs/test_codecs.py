@@ -64,7 +64,7 @@ def test_half_precision_overflows_where_brain_float_does_not() -> None:
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_training_with_cast_gradients_is_nearly_the_same(codec: Codec, n: int) -> None:
+def test_gradients_that_travel_as_casts_train_nearly_the_same(codec: Codec, n: int) -> None:
     problem = Regression(n, 20, torch.float32)
     plain = together(n, AllReduce(), problem, [0.1] * 20)
     cast = together(n, AllReduce(codec), problem, [0.1] * 20)

@@ -118,6 +118,7 @@ class Codec(ABC):
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """The sum of the decoded payloads, added in their order; like `like`."""
+        # In a fixed order, so that the sum's bits do not depend on which payload arrived first.
         total = torch.zeros_like(like)
         for payload, key in zip(payloads, keys, strict=True):
             total += self.decode(payload, like, key)
@@ -144,6 +145,7 @@ class DrawKey(int):
         shift: this worker's shift of them in [0, 1): rank / size.
     """
 
+    # A subclass of int, so that codecs without correlated draws use it as a plain key.
     shared: int
     shift: float
 
@@ -164,11 +166,13 @@ def draw_key(seed: int, step: int, rank: int = 0, stage: int = 0, offset: int = 
         stage: the number of the message within the step.
         offset: where the part begins in the replica's vector.
     """
+    # Not Python's `hash`, which may differ between versions; and no generator, whose state would have to be saved.
     return DrawKey(_hash(seed, step, rank, stage, offset))
 
 
 def worker_key(key: int, rank: int, size: int, piece: int = 0) -> DrawKey:
     """One worker's key for one piece of a message, from the message's key; every rank can compute it."""
+    # From rank + 1 on, since 0 is taken by the shared key.
     return DrawKey(_hash(key, piece, rank + 1), shared=_hash(key, piece, 0), shift=rank / size)
 
 
@@ -196,6 +200,7 @@ def as_single(x: Tensor) -> Tensor:
 
 def encode_or_meta(codec: Codec, x: Tensor, key: int) -> Tensor:
     """The payload of a vector; a meta tensor for a meta tensor."""
+    # Linear codecs encode meta tensors themselves, for the dtype of their payload.
     if x.is_meta and not codec.linear:
         return payload_like(x, codec.nbytes(x.numel()))
     return codec.encode(x, {}, key)

@@ -170,6 +170,7 @@ class Fp8(Codec):
         start = 0
         for rows in split_blocks(x, self.block):
             count = rows.shape[0]
+            # A slice of a payload need not be aligned to four bytes; a clone is.
             rows.mul_(scales.clone().view(torch.float32)[start : start + count, None])
             start += count
         return x.to(like.dtype)

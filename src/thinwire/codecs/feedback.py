@@ -86,6 +86,7 @@ class ErrorFeedback(Codec):
         residual = residual_of(state, x)
         updated = x.detach().to(torch.float32, copy=True)
         payload = self.codec.encode_with_residual_(updated, residual, key)
+        # Last, so that a failure in the codec leaves the residual as it was.
         residual.copy_(updated)
         return payload
 
@@ -107,6 +108,7 @@ def residual_of(state: State, x: Tensor, offset: int = 0, length: int | None = N
         offset: where the part begins.
         length: elements of the whole vector; those of `x` unless given.
     """
+    # One vector for all parts: checkpoints then do not depend on where buckets are cut.
     if "error" not in state:
         state["error"] = torch.zeros(x.numel() if length is None else length, dtype=torch.float32, device=x.device)
     return state["error"][offset : offset + x.numel()]
@@ -173,5 +175,6 @@ def resize_errors(states: Sequence[State], size: int) -> list[dict[str, Tensor]]
             if name in found and found[name][2]:
                 prefix, start, stop = found[name].groups()
                 resized[f"{prefix}error"][int(start) : int(stop)] += x
+    # Fresh copies for every rank, since each updates its own in place.
     others = {name: x for name, x in states[0].items() if name not in found}
     return [{name: x.clone() for name, x in {**others, **resized}.items()} for _ in range(size)]

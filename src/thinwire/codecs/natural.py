@@ -51,6 +51,7 @@ class Natural(Codec):
         # The bits of fp32 without the sign: the mantissa over 2**23 is the probability of rounding up.
         pattern = x.view(torch.int32) & 0x7FFFFFFF
         up = (pattern & 0x7FFFFF).to(torch.float32) * 2.0**-_MANTISSA_BITS > uniform(n, int(key), device=x.device)
+        # Exponent 255 would be infinity, so the largest numbers are rounded down.
         exponents = ((pattern >> _MANTISSA_BITS) + up.to(torch.int32)).clamp(max=_LARGEST)
         signs = payload_like(x, _SCALE_BYTES * bool(n) + -(-n // 8))
         encode_signs_(x, None, signs, block=max(n, 1), norm="l1", scale_bytes=_SCALE_BYTES)

@@ -65,6 +65,7 @@ class Quantize(Codec):
     @property
     def expansion(self) -> float:
         """Reached by small elements beside a large one."""
+        # With one bit every element becomes plus or minus the largest of its block, however small it is.
         if self.bits == 1:
             return float(self.block)
         levels = 2 ** (self.bits - 1) - 1

@@ -93,4 +93,5 @@ class RandomK(Codec):
 
 def _indices(x: Tensor, k: int, key: int) -> Tensor:
     """The indices of the k largest of n random numbers: a random subset that any device draws alike."""
+    # Not `torch.randperm`, which draws other numbers on a GPU than on a CPU.
     return top_k(uniform(x.numel(), int(key), device=x.device), k)

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError
 from thinwire.kernels import heavy, sketch_, unsketch
 from thinwire.validation import check_kinds
 
+# With fewer, large elements share cells so often that the median of few rows does not recover them.
 _MIN_COLUMNS_PER_ELEMENT = 32
 
 

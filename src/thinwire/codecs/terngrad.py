@@ -84,20 +84,13 @@ class TernGrad(Codec):
             return x
         clipped = torch.empty_like(x)
         for rows, out in zip(split_blocks(x, self.block), split_blocks(clipped, self.block), strict=True):
-            bound = self.clip * _deviations(rows, out)
-            # Equal elements have a deviation of zero, and no outliers; a block that is not finite stays as it is.
+            # The first element is subtracted before the mean is, so that equal elements deviate by exactly zero.
+            torch.sub(rows, rows[:, :1], out=out)
+            out.sub_(out.mean(1, keepdim=True))
+            bound = self.clip * (torch.linalg.vector_norm(out, dim=1, keepdim=True) / rows.shape[1] ** 0.5)
+            # Equal elements have no outliers; a block that is not finite stays as it is.
             bound.masked_fill_((bound > 0).logical_not_(), torch.inf)
             # `clamp_` with two tensors is not vectorised in torch.
             torch.minimum(rows, bound, out=out)
             torch.maximum(out, -bound, out=out)
         return clipped
-
-
-def _deviations(rows: Tensor, scratch: Tensor) -> Tensor:
-    """The standard deviation of each row, [n, 1].
-
-    The first element is subtracted before the mean is, so that it is exactly zero for equal elements.
-    """
-    torch.sub(rows, rows[:, :1], out=scratch)
-    scratch.sub_(scratch.mean(1, keepdim=True))
-    return torch.linalg.vector_norm(scratch, dim=1, keepdim=True) / rows.shape[1] ** 0.5

@@ -60,6 +60,7 @@ class TopK(Codec):
         """The values at their indices, zero elsewhere."""
         n, k = like.numel(), self.count(like.numel())
         values, indices = payload.split([_VALUE_BYTES * k, packed_nbytes(k, n)])
+        # Slices of a payload need not be aligned to four bytes; clones are.
         x = torch.zeros_like(like, dtype=torch.float32)
         x[unpack_indices(indices.clone(), n, k)] = values.clone().view(torch.float32)
         return x.to(like.dtype)

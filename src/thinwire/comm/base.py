@@ -134,6 +134,7 @@ class Comm(ABC):
             ConfigError: this backend has no mailboxes, or a library that they need is missing.
         """
         self.close_mailbox(owner)
+        # Ranks open mailboxes in one order, so the count names the same mailbox on all of them.
         self._mailbox_count += 1
         box = self._mailboxes[owner] = self._open_mailbox(self._mailbox_count, like, capacity)
         return box
@@ -159,6 +160,7 @@ class Comm(ABC):
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
         """Count the call, launch it, and time the wait for it."""
         self.meter.sent(operation, sent)
+        # The step of the launch: the wait may belong to a later step.
         launched, step = time.perf_counter(), self.step
         work = launch()
 
@@ -169,6 +171,8 @@ class Comm(ABC):
             return result
 
         return Work(finish)
+
+    # -- for backends: without checks, counting or the case of one rank ------------------------------------------
 
     @abstractmethod
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]: ...

@@ -75,7 +75,9 @@ class GroupComm(Comm):
         if self._gloo_devices and self.size > 1:
             start = time.monotonic()
             try:
-                self._own.append(_connect(store, self.rank, self.size, self.timeout))
+                backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
+                # A backend has the calls of a group, but torch's stubs do not say so.
+                self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
                 problem = None
             except RuntimeError as error:
                 problem = _first_sentence(error)
@@ -91,7 +93,7 @@ class GroupComm(Comm):
         return self._start("all_reduce_min", x, lambda group: group.all_reduce_min(x), lambda: x)
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        if not x.is_contiguous():
+        if not x.is_contiguous():  # chunks are views of the flat vector
             return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
         def launch(group: _Connections) -> Handles:
@@ -144,7 +146,14 @@ class GroupComm(Comm):
         if self._fault is not None:
             raise self._closed(self._fault)
         timed = x.device.type in self._gloo_devices
-        handles, problem = _try_launch(launch, self._own[0] if timed else self._shared)
+        handles, problem = Handles(), ""
+        try:
+            handles = launch(self._own[0] if timed else self._shared)
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
+                raise
+            problem = _first_sentence(error)
+        # Raised outside the handler: a traceback would keep the group alive, and its connections open.
         if problem:
             raise self._failed(operation, problem, 0.0)
         self._inflight[id(handles)] = handles
@@ -164,6 +173,7 @@ class GroupComm(Comm):
         """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
         if self._fault is not None:
             return self._closed(self._fault)
+        # Gloo's text does not always name a timeout, so the time waited counts too.
         timed_out = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
         timed_out, missing = self._roll_call.run(timed_out, self._close_connections)
         where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(missing)
@@ -282,13 +292,6 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _connect(store: Store, rank: int, size: int, timeout: float) -> _Connections:
-    """New connections among the same ranks, which can be closed without harm to other users of the caller's group."""
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-    # A backend has the calls of a group, but torch's stubs do not say so.
-    return _Connections(cast(dist.ProcessGroup, group), timed=True)
-
-
 def _own_store(members: Sequence[int]) -> Store:
     """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -297,17 +300,8 @@ def _own_store(members: Sequence[int]) -> Store:
         calls = store.add(f"{name}/calls/{dist.get_rank()}", 1)
     except RuntimeError as error:
         raise PeerLostError(f"the rendezvous store is gone, and the process that hosts it ({error})") from error
+    # A store keeps its keys, so a second comm over the same ranks needs keys of its own.
     return PrefixStore(f"{name}/{calls}", store)
-
-
-def _try_launch(launch: Callable[[_Connections], Handles], group: _Connections) -> tuple[Handles, str]:
-    """The handles of a call, and what went wrong if the network failed."""
-    try:
-        return launch(group), ""
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
-            raise
-        return [], _first_sentence(error)
 
 
 def _try_wait(handles: Handles, seconds: float | None) -> str:

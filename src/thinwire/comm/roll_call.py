@@ -57,7 +57,9 @@ class RollCall:
             Whether the first failure of any rank was a timeout, and the missing ranks, for the error.
         """
         try:
-            timed_out = _within(_STORE_SECONDS, lambda: self._agree(timed_out))
+            # The first rank to fail sets the cause for all; "late" and "lost" are the stored words.
+            cause = "late" if timed_out else "lost"
+            timed_out = _within(_STORE_SECONDS, lambda: self._store.compare_set("reason", "", cause) == b"late")
             close_connections()
             return timed_out, _within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
         except TimeoutError:
@@ -67,12 +69,9 @@ class RollCall:
         close_connections()
         return timed_out, [self._name(rank) for rank in self._host()]
 
-    def _agree(self, timed_out: bool) -> bool:
-        """The first rank to fail sets the cause for all."""
-        return self._store.compare_set("reason", "", "late" if timed_out else "lost") == b"late"
-
     def _host(self) -> list[int]:
         """The rank that hosts the store, if it is another one of this group."""
+        # Under torchrun the launcher's agent hosts the store, else rank 0 of the job.
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return [0] if hosted and self._members[0] == 0 and self._rank != 0 else []
 
@@ -110,6 +109,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it did not return in time; its thread is left behind.
     """
+    # A daemon thread, so that a call that never returns does not keep the process alive.
     results: list[T] = []
     errors: list[Exception] = []
 

@@ -65,6 +65,7 @@ class Hub:
     def lose(self, rank: int, reason: BaseException) -> None:
         """Record that `rank` has failed, so that the waits of all others fail too."""
         with self.changed:
+            # The first failure is the cause of the later ones.
             self.lost = self.lost or (rank, reason)
             self.changed.notify_all()
 
@@ -270,6 +271,7 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
         try:
             return work(ThreadComm(hub, rank, timeout=timeout))
         except BaseException as error:
+            # Any exception must end the others' waits, or they would only end with the timeout.
             hub.lose(rank, error)
             raise
 

@@ -108,6 +108,7 @@ def two_stage_mean_(
 
 def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
     """Replace `x` by the weighted sum of itself and the received vectors, with the topology's weights."""
+    # In the order of `peers.src`, so that the sum's bits do not depend on which vector arrived first.
     x.mul_(peers.own)
     for weight, y in zip(peers.weights, received, strict=True):
         x.add_(y, alpha=weight)
@@ -149,6 +150,7 @@ def coded_exchange(comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: in
         NonFiniteError: in `wait`, if a neighbour's vector or this rank's is not finite.
         CommError: in `wait`, if a payload is damaged, or of another codec or step.
     """
+    # A vector that is not finite is sent as zeros with a flag, so codecs need not handle NaN.
     single, number = as_single(x), codec_number(repr(codec), x.numel())
     finite, square = norm_if_finite(x)
     own_key = worker_key(key, comm.rank, comm.size)

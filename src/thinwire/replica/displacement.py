@@ -22,6 +22,7 @@ def accumulate_(momentum: Tensor, displacement: Tensor, lr: float | Tensor, *, k
     """`keep * momentum + add * displacement / lr`, in place; where `lr` is zero nothing is added."""
     momentum.mul_(keep)
     if isinstance(lr, Tensor):
+        # `where` also computes add / 0, and discards it.
         return momentum.addcmul_(displacement, torch.where(lr > 0, add / lr, 0.0))
     return momentum.add_(displacement, alpha=add / lr) if lr > 0 else momentum
 

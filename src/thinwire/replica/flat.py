@@ -33,6 +33,7 @@ class Segment:
 
 def dense_strides(x: Tensor) -> tuple[int, ...]:
     """The strides of `x` without gaps: its own if it is dense (channels-last stays so), else row-major ones."""
+    # On the meta device torch chooses the strides without allocating.
     return torch.empty_like(x, device="meta", memory_format=torch.preserve_format).stride()
 
 

@@ -60,6 +60,7 @@ class Moments:
         """
         if self.optimizer is None or not self.names:
             return
+        # One vector for all moments, with zeros for missing ones: every rank must send the same size.
         length = self.segments[-1].stop
         like = self.parameters[0]
         vector = torch.zeros(len(self.names) * length, dtype=like.dtype, device=like.device)

@@ -109,6 +109,7 @@ class Replica:
             ahead: added to the part's `step`.
         """
 
+        # Read at every use, since a scheduler changes the rate between steps.
         def lr() -> float | Tensor:
             rate = self.lr
             return rate[where] if isinstance(rate, Tensor) and rate.ndim else rate
@@ -116,6 +117,7 @@ class Replica:
         part = Replica(self.x[where], self.g[where], self.comm, lr=lr, seed=self.seed)
         part.step, part.active, part.samples = self.step + ahead, self.active, self.samples
         part.loss = self.loss
+        # Views, so that a checkpoint of this replica holds the part's state, and later parts of this name find it.
         part.state = PrefixView(self.state, f"{name}/")
         part.inflight = PrefixView(self.inflight, f"{name}/")
         part.metrics = self.metrics
@@ -147,6 +149,7 @@ class Replica:
         if weights:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
+        # In fp64, as squares of many small differences are added.
         squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
             scale = mine.numel() / sample.numel()

@@ -41,7 +41,7 @@ def local(x: Tensor) -> Tensor:
     """This rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
     if not is_sharded(x):
         return x
-    with torch.no_grad():
+    with torch.no_grad():  # `to_local` is differentiable
         return cast(_DTensor, x).to_local()
 
 
@@ -51,6 +51,7 @@ def whole_like(part: Tensor, like: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
+    # Shape and stride are given, since shards of uneven size do not determine them.
     shape = cast(Any, like)
     return DTensor.from_local(
         part, shape.device_mesh, shape.placements, run_check=False, shape=shape.shape, stride=shape.stride()

@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 from stat import S_IMODE
 
+# O_EXCL: a temporary name is never one that exists, nor a link that someone else has put there.
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 

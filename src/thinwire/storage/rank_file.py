@@ -47,7 +47,7 @@ class RankFile:
             OSError: the disk refused.
             CheckpointError: a value is neither a tensor nor JSON.
         """
-        from safetensors.torch import save as to_bytes
+        from safetensors.torch import save as to_bytes  # here, so that thinwire needs it only for checkpoints
 
         tree, tensors = pack(value)
         content = to_bytes(tensors)

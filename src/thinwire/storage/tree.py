@@ -27,6 +27,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
         # The paths of {"a": {"b": x}} and {"a/b": x} are equal.
         name = path if path not in tensors else f"{path} {len(tensors)}"
+        # A copy, since safetensors refuses tensors that share memory.
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"$tensor": name}
     if isinstance(value, tuple):
@@ -36,6 +37,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and k not in _RESERVED_KEYS for k in value):
             return {k: _pack(v, f"{path}/{k}", tensors) for k, v in value.items()}
+        # JSON has only strings for keys, and an optimizer's state has integers.
         return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
     if value is None or isinstance(value, bool | int | float | str):
         return value

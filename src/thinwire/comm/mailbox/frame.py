@@ -20,6 +20,7 @@ VERSION = 1
 _FIELDS = struct.Struct("!4sBBBxQIIIIQQQI")
 _CHECK = struct.Struct("!I")
 HEADER_BYTES = _FIELDS.size + _CHECK.size
+# The position is the number in the header, so new dtypes go to the end.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,

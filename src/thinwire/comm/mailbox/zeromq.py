@@ -95,6 +95,7 @@ class Sockets:
         self._stopped = threading.Event()
         self.disconnected: dict[int, float] = {}
         self.receiver = self._open(self._zmq.PULL)
+        # Anyone who reaches the port can send, and must not make this process allocate more than a message needs.
         self.receiver.setsockopt(self._zmq.MAXMSGSIZE, max_bytes + _HEADROOM_BYTES)
         self.port = self.receiver.bind_to_random_port(endpoint(address, 0).rpartition(":")[0])
 
@@ -123,6 +124,7 @@ class Sockets:
         if self._stopped.is_set():
             return False
         try:
+            # A copy, since the caller may change the vector as soon as `send` returns.
             self._senders[rank].send_multipart(parts, flags=self._zmq.NOBLOCK, copy=True)
         except self._zmq.Again:
             return False
@@ -286,6 +288,7 @@ def _exchange_addresses(comm: Comm, port: int, device: torch.device) -> tuple[in
     row = torch.frombuffer(bytearray(mine.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
     rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
     addresses = [row[8:].rstrip(b"\0").decode() for row in rows]
+    # The loopback is right if all ranks are on one machine, and a mistake if only some report it.
     local = [rank for rank, address in enumerate(addresses) if "//127." in address or "//[::1]" in address]
     if 0 < len(local) < len(rows):
         raise ConfigError(
