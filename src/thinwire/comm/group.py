@@ -136,7 +136,7 @@ class GroupComm(Comm):
         return GroupComm(self._group, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        from thinwire.comm.mailbox.zeromq import ZeroMqMailbox
+        from thinwire.comm.mailbox.zeromq import ZeroMqMailbox  # here, as it needs the optional pyzmq
 
         return ZeroMqMailbox(self, epoch, like, capacity)
 
@@ -146,7 +146,8 @@ class GroupComm(Comm):
         if self._fault is not None:
             raise self._closed(self._fault)
         timed = x.device.type in self._gloo_devices
-        handles, problem = Handles(), ""
+        handles: Handles = []
+        problem = ""
         try:
             handles = launch(self._own[0] if timed else self._shared)
         except RuntimeError as error:
@@ -156,6 +157,7 @@ class GroupComm(Comm):
         # Raised outside the handler: a traceback would keep the group alive, and its connections open.
         if problem:
             raise self._failed(operation, problem, 0.0)
+        # The same list as in `finish`, so that `_close_connections` can empty it.
         self._inflight[id(handles)] = handles
 
         def finish() -> T:
