@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
-_ROLL_CALL_SECONDS = 2.5
+_ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
 _LINGER_SECONDS = 1.0
 
 

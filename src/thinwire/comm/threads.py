@@ -84,6 +84,7 @@ class Hub:
         end = time.monotonic() + comm.timeout
         while not ready():
             self.check_lost(comm.step)
+            # Asked again after a timeout, since it may have become true just then.
             if not self.changed.wait(end - time.monotonic()) and not ready():
                 raise CommTimeoutError(
                     f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
@@ -135,11 +136,11 @@ class ThreadComm(Comm):
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         def own_column(rows: list[list[Tensor]]) -> list[Tensor]:
-            mine = [row[self.rank] for row in rows]
-            for peer, (x, size) in enumerate(zip(mine, sizes, strict=True)):
+            column = [row[self.rank] for row in rows]
+            for peer, (x, size) in enumerate(zip(column, sizes, strict=True)):
                 if x.numel() != size:
                     raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
-            return mine
+            return column
 
         rows = self._join("all_to_all", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
         return rows.then(own_column)

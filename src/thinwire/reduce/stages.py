@@ -102,6 +102,7 @@ class LinearMean(StagedMean):
 
     def __init__(self, comm: Comm, x: Tensor, codec: Codec, residuals: Residuals, key: int, count: int) -> None:
         self._x, self._codec, self._key = x, codec, key
+        # `size` workers subtract this part of the mean each, which is `count` means in all: the sum.
         self._weight = count / comm.size
         self._residual = residual_of(residuals.state, x, residuals.offset, residuals.length)
         self._updated = as_single(x)  # becomes the new residual
@@ -162,9 +163,11 @@ class TwoStageMean(StagedMean):
     ) -> None:
         self._comm, self._x, self._codec, self._key, self._count = comm, x, codec, key, count
         self._server = server or codec
+        # Cut where blocks of both codecs begin, so that no block is split between servers.
         self._cuts = pieces(x.numel(), comm.size, lcm(codec.alignment, self._server.alignment))
         self._own = self._cuts[comm.rank]
         recipe = repr(codec) if server is None else f"{codec} and {server}"
+        # The step of the launch: the waits may belong to a later step.
         self._number, self._step = codec_number(recipe, x.numel()), comm.step
         self._updated = as_single(x)  # becomes the worker's new residual, and later holds the decoded mean
         self._residual = self._server_residual = None
@@ -184,6 +187,7 @@ class TwoStageMean(StagedMean):
     def _encode_pieces(self, finite: bool) -> list[Tensor]:
         if not finite or self._x.is_meta:
             return [payload_like(self._x, self._codec.nbytes(_length(cut))).zero_() for cut in self._cuts]
+        # Draws of its own for each piece, which the server of that piece can repeat (dither).
         keys = [self._worker_key(self._comm.rank, piece) for piece in range(len(self._cuts))]
         if self._residual is not None:
             return self._codec.encode_pieces_with_residual_(self._updated, self._residual, self._cuts, keys)

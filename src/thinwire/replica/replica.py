@@ -132,7 +132,7 @@ class Replica:
         work = self.inflight.pop(name, None)
         return None if work is None else work.wait()
 
-    def notice_distance(self, mine: Tensor, theirs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
+    def notice_distance(self, own: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
         """Estimate the consensus distance from vectors that were received anyway, so nothing is sent for it.
 
         `metrics["consensus_distance"]` is the Euclidean distance of one worker's parameters from the mean of all. Two
@@ -140,19 +140,19 @@ class Replica:
         used, spread evenly over the vector.
 
         Args:
-            mine: this worker's vector, as it was when theirs were sent; if theirs are older, that distance is added.
-            theirs: other workers' vectors, like it.
+            own: this worker's vector, as it was when the others were sent; if those are older, their age adds distance.
+            others: other workers' vectors, like it.
             weights: the push-sum weights of this worker and of the others, by which vectors are divided first.
         """
-        stride = -(-mine.numel() // _SAMPLE_SIZE)
-        samples = [y[::stride] for y in (mine, *theirs)]
+        stride = -(-own.numel() // _SAMPLE_SIZE)
+        samples = [y[::stride] for y in (own, *others)]
         if weights:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
         # In fp64, as squares of many small differences are added.
         squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
-            scale = mine.numel() / sample.numel()
+            scale = own.numel() / sample.numel()
             self.metrics["consensus_distance"] = (torch.stack(squares).mean() * scale / 2).sqrt()
 
     def wait_pending(self) -> None:
@@ -181,5 +181,6 @@ def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(f"{name}: a tensor of shape {tuple(value.shape)}, not one number; take its mean")
+        # A copy, as the training loop may change its tensor in place.
         return value.detach().reshape(()).to(x.device, torch.float32, copy=True)
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)

@@ -39,6 +39,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return {k: _pack(v, f"{path}/{k}", tensors) for k, v in value.items()}
         # JSON has only strings for keys, and an optimizer's state has integers.
         return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
+    # Python's JSON also writes and reads NaN and infinity.
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"{path or 'the value'} is a {type(value).__name__}: only tensors and JSON values are saved")

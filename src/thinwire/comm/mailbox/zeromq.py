@@ -284,8 +284,8 @@ class ZeroMqMailbox(Mailbox):
 
 def _exchange_addresses(comm: Comm, port: int, device: torch.device) -> tuple[int, list[str]]:
     """All-gather where each rank receives; also returns the run's secret number, which is rank 0's."""
-    mine = secrets.token_bytes(8) + endpoint(own_address(), port).encode()
-    row = torch.frombuffer(bytearray(mine.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
+    row_bytes = secrets.token_bytes(8) + endpoint(own_address(), port).encode()
+    row = torch.frombuffer(bytearray(row_bytes.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
     rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
     addresses = [row[8:].rstrip(b"\0").decode() for row in rows]
     # The loopback is right if all ranks are on one machine, and a mistake if only some report it.
