@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.engine import Batch, Mixed, attach, batch, batches, drawn, flat, momentum, net, steps
 from thinwire import AllReduce, Bf16, Comm, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
-from thinwire.worker.joining import answer
+from thinwire.worker.joining import step_without_batch
 
 LENGTHS = [3, 5, 4]
 EVERYONE = [
@@ -128,7 +128,7 @@ def test_leaving_the_loop_early_restores_the_mean_over_all() -> None:
             loop.close()
         else:
             steps(worker, [next(loop)])
-            answer(worker)
+            step_without_batch(worker)
             loop.close()
         return worker.replicas[0].active
 

@@ -12,7 +12,7 @@ from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.runs.recipes import Recipe
 from thinwire.runs.settings import OptimizerName, Settings
 from thinwire.strategies.base import Strategy
-from thinwire.worker.evaluation import refuse_movers
+from thinwire.worker.compatibility import check_parameter_moves
 
 _ADAPTIVE: dict[OptimizerName, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
     "adamw": AdamW,
@@ -40,4 +40,4 @@ def check_optimizer(recipe: Recipe, settings: Settings) -> None:
     if isinstance(recipe, Strategy):
         optimizer = make_optimizer(nn.Linear(1, 1), settings)
         recipe.check_optimizer(optimizer)
-        refuse_movers(recipe, optimizer)
+        check_parameter_moves(recipe, optimizer)

@@ -1,1 +1,1 @@
-"""A model and an optimizer become a worker: hooks, buckets, checkpoints, uneven data."""
+"""A model and an optimizer become a worker: hooks, gradient buckets, checkpoints, uneven data."""

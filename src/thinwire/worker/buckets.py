@@ -1,8 +1,8 @@
-"""Gradients, gathered bucket by bucket as soon as they are final.
+"""Gradient buckets: gathered and sent as soon as their gradients are final, during the backward pass.
 
-The flat vector is laid out in the order of the model's parameters, which gradients reach in roughly the opposite
-order, so buckets are cut and launched from the end. Every rank launches them in the same order, whatever order its
-gradients happen to be ready in.
+The flat vector follows the order of the model's parameters. Gradients become final in roughly the opposite order, so
+buckets are cut and sent from the end of the vector. Every rank sends them in the same order, whatever the order in
+which its gradients become final; otherwise messages of different buckets would be matched with each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ Exchange = Callable[[Replica, slice], Work[Tensor] | None]
 
 @dataclass
 class Bucket:
-    """Neighbouring parameters of one replica whose gradients travel together."""
+    """Consecutive parameters of one replica whose gradients travel together.
+
+    Attributes:
+        replica: whose flat gradient the bucket is a part of.
+        parameters: in the order of the vector.
+        gradients: views of `replica.g`, one for each parameter.
+        part: where the bucket lies in `replica.g`.
+        missing: parameters whose gradient is not final yet in this pass.
+        work: the exchange, while it is in flight.
+    """
 
     replica: Replica
     parameters: list[Tensor]
@@ -35,7 +44,7 @@ class Bucket:
     work: Work[Tensor] | None = None
 
     def gather(self) -> None:
-        """Copy the parameters' gradients into the flat vector; no gradient counts as zero."""
+        """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero."""
         with torch.no_grad():
             found: list[tuple[Tensor, Tensor]] = []
             for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
@@ -43,12 +52,13 @@ class Bucket:
                     gradient.zero_()
                 else:
                     found.append((gradient, local(parameter.grad).to_dense()))
-            moved = [(mine, theirs) for mine, theirs in found if mine.data_ptr() != theirs.data_ptr()]
+            # After `zero_grad(set_to_none=False)` gradients still are views of the vector, and need no copy.
+            moved = [(view, grad) for view, grad in found if view.data_ptr() != grad.data_ptr()]
             if moved:
-                copy_each_([m for m, _ in moved], [t for _, t in moved])
+                copy_each_([view for view, _ in moved], [grad for _, grad in moved])
 
     def expose(self) -> None:
-        """Let every parameter's gradient be its part of the flat vector."""
+        """Make every parameter's `grad` its part of the flat vector."""
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
             if not is_sharded(parameter):
                 parameter.grad = gradient
@@ -59,13 +69,14 @@ class Bucket:
 
 
 def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segment], bucket_bytes: int) -> list[Bucket]:
-    """Cut one replica into buckets, last parameters first: small ones, so that the wire starts early, then larger ones.
+    """Split one replica's gradient into buckets, last parameters first.
 
     Args:
-        replica: its gradient is cut.
+        replica: whose gradient is split.
         parameters: in the order of the segments.
         segments: of the flat vector.
-        bucket_bytes: the most; the first bucket has a megabyte at most, each later one up to twice the one before.
+        bucket_bytes: the limit of a bucket, which its last parameter may exceed. The first bucket's is at most a
+            megabyte, so that sending starts early; each later one's is up to twice the one before.
     """
     gradients = views(replica.g, segments)
     buckets: list[Bucket] = []
@@ -83,13 +94,14 @@ def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segme
 
 @dataclass
 class Backward:
-    """Watches backward passes and hands each bucket to `exchange` when all its gradients are final.
+    """Observes backward passes and hands each bucket to `exchange` when all its gradients are final.
 
     Attributes:
-        buckets: in the order of launch.
+        buckets: in the order in which they are sent.
         exchange: the strategy's `on_gradient`.
-        syncing: off while gradients accumulate locally.
-        unused: parameters that had no gradient in the last pass.
+        find_unused: whether parameters without a gradient on any rank keep none.
+        syncing: False while gradients accumulate locally.
+        unused: parameters that had no gradient on this rank in the last pass.
     """
 
     buckets: list[Bucket]
@@ -101,7 +113,7 @@ class Backward:
     _watching: bool = False
 
     def watch(self) -> Iterator[RemovableHandle]:
-        """Put a hook on every parameter; yields the handles that remove them."""
+        """Register a hook on every parameter; yields the handles that remove them."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 yield parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -114,7 +126,9 @@ class Backward:
                 self._begin()
             bucket.missing -= 1
             if bucket.missing == 0:
-                self._launch_ready()
+                # A complete bucket still waits for the ones before it: the order is the same on every rank.
+                while self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
+                    self._launch(self.buckets[self._launched])
 
         return ready
 
@@ -122,12 +136,8 @@ class Backward:
         self._watching, self._launched = True, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-        # The engine's own end-of-backward callback is what DDP and FSDP use too.
+        # DDP and FSDP use the autograd engine's end-of-backward callback too; there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)  # pyright: ignore
-
-    def _launch_ready(self) -> None:
-        while self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
-            self._launch(self.buckets[self._launched])
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
@@ -135,14 +145,17 @@ class Backward:
         bucket.work = self.exchange(bucket.replica, bucket.part)
 
     def flush(self) -> None:
-        """Launch what is left, wait for everything, and put the exchanged gradients in place."""
+        """Send the remaining buckets, wait for all of them, and put the exchanged gradients in place.
+
+        Called at the end of each backward pass; and by a rank without data, to take part in the others' exchange.
+        """
         if not self._watching:
             self._launched = 0
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self.unused = [p for p in parameters if p.grad is None]
         while self._launched < len(self.buckets):
             self._launch(self.buckets[self._launched])
-        used = self._vote(parameters, self.unused) if self.find_unused else None
+        used = self._count_users(parameters) if self.find_unused else None
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -150,14 +163,13 @@ class Backward:
             bucket.expose()
         self._watching = False
         if used is not None:
-            votes = used.wait().tolist()
-            for parameter, count in zip(parameters, votes, strict=True):
+            for parameter, count in zip(parameters, used.wait().tolist(), strict=True):
                 if not count:
                     parameter.grad = None
 
-    def _vote(self, parameters: Sequence[Tensor], unused: Sequence[Tensor]) -> Work[Tensor]:
+    def _count_users(self, parameters: Sequence[Tensor]) -> Work[Tensor]:
         """On how many ranks each parameter has a gradient."""
         replica = self.buckets[0].replica
-        missing = {id(p) for p in unused}
+        missing = {id(p) for p in self.unused}
         mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=replica.g.device)
         return replica.comm.all_reduce_(mine)

@@ -1,8 +1,8 @@
-"""Checkpoints: safetensors and JSON, written whole or not at all, read back bit for bit.
+"""Checkpoints: safetensors and JSON, written atomically, read back bit for bit.
 
-A checkpoint is a folder `step-NNNNNNNN` with a `RankFile` for each rank. Every rank first writes everything to disk;
-when all have done so, each gives its part its name. A step counts where every rank has its part. Ranks need not share a
-disk.
+A checkpoint is a folder `step-NNNNNNNN` with one `RankFile` per rank. Every rank first writes its file to disk under a
+temporary name; when all have done so, each renames its own. A checkpoint is complete when every rank's file has its
+name. Ranks need not share a disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 
 
 def state_of(worker: WorkerState) -> dict[str, Any]:
-    """Everything one rank remembers, as nested dicts of tensors and JSON values."""
+    """The whole state of one rank, as nested dicts of tensors and JSON values."""
     worker.wait_pending()
     worker.shards.read()
     return {
@@ -51,16 +51,16 @@ def state_of(worker: WorkerState) -> dict[str, Any]:
 
 
 def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """Put `state_of` back; refuse one that belongs elsewhere before touching anything."""
-    _refuse_stranger(worker, state)
+    """Restore what `state_of` returned; one of another run is refused before anything is changed."""
+    _check_identity(worker, state)
     worker.wait_pending()
     with torch.no_grad():
         for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
-            like = replica.state
+            fresh = replica.state
             replica.x.copy_(saved["x"])
             replica.step = saved["step"]
             replica.state = {
-                name: x.clone().to(_home(like.get(name), x, replica.x)) for name, x in saved["state"].items()
+                name: x.clone().to(_device_for(fresh.get(name), x, replica.x)) for name, x in saved["state"].items()
             }
             replica.inflight = {
                 name: completed([x.clone().to(replica.x.device) for x in received])
@@ -69,25 +69,26 @@ def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
         worker.shards.write()
         for name, x in _others(worker).items():
             x.copy_(state["others"][name])
+    # Optimizers keep the tensors they are given and change them in place; the caller's state must stay as it is.
     worker.optimizer.load_state_dict(deepcopy(state["optimizer"]))
     rewrap_(worker.optimizer)
     worker.comm.step = worker.step
 
 
 def _others(worker: WorkerState) -> dict[str, Tensor]:
-    """The model's buffers, and the parameters that the optimizer does not move, by name."""
-    moved = {id(p) for parameters, _ in worker.layouts for p in parameters}
-    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in moved}
+    """The model's buffers, and the parameters that the optimizer does not update, by name."""
+    flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
+    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in flat}
     return parameters | {name: buffer.detach() for name, buffer in worker.model.named_buffers()}
 
 
-def _home(like: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
-    """Where a strategy keeps this tensor: where a fresh start puts one of that shape, else with the parameters."""
-    return like.device if like is not None and like.shape == saved.shape else x.device
+def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
+    """The device on which a strategy allocates this state tensor, which may be the CPU; else that of the parameters."""
+    return fresh.device if fresh is not None and fresh.shape == saved.shape else x.device
 
 
 def _identity(worker: WorkerState) -> dict[str, str]:
-    """What a checkpoint and a run must have in common."""
+    """What must be equal in a checkpoint and in the run that loads it."""
     groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
         "the strategy": brief(worker.strategy),
@@ -104,7 +105,7 @@ def _identity(worker: WorkerState) -> dict[str, str]:
     }
 
 
-def _refuse_stranger(worker: WorkerState, state: Mapping[str, Any]) -> None:
+def _check_identity(worker: WorkerState, state: Mapping[str, Any]) -> None:
     ours, theirs = _identity(worker), state["identity"]
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
@@ -114,71 +115,73 @@ def _refuse_stranger(worker: WorkerState, state: Mapping[str, Any]) -> None:
 
 
 def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
-    """Write every rank's part, then commit; keep the newest `keep` checkpoints."""
+    """Write a checkpoint of all ranks; keep the newest `keep` checkpoints."""
     content = {"state": state_of(worker), "extra": extra, "random": _random_state()}
     _refuse_non_finite(worker)
-    part = RankFile(folder / f"step-{worker.step:08d}", worker.comm.rank)
-    write_together(worker, part, content, keep=keep)
-    return part.home
+    file = RankFile(folder / f"step-{worker.step:08d}", worker.comm.rank)
+    write_together(worker, file, content, keep=keep)
+    return file.home
 
 
-def write_together(worker: WorkerState, part: RankFile, content: dict[str, Any], *, keep: int) -> None:
-    """Write every rank's part, then let it count; keep the newest `keep` steps."""
+def write_together(worker: WorkerState, file: RankFile, content: dict[str, Any], *, keep: int) -> None:
+    """Write every rank's file, then commit all of them; keep the newest `keep` steps."""
     try:
-        aside = together(worker, part.home, lambda: part.write_aside(content))
-        together(worker, part.home, lambda: part.commit(aside))
+        # Two phases: no rank renames its file before all ranks have theirs on disk, so a full disk or a killed writer
+        # leaves the previous checkpoint the newest one on every rank.
+        aside = together(worker, file.home, lambda: file.write_aside(content))
+        together(worker, file.home, lambda: file.commit(aside))
     finally:
-        _tidy(part, keep)
-
-
-def _tidy(part: RankFile, keep: int) -> None:
-    """Remove leftovers, and what is older than the newest `keep` parts."""
-    folder, rank = part.home.parent, part.rank
-    # What refuses to go is no reason to fail: it is tried again the next time.
-    with suppress(OSError, ValueError, LookupError):
-        part.tidy()
-        whole = whole_steps(folder, rank)
-        for step, home in _steps(folder):
-            if step < min(whole[-keep:], default=0):
-                RankFile(home, rank).remove()
+        # A file that cannot be removed is no reason to fail; the next call tries again.
+        with suppress(OSError, ValueError, LookupError):
+            file.tidy()
+            complete = whole_steps(file.home.parent, file.rank)
+            for step, home in _steps(file.home.parent):
+                if step < min(complete[-keep:], default=0):
+                    RankFile(home, file.rank).remove()
 
 
 def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
-    """Restore the newest step that is whole on every rank."""
+    """Restore the newest checkpoint that is complete on every rank."""
     comm, device = worker.comm, worker.replicas[0].x.device
     mine = whole_steps(folder, comm.rank)
+    # Without a shared disk, ranks may see different steps.
     everyone = [set(json.loads(row)) for row in gather_texts(comm, json.dumps(mine).encode(), device)]
     common = set.intersection(*everyone)
     if not common:
         lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
         raise CheckpointError(f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders")
-    part = RankFile(folder / f"step-{max(common):08d}", comm.rank)
-    content = together(worker, part.home, lambda: _read_own(worker, part))
+    file = RankFile(folder / f"step-{max(common):08d}", comm.rank)
+
+    def read() -> dict[str, Any]:
+        content = file.read()
+        _check_identity(worker, content["state"])
+        return content
+
+    # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
+    content = together(worker, file.home, read)
     restore(worker, content["state"])
     _restore_random_state(content["random"])
     return content["extra"]
 
 
-def _read_own(worker: WorkerState, part: RankFile) -> dict[str, Any]:
-    content = part.read()
-    _refuse_stranger(worker, content["state"])
-    return content
-
-
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, whole or not, oldest first."""
+    """The checkpoints in a folder, complete or not, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name)))
 
 
 def whole_steps(folder: Path, rank: int) -> list[int]:
-    """Steps whose part of this rank was committed, oldest first."""
+    """Steps of which this rank's file was committed, oldest first."""
     return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
 
 
 def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
-    """The result of this rank's work at a checkpoint; raises on every rank what went wrong on any."""
+    """The result of `work` on this rank; an error on any rank is raised on all of them.
+
+    Raises:
+        CheckpointError: naming the rank, and the first error where several failed.
+    """
     rank, results, problem = worker.comm.rank, list[T](), ""
     try:
         results.append(work())

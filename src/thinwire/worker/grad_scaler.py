@@ -1,4 +1,4 @@
-"""GradScaler, where gradients differ between workers."""
+"""GradScaler, where each worker has its own gradients: all workers skip the same steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from thinwire.worker.state import WorkerState
 
 
 def share_skips(worker: WorkerState, scaler: torch.amp.GradScaler) -> None:
-    """Let an overflow on one rank skip the step on all, as GradScaler for sharded models does."""
-    check, device = scaler._unscale_grads_, worker.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
+    """Make an overflow on one rank skip the step on all ranks, as the GradScaler for sharded models does."""
+    # GradScaler has no hook for this; its sharded subclass overrides the same private method.
+    unscale, device = scaler._unscale_grads_, worker.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
 
-    def check_together(
+    def unscale_together(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = check(optimizer, inv_scale, found_inf, allow_fp16)
+        found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
         if optimizer is not worker.optimizer:
             return found
         overflows = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))
         return {device: worker.comm.all_reduce_(overflows).wait()}
 
     def restore() -> None:
-        scaler._unscale_grads_ = check  # pyright: ignore[reportPrivateUsage]
+        scaler._unscale_grads_ = unscale  # pyright: ignore[reportPrivateUsage]
 
-    scaler._unscale_grads_ = check_together  # pyright: ignore[reportPrivateUsage]
+    scaler._unscale_grads_ = unscale_together  # pyright: ignore[reportPrivateUsage]
     worker.undo.callback(restore)

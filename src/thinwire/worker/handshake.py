@@ -1,4 +1,4 @@
-"""Before step 0: do all ranks train the same thing?"""
+"""Checks before the first step that all ranks were started with the same model, recipe and settings."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ Facts = list[tuple[str, str]]
 
 
 def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
-    """Compare facts over all ranks, by a hash first and in full only where the hashes differ.
+    """Check that the facts are equal on all ranks.
 
     Args:
         comm: the ranks.
         facts: (name, value) pairs in the same order on every rank.
-        device: where the comm's tensors live.
+        device: for the tensors that are sent.
 
     Raises:
         MismatchError: on every rank, naming two ranks and the first difference.
     """
+    # A large model has hundreds of kilobytes of facts: 32 bytes of hash are enough where they are equal.
     text = json.dumps(facts).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(device)
     digests = [bytes(row.tolist()) for row in comm.all_gather(digest).wait()]
-    odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
-    if odd is None:
+    other = next((rank for rank, their in enumerate(digests) if their != digests[0]), None)
+    if other is None:
         return
-    everyone = gather_texts(comm, text, device)
-    mine, theirs = json.loads(everyone[0]), json.loads(everyone[odd])
-    raise MismatchError(f"ranks 0 and {odd} were started differently: {first_difference(mine, theirs, odd)}")
+    texts = gather_texts(comm, text, device)
+    difference = first_difference(json.loads(texts[0]), json.loads(texts[other]), other)
+    raise MismatchError(f"ranks 0 and {other} were started differently: {difference}")
 
 
 def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:
-    """The first fact in which two ranks differ, in words."""
+    """Describe the first fact in which rank 0 (`mine`) and another rank (`theirs`) differ."""
     for (name, value), (other_name, other_value) in zip(mine, theirs, strict=False):
         if name != other_name:
             return f"rank 0 has {name} where rank {other} has {other_name}"
@@ -54,12 +55,12 @@ def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
 def facts_of(
     model: nn.Module, optimizer: Optimizer, trained: Mapping[str, Tensor], settings: Mapping[str, object]
 ) -> Facts:
-    """What must be equal on all ranks, the telling things first.
+    """What must be equal on all ranks; what explains most differences comes first.
 
     Args:
         model: its parameters and buffers are compared by name, shape, dtype and whether they are trained.
-        optimizer: its kind and the settings of its groups are compared.
-        trained: the parameters that the optimizer moves, by name.
+        optimizer: its class and the hyperparameters of its groups are compared.
+        trained: the parameters that the optimizer updates, by name.
         settings: everything else.
     """
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -85,7 +86,7 @@ def facts_of(
 
 
 def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, of any length, in the order of ranks."""
+    """All-gather byte strings of any length, in the order of ranks."""
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     lengths = [int(n.item()) for n in comm.all_gather(length).wait()]
     if not any(lengths):
@@ -96,7 +97,7 @@ def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
 
 
 def describe_tensor(x: Tensor) -> str:
-    """Shape, dtype, which part of it is here, and whether it is trained."""
+    """Describe a tensor: shape, dtype, whether it is frozen, and which part of it this rank holds."""
     shape = "x".join(str(n) for n in x.shape) or "scalar"
     part = f", {place}" if (place := place_of(x)) else ""
     return f"{shape} {str(x.dtype).removeprefix('torch.')}{'' if x.requires_grad else ' frozen'}{part}"

@@ -1,8 +1,9 @@
-"""Which parameters the optimizer moves, and how fast."""
+"""Which parameters the optimizer updates, at which learning rate, and which of them share a flat vector."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,21 @@ from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.replica.flat import Segment
+from thinwire.tensor2d.mesh import Mesh3D
+from thinwire.tensor2d.module import placed
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer moves, by their name in the model, in the model's order.
+    """The parameters that the optimizer updates, by name, in the model's order.
 
     Raises:
         ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad}
-    strangers = len(held - {id(p) for p in model.parameters()})
-    if strangers:
-        raise ConfigError(f"the optimizer holds {strangers} parameters that are not the model's; attach their model")
+    foreign = len(held - {id(p) for p in model.parameters()})
+    if foreign:
+        raise ConfigError(f"the optimizer holds {foreign} parameters that are not the model's; attach their model")
     if not named:
         raise ConfigError("the optimizer holds no trainable parameter of this model; pass model.parameters() to it")
     for name, parameter in named.items():
@@ -32,17 +35,39 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    """Tensors by dtype and device, each kind in the order given."""
+    """Group tensors by (dtype, device), each group in the order given."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
     return kinds
 
 
+def vectors_of(
+    model: nn.Module, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None
+) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of each flat vector: one vector per (dtype, device).
+
+    On a mesh with several rows, parameters that are replicated over the rows get vectors of their own.
+
+    Args:
+        model: already on the mesh, if there is one.
+        named: its trained parameters.
+        mesh: the ranks of all copies of the model; None if the model is not split.
+    """
+    # A codec's scale depends on the entries that are coded together. Beside sharded entries, which differ from row to
+    # row, replicated parameters would be rounded differently in each row, and their copies would drift apart.
+    replicated: set[int] = set()
+    if mesh is not None and mesh.block.rows > 1:
+        replicated = {id(parameter) for parameter, placement in placed(model).values() if placement.replicated}
+    for wanted in (False, True):
+        chosen = [parameter for parameter in named.values() if (id(parameter) in replicated) == wanted]
+        yield from cast("Iterable[list[nn.Parameter]]", by_kind(chosen).values())
+
+
 def learning_rate(
     optimizer: Optimizer, parameters: list[nn.Parameter], segments: tuple[Segment, ...], x: Tensor
 ) -> Callable[[], float | Tensor]:
-    """Reads the optimizer's learning rate: a number, or a vector like `x` where groups differ in it."""
+    """A function that reads the current learning rate: a number, or a vector like `x` where groups differ in it."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     indices = [group_of[id(p)] for p in parameters]
     sizes = torch.tensor([segment.size for segment in segments], device=x.device)

@@ -1,7 +1,7 @@
-"""Go on from a checkpoint with another number of workers.
+"""Resume from a checkpoint with another number of workers.
 
-What all ranks held alike is every new rank's; what each held for itself is shared out by the strategy, which knows
-what must not be lost.
+State that was equal on all ranks is given to every new rank. State that each rank had for itself, such as residuals of
+error feedback, is redistributed by the strategy, which knows what sum must be preserved.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _SIZE, _RANK = "the number of workers", "the rank"
 
 @runtime_checkable
 class Resizable(Protocol):
-    """A strategy that can share its state out anew."""
+    """A strategy that can redistribute its state over another number of workers."""
 
     def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
-        """The states of so many workers that together remember what these do."""
+        """States for `size` workers that together preserve what `states` hold."""
         ...
 
 
 def saved_size(folder: Path) -> int | None:
-    """How many workers wrote the newest checkpoint that can be seen in a folder; None if there is none."""
+    """How many workers wrote the newest checkpoint visible in a folder; None if there is none."""
     steps = checkpoint.whole_steps(folder, 0)
-    return None if not steps else _size(_read(folder, steps[-1], 0))
+    return None if not steps else _size(_file(folder, steps[-1], 0).read())
 
 
 def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
-    """Go on from the newest whole checkpoint in a folder, whatever number of workers wrote it; returns its `extra`.
+    """Resume from the newest complete checkpoint, whatever number of workers wrote it; returns its `extra`.
 
     Raises:
         CheckpointError: as `Worker.load`, and as `load_resized` where the number is another.
@@ -54,30 +54,30 @@ def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
 
 
 def load_resized(worker: WorkerState, folder: Path) -> dict[str, Any]:
-    """Restore the newest step that is whole, whatever number of workers wrote it, and return the `extra` beside it.
+    """Restore the newest complete checkpoint, whatever number of workers wrote it, and return its `extra`.
 
     Parameters must have been equal on all ranks, as they are where gradients or momenta are exchanged at every step;
-    buffers become the mean over ranks. Random numbers of torch begin anew, and so does the deal of data. Every rank
-    must see the parts of all.
+    buffers become the mean over ranks. The state of torch's random generators is not restored, and data are divided
+    among the new number of workers. Every rank must see every rank's file.
 
     Args:
-        worker: the run that goes on.
+        worker: of the run that resumes.
         folder: of checkpoints, as for `Worker.save`.
 
     Raises:
-        CheckpointError: there is no such step, a part is damaged or belongs to another run, workers had different
-            parameters, or the strategy cannot share its state out anew.
+        CheckpointError: there is no such step, a file is damaged or belongs to another run, workers had different
+            parameters, or the strategy cannot redistribute its state.
     """
-    step = _agreed_step(worker, folder)
-    first = _read(folder, step, 0)
-    parts = [first, *(_read(folder, step, rank) for rank in range(1, _size(first)))]
-    state = resized([part["state"] for part in parts], worker)
-    checkpoint.restore(worker, state)
-    return {**first["extra"], **(parts[worker.comm.rank]["extra"] if worker.comm.rank < len(parts) else {})}
+    step = _newest_common_step(worker, folder)
+    first = _file(folder, step, 0).read()
+    contents = [first, *(_file(folder, step, rank).read() for rank in range(1, _size(first)))]
+    checkpoint.restore(worker, resized([content["state"] for content in contents], worker))
+    # A rank that existed before gets its own extra back; a new one gets rank 0's.
+    return {**first["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
 
 
 def resized(states: Sequence[Mapping[str, Any]], worker: WorkerState) -> dict[str, Any]:
-    """One rank's state in a world of another size, from the states of all ranks as `Worker.state_dict` gave them.
+    """This rank's state for another number of workers, from the `Worker.state_dict` of every old rank.
 
     Raises:
         CheckpointError: as `load_resized`.
@@ -100,7 +100,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState, si
         if not all(same(each[name], first[name]) for each in saved):
             raise CheckpointError(
                 f"{what} differ between workers at step {first['step']}, so their number cannot change here; "
-                "save after an agreement"
+                "save after a step at which all of them agree"
             )
     states = [each["state"] for each in saved]
     if isinstance(worker.strategy, Resizable):
@@ -109,15 +109,19 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState, si
         shared = [dict(states[0]) for _ in range(size)]
     else:
         raise CheckpointError(
-            f"{type(worker.strategy).__name__} keeps on every worker what cannot be shared out among another number; "
-            f"go on with {len(saved)} workers"
+            f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
+            f"number; resume with {len(saved)} workers"
         )
     return [{**first, "state": state} for state in shared]
 
 
-def _agreed_step(worker: WorkerState, folder: Path) -> int:
-    """The newest step of which every rank sees every part."""
-    mine = [step for step in checkpoint.whole_steps(folder, 0) if _all_there(folder, step)]
+def _newest_common_step(worker: WorkerState, folder: Path) -> int:
+    """The newest step of which every rank sees every file."""
+    mine = [
+        step
+        for step in checkpoint.whole_steps(folder, 0)
+        if all(_file(folder, step, rank).path.exists() for rank in range(_size(_file(folder, step, 0).read())))
+    ]
     device = worker.replicas[0].x.device
     everyone = [set(json.loads(row)) for row in gather_texts(worker.comm, json.dumps(mine).encode(), device)]
     common: set[int] = set.intersection(*everyone)
@@ -126,15 +130,7 @@ def _agreed_step(worker: WorkerState, folder: Path) -> int:
     return max(common)
 
 
-def _all_there(folder: Path, step: int) -> bool:
-    return all(_part(folder, step, rank).path.exists() for rank in range(_size(_read(folder, step, 0))))
-
-
-def _read(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    return _part(folder, step, rank).read()
-
-
-def _part(folder: Path, step: int, rank: int) -> RankFile:
+def _file(folder: Path, step: int, rank: int) -> RankFile:
     return RankFile(folder / f"step-{step:08d}", rank)
 
 
@@ -144,13 +140,14 @@ def _size(content: Mapping[str, Any]) -> int:
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
+    # Equal tensors are not averaged: the mean could round them.
     if not first.is_floating_point() or all(same(x, first) for x in tensors):
         return first
     return torch.stack([x.double() for x in tensors]).mean(0).to(first.dtype)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and plain values are equal; NaN is equal to NaN."""
+    """Whether two trees of tensors and plain values are equal; NaN counts as equal to NaN."""
     if isinstance(a, Tensor):
         alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
         return alike and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))

@@ -1,4 +1,4 @@
-"""What is known of one worker, for everything that saves, restores or drives it."""
+"""The data of one worker, for the modules that train, save, restore and resize it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from thinwire.strategies.base import Strategy
 from thinwire.worker.buckets import Backward
 
 
+# Apart from `Worker`, so that checkpoints, resizing and joining need not import the module that imports them.
 class WorkerState:
-    """One worker's model, optimizer and vectors, without the hooks that train them.
+    """One worker's model, optimizer and flat vectors, without the hooks that train them.
 
     Attributes:
-        model: the user's.
-        optimizer: the user's, over parameters of `model`.
+        model: the user's model.
+        optimizer: the user's optimizer, over parameters of `model`.
         strategy: the recipe.
-        comm: the ranks; `comm.meter` holds bytes and seconds.
-        seed: the key of the strategy's random draws, equal on all ranks.
+        comm: the ranks; `comm.meter` counts bytes and seconds.
+        seed: seed of the strategy's random draws, equal on all ranks.
         replicas: the flat vectors and their state, one for each (dtype, device).
-        layouts: the parameters of each replica, and where they lie in its vector.
-        shards: parameters of which this rank holds a part.
-        backward: the exchange of gradients during the backward pass, where there is one.
-        scaler: the loop's GradScaler, where it has one.
-        block: a name for the part of the model that this rank holds, where it is cut over a mesh.
-        undo: what `detach` undoes.
+        layouts: for each replica, its parameters and where they lie in its vector.
+        shards: the sharded parameters, of which this rank holds a part.
+        backward: the gradient exchange during the backward pass; None where the strategy has none.
+        scaler: the loop's GradScaler, if it uses one.
+        block: on a mesh, a name for the part of the model that this rank holds; else empty.
+        undo: callbacks that `detach` runs to remove the hooks.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
@@ -55,10 +56,10 @@ class WorkerState:
         return self.replicas[0].step
 
     def wait_pending(self) -> None:
-        """Wait for every message in flight, using none of them yet."""
+        """Wait for all messages in flight, without using them yet."""
         for replica in self.replicas:
             replica.wait_pending()
 
     def own_folder(self, folder: str | Path) -> Path:
-        """Where the ranks that hold the same parts of the model keep their checkpoints."""
+        """The subfolder for checkpoints of the ranks that hold the same part of the model as this one."""
         return Path(folder) / (self.block or folder_of(p for parameters, _ in self.layouts for p in parameters))

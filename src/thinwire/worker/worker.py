@@ -1,9 +1,9 @@
-"""A model and an optimizer become replicas: flat views, hooks, consensus."""
+"""Attach a strategy to a model and an optimizer: flat vectors, hooks around the optimizer's step, consensus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,11 +23,10 @@ from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, joining
 from thinwire.worker.buckets import Backward, Bucket, cut
-from thinwire.worker.evaluation import as_evaluated, refuse_movers
+from thinwire.worker.compatibility import check_compatible, check_mesh, check_skipped_steps
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of
-from thinwire.worker.mesh_replicas import fitting_block, vectors_of
-from thinwire.worker.parameters import by_kind, learning_rate, trained
+from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
 from thinwire.worker.state import WorkerState
 
 Batch = TypeVar("Batch")
@@ -35,19 +34,38 @@ _BUCKET_BYTES = 8 << 20
 
 
 class Worker(WorkerState):
-    """One worker's model under a strategy; made by `attach`.
+    """One worker's model under a strategy; returned by `attach`.
 
-    The user's loop stays as it was. Models whose parameters have several dtypes or devices have several replicas.
+    The training loop stays as it was. A model whose parameters have several dtypes or devices has one flat vector,
+    and one replica, for each.
+
+    Example:
+        Between averages the workers' parameters differ; `consensus` lends the model that all agree on.
+
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=8), comm=comm)
+        ...     model(torch.tensor([[1.0 + comm.rank]])).sum().backward()
+        ...     optimizer.step()
+        ...     own = model.weight.item()
+        ...     with worker.consensus():
+        ...         return worker.step, own, model.weight.item()
+        >>> thinwire.run_threads(2, train)
+        [(1, -0.5, -0.75), (1, -1.0, -0.75)]
     """
 
     # -- the training step ---------------------------------------------------------------------------------------
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer itself
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
             self._hooks_before()
             return None
 
+        # With a closure the gradient exists only after the call, so the strategy's hook runs within it.
         def evaluate() -> Any:
             loss = closure()
             self._hooks_before()
@@ -64,6 +82,7 @@ class Worker(WorkerState):
                 if self.strategy.reads_gradient:
                     whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
                     whole.gather()
+                    # The strategy may rewrite `r.g`; the optimizer must see that.
                     whole.expose()
                 self.strategy.before_step(replica)
         self.shards.write()
@@ -79,25 +98,28 @@ class Worker(WorkerState):
         self.comm.step = self.step
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
-        """Say what is behind the next step's gradient, for strategies that weigh or compare workers by it.
+        """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
+
+        Strategies that weight workers use the number; those that compare workers, such as leader SGD, the loss. Call
+        it before `optimizer.step()`.
 
         Args:
-            num_samples: of all batches of the step together. A step of which nothing is said counts as one.
-            loss: the step's mean loss, a tensor of one element or a number; it may be NaN, and is not waited for.
+            num_samples: in all batches of the step together; without a call a step counts as one sample.
+            loss: the step's mean loss, a tensor of one element or a number; may be NaN. A tensor is not waited for.
 
         Raises:
             ConfigError: a number of samples that is negative or not finite, or a loss of several elements.
         """
         if num_samples is not None and not 0 <= num_samples < float("inf"):
-            raise ConfigError(f"num_samples={num_samples}: must be finite and not negative; say len(batch)")
+            raise ConfigError(f"num_samples={num_samples}: must be finite and not negative; pass len(batch)")
         for replica in self.replicas:
             replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
 
     def metrics(self) -> dict[str, float]:
-        """What the strategy noticed since this was last asked, by name; the most of it where there are several vectors.
+        """The strategy's measurements since the last call, by name; with several flat vectors, the largest of each.
 
-        Gossip notices `consensus_distance`, the probe of heterogeneity how much gradients differ.
+        Gossip measures `consensus_distance`; `Probe` measures how much the workers' gradients differ.
         """
         found: dict[str, float] = {}
         for replica in self.replicas:
@@ -108,7 +130,7 @@ class Worker(WorkerState):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backward passes inside accumulate their gradients locally; the first one after sends the sum."""
+        """Within it, backward passes accumulate gradients locally; the first one after it sends the sum."""
         if self.backward is None:
             yield
             return
@@ -119,54 +141,51 @@ class Worker(WorkerState):
             self.backward.syncing = before
 
     def join(self, batches: Iterable[Batch], *, after_step: Callable[[], None] | None = None) -> Iterator[Batch]:
-        """The batches; when they end, keep answering the other ranks until theirs have ended too.
+        """Yield the batches; when they end, keep taking part in the other ranks' steps until theirs have ended too.
 
-        A rank without data takes part in every later step with no gradient of its own: means of gradients are over
-        the ranks that have one, and averages of parameters include everyone's. Each batch is one optimizer step:
-        to accumulate gradients, let each item be all the batches of a step.
+        A rank without data contributes no gradient: means of gradients are over the ranks that have one, and averages
+        of parameters include every rank. Each batch is one optimizer step: to accumulate gradients, let each item be
+        all the batches of a step.
 
         Args:
             batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
                 otherwise each step begins with a message of 4 bytes.
-            after_step: called after each answering step, for what the loop does besides (a scheduler's step);
-                the scaler given to `attach` is kept up already.
+            after_step: called after each step that is taken without a batch, for what the loop does besides (a
+                scheduler's step). The scaler given to `attach` is updated already.
         """
         return joining.join(self, batches, after_step or (lambda: None))
 
-    # -- what the workers know together --------------------------------------------------------------------------
+    # -- consensus -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def consensus(self) -> Generator[nn.Module]:
-        """The model all workers agree on, for evaluation and export; every rank must enter.
+        """The model that all workers agree on, for evaluation and export; every rank must enter.
 
-        Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Buffers of floating
-        dtype, such as BatchNorm statistics, are averaged over workers, others are rank 0's: workers' buffers are
-        their own while they train. An optimizer that trains at other parameters than its result (it has a method
-        `evaluating`) contributes its result. All of it is put back at the end.
+        Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Each worker has its own
+        buffers while it trains; at consensus those of floating dtype, such as BatchNorm statistics, are averaged over
+        workers, and others are rank 0's. An optimizer whose result differs from the parameters it trains (it has a
+        method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored.
         """
-        with as_evaluated(self.optimizer), self._agreed():
-            yield self.model
-
-    @contextmanager
-    def _agreed(self) -> Generator[None]:
-        self.wait_pending()
-        self.shards.read()
-        own = [replica.x.clone() for replica in self.replicas]
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        try:
-            with torch.no_grad():
-                for replica in self.replicas:
-                    replica.x.copy_(self.strategy.consensus(replica))
-                self._average_buffers()
-            self.shards.write()
-            yield
-        finally:
-            with torch.no_grad():
-                for replica, x in zip(self.replicas, own, strict=True):
-                    replica.x.copy_(x)
+        evaluating = getattr(self.optimizer, "evaluating", nullcontext)
+        with evaluating():
+            self.wait_pending()
+            self.shards.read()
+            own = [replica.x.clone() for replica in self.replicas]
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            try:
+                with torch.no_grad():
+                    for replica in self.replicas:
+                        replica.x.copy_(self.strategy.consensus(replica))
+                    self._average_buffers()
                 self.shards.write()
-                for name, buffer in self.model.named_buffers():
-                    buffer.copy_(buffers[name])
+                yield self.model
+            finally:
+                with torch.no_grad():
+                    for replica, x in zip(self.replicas, own, strict=True):
+                        replica.x.copy_(x)
+                    self.shards.write()
+                    for name, buffer in self.model.named_buffers():
+                        buffer.copy_(buffers[name])
 
     def _average_buffers(self) -> None:
         buffers = list(self.model.buffers())
@@ -181,16 +200,16 @@ class Worker(WorkerState):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank would need to go on as if it had never stopped.
+        """Everything that this rank needs to continue as if it had never stopped.
 
-        All parameters and buffers, the optimizer's state, the strategy's state, messages in flight (waited for, not
-        yet used) and the step. Nested dicts of tensors and JSON values. The scheduler, the scaler and the data's
-        position are the caller's: see `save`.
+        All parameters and buffers, the optimizer's state, the strategy's state, messages in flight (received, not yet
+        used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler and the position in
+        the data are the caller's: see `save`.
         """
         return checkpoint.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of the same rank.
+        """Continue from `state_dict()` of the same rank.
 
         Raises:
             CheckpointError: it belongs to another recipe, model or number of workers; names the first difference.
@@ -198,20 +217,20 @@ class Worker(WorkerState):
         checkpoint.restore(self, state)
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, whole or not at all; every rank must call.
+        """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
 
         Args:
             folder: holds one checkpoint per saved step.
-            extra: more to keep: dicts of tensors and JSON values, such as a scheduler's `state_dict()`.
+            extra: more to save: dicts of tensors and JSON values, such as a scheduler's `state_dict()`.
 
         Raises:
-            CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
+            CheckpointError: a file cannot be written, or `extra` holds something that is neither a tensor nor JSON.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
         """
         return checkpoint.save(self, self.own_folder(folder), dict(extra or {}))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from the newest whole checkpoint in `folder`; returns the `extra` saved with it.
+        """Continue from the newest complete checkpoint in `folder`; returns the `extra` saved with it.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another recipe, model or world size.
@@ -219,7 +238,7 @@ class Worker(WorkerState):
         return checkpoint.load(self, self.own_folder(folder))
 
     def detach(self) -> None:
-        """Remove every hook; the model keeps its parameters and trains alone from here on."""
+        """Remove every hook; the model keeps its parameters and trains alone from then on."""
         self.wait_pending()
         for replica in self.replicas:
             self.comm.close_mailbox(replica)
@@ -243,30 +262,44 @@ def attach(
 ) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
 
-    Parameters become views of one vector per (dtype, device), in place: keep using the model, move it no more.
-    After `backward()` each parameter's gradient is final: the mean over workers where the strategy exchanges
-    gradients, this worker's own elsewhere. Clip it there, and the norm that is clipped is the norm of the gradient
-    the optimizer will use.
+    Parameters become views of one flat vector per (dtype, device), in place: keep using the model, but do not move it
+    to another device or dtype afterwards. After `backward()` each parameter's gradient is final: the mean over workers
+    where the strategy exchanges gradients, else this worker's own. Clip it there: the optimizer uses that gradient.
 
     Args:
-        model: on its device already; its frozen parameters are compared but never sent again.
-        optimizer: any torch optimizer over parameters of `model`; others of its parameters are left alone.
+        model: already on its device. Frozen parameters are compared and sent once, from rank 0.
+        optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
         strategy: the recipe.
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
-        mesh: where `parallelize_2d` has cut the model, the ranks of all its copies; instead of `group`.
+        mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
         init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's. The
             optimizer's state is each rank's own either way.
-        seed: the key of the strategy's random draws; equal on all ranks.
-        scaler: the loop's GradScaler; the decision to skip a step is then made by all ranks together.
-        find_unused: parameters without a gradient on any rank keep none, at 4 bytes per tensor and step; otherwise
-            a missing gradient counts as zero. Only matters where gradients are exchanged.
-        bucket_bytes: how much gradient travels in one message; less overlaps more and costs more calls.
-        timeout: how long one wait may last.
+        seed: seed of the strategy's random draws; equal on all ranks.
+        scaler: the loop's GradScaler; all ranks then skip the same steps.
+        find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
+            otherwise a missing gradient counts as zero. Only matters where gradients are exchanged.
+        bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
+        timeout: how long one wait may last, in seconds.
 
     Raises:
-        ConfigError: the recipe cannot serve this model or this number of workers.
+        ConfigError: the recipe cannot serve this model, this optimizer or this number of workers.
         MismatchError: ranks were started with different models, recipes, versions or seeds.
+
+    Example:
+        Two workers as threads. Rank 0's parameters are used on both, and each step takes the mean gradient.
+
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=comm)
+        ...     model(torch.tensor([[1.0, comm.rank]])).sum().backward()
+        ...     optimizer.step()
+        ...     return model.weight.tolist()
+        >>> thinwire.run_threads(2, train)
+        [[[-0.5, -0.25]], [[-0.5, -0.25]]]
     """
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
@@ -281,37 +314,33 @@ def attach(
         "find_unused": find_unused,
         "the use of a scaler": scaled,
     }
-    joining.refuse_left_out(strategy, find_unused=find_unused, scaled=scaled)
-    agree(comm, facts := facts_of(model, optimizer, named, settings), next(iter(named.values())).device)
-    _check(worker, named)
-    worker.block = fitting_block(mesh, strategy, optimizer, facts, scaled=scaled)
+    check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
+    facts = facts_of(model, optimizer, named, settings)
+    device = next(iter(named.values())).device
+    # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
+    # waiting for a rank that has raised.
+    agree(comm, facts, device)
+    check_compatible(strategy, optimizer, comm.size, named.values())
+    if mesh is not None:
+        check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
+        agree(mesh.block.whole, facts, device)
+        worker.block = mesh.folder
     _make_replicas(worker, named, mesh)
     if init == "broadcast":
         _broadcast(worker)
     with torch.no_grad():
         for replica in worker.replicas:
             strategy.start(replica)
-    _hook(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
+    _register_hooks(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
     worker.scaler = scaler
+    # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
     if scaler is not None and comm.size > 1 and (strategy.reads_gradient or not strategy.sends_gradients):
         share_skips(worker, scaler)
     return worker
 
 
-def _check(worker: Worker, named: Mapping[str, nn.Parameter]) -> None:
-    """Can the recipe serve these workers, this optimizer and these parameters?"""
-    strategy = worker.strategy
-    strategy.check(worker.comm.size)
-    strategy.check_optimizer(worker.optimizer)
-    refuse_movers(strategy, worker.optimizer)
-    if strategy.sends_gradients and any(is_sharded(p) for p in named.values()):
-        raise ConfigError(
-            f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
-            "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
-        )
-
-
 def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
+    """Copy the parameters into flat vectors, and let each parameter be a view of its vector."""
     names = {id(p): name for name, p in named.items()}
     sharded: list[tuple[Tensor, Tensor]] = []
     for parameters in vectors_of(worker.model, named, mesh):
@@ -319,27 +348,27 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
         x = flatten([local(p) for p in parameters], segments)
         for parameter, view in zip(parameters, views(x, segments), strict=True):
             if is_sharded(parameter):
+                # Its storage belongs to FSDP2; its part of the vector is copied back and forth instead.
                 sharded.append((parameter, view))
             else:
                 parameter.data = view
         g = worker.strategy.room_for_gradient(x)
-        moved = parameters
-        lr = learning_rate(worker.optimizer, moved, segments, x)
-        moments = Moments(worker.optimizer, moved, segments)
+        lr = learning_rate(worker.optimizer, parameters, segments, x)
+        moments = Moments(worker.optimizer, parameters, segments)
         worker.replicas.append(Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments))
-        worker.layouts.append((moved, segments))
+        worker.layouts.append((parameters, segments))
     worker.shards = Shards(worker.model, sharded)
 
 
 def _broadcast(worker: Worker) -> None:
-    """Every rank starts from rank 0's parameters (frozen ones too) and buffers."""
+    """Start every rank from rank 0's parameters (frozen ones too) and buffers."""
     comm = worker.comm
     with torch.no_grad():
         for replica in worker.replicas:
             comm.broadcast_(replica.x, 0).wait()
         worker.shards.write()
-        mine = {id(p) for parameters, _ in worker.layouts for p in parameters}
-        rest = [local(t.data) for t in worker.model.parameters() if id(t) not in mine]
+        flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
+        rest = [local(t.data) for t in worker.model.parameters() if id(t) not in flat]
         rest += list(worker.model.buffers())
         for group in by_kind(rest).values():
             vector = flatten(group, layout := lay_out([("", t) for t in group]))
@@ -347,7 +376,8 @@ def _broadcast(worker: Worker) -> None:
             copy_each_(group, views(vector, layout))
 
 
-def _hook(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> None:
+def _register_hooks(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> None:
+    """Hook the gradient exchange to the backward pass, and the strategy to the optimizer's step."""
     strategy, optimizer = worker.strategy, worker.optimizer
     if strategy.sends_gradients and worker.comm.size > 1:
         buckets = [

@@ -1,0 +1,111 @@
+"""Combinations of strategy, optimizer, model and mesh that cannot work, refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.optimizers.lamb import Lamb
+from thinwire.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.replica.shards import is_sharded
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.gossip.ad_psgd import ADPSGD
+from thinwire.strategies.gradients.one_bit import CompressedMomentum
+from thinwire.strategies.leader.async_leader import AsyncLeaderSGD
+from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
+from thinwire.strategies.recipe import brief
+from thinwire.strategies.stragglers.backup_workers import BackupWorkers
+from thinwire.strategies.stragglers.parameter_server import ParameterServer
+from thinwire.tensor2d.mesh import Mesh2D
+
+_TIMING_DEPENDENT = (EagerPushSum, ADPSGD, AsyncLeaderSGD, BackupWorkers, ParameterServer)
+
+
+def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parameters: Iterable[Tensor]) -> None:
+    """Refuse a strategy that cannot serve this number of workers, this optimizer or these parameters.
+
+    Raises:
+        ConfigError: with the value, the rule and the fix.
+    """
+    strategy.check(size)
+    strategy.check_optimizer(optimizer)
+    check_parameter_moves(strategy, optimizer)
+    if strategy.sends_gradients and any(is_sharded(p) for p in parameters):
+        raise ConfigError(
+            f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
+            "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
+        )
+
+
+def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Refuse a strategy that changes parameters, under an optimizer that would overwrite the change.
+
+    Optimizers with a method `evaluating`, such as AC-SA, compute the parameters from their own state at every step.
+
+    Raises:
+        ConfigError: with the recipe and what to use instead.
+    """
+    if hasattr(optimizer, "evaluating") and strategy.moves_parameters:
+        raise ConfigError(
+            f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
+            "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
+            "a round"
+        )
+
+
+def check_skipped_steps(strategy: Strategy, *, find_unused: bool, scaled: bool) -> None:
+    """Refuse features that exchange a message at every step, under a strategy whose late workers skip steps.
+
+    Raises:
+        ConfigError: naming the features.
+    """
+    features = [name for name, value in (("find_unused=True", find_unused), ("a GradScaler", scaled)) if value]
+    if strategy.leaves_out_steps and features:
+        raise ConfigError(
+            f"{strategy} with {' and '.join(features)}: a late worker leaves out steps, and these need every worker "
+            "at every step; let every parameter have a gradient, and train in bfloat16, which needs no scaler"
+        )
+
+
+def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled: bool) -> None:
+    """Refuse what would let the blocks of one model copy get out of step with each other.
+
+    Raises:
+        ConfigError: the result depends on timing, which differs between blocks; or on a norm or a whole gradient, of
+            which this rank knows only its own part.
+    """
+    if mesh.whole.size == 1:
+        return
+    here = f"on {mesh.rows}x{mesh.columns} blocks"
+    if scaled:
+        raise ConfigError(f"scaler {here}: ranks would skip different steps; train in bf16, which needs none")
+    for method in _nested(strategy):
+        if isinstance(method, _TIMING_DEPENDENT):
+            raise ConfigError(
+                f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
+                "belong to different steps; use PushSum() or SlowMo()"
+            )
+        if isinstance(method, CompressedMomentum) and (method.max_norm is not None or method.warmup_steps is None):
+            raise ConfigError(
+                f"{brief(method)} {here}: a rank knows the norm of its own block only; give warmup_steps a number, and "
+                "clip with clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
+            )
+    if isinstance(optimizer, Lamb | OneBitLamb) and getattr(optimizer, "mesh", None) is None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors; use "
+            "Lamb2D(params, model=model, mesh=mesh), or OneBitAdam"
+        )
+
+
+def _nested(strategy: Strategy) -> Iterator[Strategy]:
+    """A strategy and the strategies it is built from."""
+    yield strategy
+    for field in fields(strategy):  # pyright: ignore[reportArgumentType]
+        value: Any = getattr(strategy, field.name)
+        if isinstance(value, Strategy):
+            yield from _nested(value)
