@@ -1,4 +1,4 @@
-"""Codecs under torch's own wrappers: DistributedDataParallel and FSDP2."""
+"""Codecs under PyTorch's own wrappers: DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def net() -> nn.Sequential:
 
 
 def wrapped(codec: Codec) -> tuple[DistributedDataParallel, DdpHook]:
-    """A network in buckets of a few hundred bytes, which are cut anew after the first pass."""
+    """A network in buckets of a few hundred bytes, which DDP rebuilds after the first pass."""
     network = DistributedDataParallel(net(), bucket_cap_mb=0.0005)
     network.register_comm_hook(None, hook := ddp_hook(codec))
     return network, hook
@@ -59,21 +59,21 @@ def under_ddp() -> dict[str, Any]:
         network, hook = wrapped(codec)
         taken(network, torch.optim.SGD(network.parameters(), lr=0.1), rank, 0, STEPS)
         results[name] = (flat(network) - flat(plain)).abs().max().item()
-        assert not hook.errors()
+        assert not hook.residuals()
     for name, codec in {"one bit": ErrorFeedback(OneBit(8)), "top": ErrorFeedback(TopK(0.1))}.items():
         network, hook = wrapped(codec)
-        heard = taken(network, torch.optim.SGD(network.parameters(), lr=0.0), rank, 0, STEPS)
-        residual = hook.errors()
+        sent = taken(network, torch.optim.SGD(network.parameters(), lr=0.0), rank, 0, STEPS)
+        residual = hook.residuals()
         error = torch.cat([residual[p].reshape(-1) for p in network.parameters()])
-        results[name] = (torch.stack(heard).double().sum(0).tolist(), error.double().tolist(), flat(network).tolist())
+        results[name] = (torch.stack(sent).double().sum(0).tolist(), error.double().tolist(), flat(network).tolist())
         names = dict(network.module.named_parameters())
         state = hook.state_dict(names)
         other, again = wrapped(codec)
         again.load_state_dict(state, dict(other.module.named_parameters()))
         assert int(state["step"]) == STEPS
-        assert torch.equal(torch.cat([e.reshape(-1) for e in again.errors().values()]), error)
+        assert torch.equal(torch.cat([e.reshape(-1) for e in again.residuals().values()]), error)
         more = taken(other, torch.optim.SGD(other.parameters(), lr=0.0), rank, STEPS, STEPS + 3)
-        later = again.errors()
+        later = again.residuals()
         results[f"{name}, resumed"] = (
             torch.stack(more).double().sum(0).tolist(),
             torch.cat([later[p].reshape(-1) for p in other.parameters()]).double().tolist(),
@@ -81,28 +81,28 @@ def under_ddp() -> dict[str, Any]:
     return results
 
 
-def said(rank: int, first: int, stop: int) -> Tensor:
-    """The sum of a rank's own gradients at the parameters all begin from."""
+def own_gradients(rank: int, first: int, stop: int) -> Tensor:
+    """The sum of a rank's own gradients at the parameters all start from."""
     network = net()
     return torch.stack(taken(network, torch.optim.SGD(network.parameters(), lr=0.0), rank, first, stop)).double().sum(0)
 
 
-def test_ddp_in_codes_loses_nothing_although_it_cuts_its_buckets_anew() -> None:
+def test_ddp_with_error_feedback_loses_nothing_although_it_rebuilds_its_buckets() -> None:
     found = run_processes(2, under_ddp)
     for name in ("bf16", "eight"):
         assert all(result[name] < 0.02 for result in found)
-    first = (said(0, 0, STEPS) + said(1, 0, STEPS)) / 2
-    later = (said(0, STEPS, STEPS + 3) + said(1, STEPS, STEPS + 3)) / 2
+    first = (own_gradients(0, 0, STEPS) + own_gradients(1, 0, STEPS)) / 2
+    later = (own_gradients(0, STEPS, STEPS + 3) + own_gradients(1, STEPS, STEPS + 3)) / 2
     for name in ("one bit", "top"):
-        heard, mine, _ = (torch.tensor(each) for each in found[0][name])
+        sent, mine, _ = (torch.tensor(each) for each in found[0][name])
         theirs = torch.tensor(found[1][name][1])
         assert found[0][name][0] == found[1][name][0]
-        assert (heard + (mine + theirs) / 2 - first).abs().max() < 2e-6 * STEPS
+        assert (sent + (mine + theirs) / 2 - first).abs().max() < 2e-6 * STEPS
         more, mine, theirs = (
             *(torch.tensor(each) for each in found[0][f"{name}, resumed"]),
             torch.tensor(found[1][f"{name}, resumed"][1]),
         )
-        assert (heard + more + (mine + theirs) / 2 - first - later).abs().max() < 4e-6 * STEPS
+        assert (sent + more + (mine + theirs) / 2 - first - later).abs().max() < 4e-6 * STEPS
 
 
 def under_fsdp() -> dict[str, list[float]]:
@@ -136,7 +136,7 @@ def taken_sharded(model: nn.Module, group: int) -> None:
         optimizer.step()
 
 
-def test_replicas_under_fsdp_average_in_codes() -> None:
+def test_replicas_under_fsdp_average_with_a_codec() -> None:
     found = run_processes(4, under_fsdp)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,7 +155,7 @@ def test_replicas_under_fsdp_average_in_codes() -> None:
 
 
 class ParameterBatch:
-    """A bucket of some parameters, as DistributedDataParallel hands it over."""
+    """A bucket of some parameters, as DistributedDataParallel passes it."""
 
     def __init__(self, members: list[Tensor], last: bool, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -173,7 +173,7 @@ class ParameterBatch:
         return self._last
 
 
-def test_what_is_owed_follows_its_parameter_into_another_bucket() -> None:
+def test_the_residual_follows_its_parameter_into_another_bucket() -> None:
     a, b, c = (nn.Parameter(torch.zeros(n)) for n in (20, 7, 33))
     hook = ddp_hook(ErrorFeedback(OneBit(8)))
     left = {p: torch.zeros(p.numel(), dtype=torch.float64) for p in (a, b, c)}
@@ -186,12 +186,12 @@ def test_what_is_owed_follows_its_parameter_into_another_bucket() -> None:
             residual = (bucket.sent.double() - bucket.buffer()).split(sizes)
             for p, piece in zip(bucket.parameters(), residual, strict=True):
                 left[p] += piece
-    assert set(hook.errors()) == {a, b, c}
-    for p, error in hook.errors().items():
+    assert set(hook.residuals()) == {a, b, c}
+    for p, error in hook.residuals().items():
         assert (left[p] - error.reshape(-1)).abs().max() < 1e-5
 
 
-def test_futures_are_done_when_the_last_bucket_has_come() -> None:
+def test_futures_are_done_with_the_last_bucket() -> None:
     a, b = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
     hook = ddp_hook(ErrorFeedback(OneBit(8)))
     first = hook(None, ParameterBatch([a], False, 1))
@@ -202,7 +202,7 @@ def test_futures_are_done_when_the_last_bucket_has_come() -> None:
     assert hook.comm.step == 1
 
 
-def test_a_hook_s_mean_is_the_coded_mean_of_its_bucket() -> None:
+def test_a_hook_s_mean_is_the_compressed_mean_of_its_bucket() -> None:
     def body(comm: Any) -> tuple[Tensor, Tensor]:
         hook = DdpHook(Quantize(4, 8), comm, seed=3)
         bucket = ParameterBatch([nn.Parameter(torch.zeros(40))], True, comm.rank)
@@ -215,11 +215,11 @@ def test_a_hook_s_mean_is_the_coded_mean_of_its_bucket() -> None:
         assert torch.equal(mean, expected)
 
 
-def test_hooks_refuse_what_would_go_astray_and_what_belongs_elsewhere() -> None:
+def test_hooks_refuse_biased_codecs_without_feedback_and_the_state_of_another_model() -> None:
     with pytest.raises(ConfigError, match=r"use ErrorFeedback\("):
         ddp_hook(OneBit())
     with pytest.raises(ConfigError, match=r"use ErrorFeedback\("):
         fsdp_hook(TopK(), None)
     hook, weight = ddp_hook(ErrorFeedback(OneBit())), nn.Parameter(torch.zeros(4))
-    with pytest.raises(CheckpointError, match="bias: what is owed to it does not fit"):
+    with pytest.raises(CheckpointError, match=r"bias: a residual of shape \(4,\) does not fit"):
         hook.load_state_dict({"error/bias": torch.zeros(4), "step": torch.tensor(3)}, {"weight": weight})

@@ -1,1 +1,1 @@
-"""Hooks for the data-parallel wrappers of torch itself."""
+"""Hooks for PyTorch's own data-parallel wrappers."""

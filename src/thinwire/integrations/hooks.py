@@ -1,4 +1,4 @@
-"""Codecs for those who keep torch's own wrappers: a hook for DistributedDataParallel and one for FSDP2."""
+"""Codecs for PyTorch's own wrappers: a communication hook for DistributedDataParallel and one for FSDP2."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from thinwire.errors import CheckpointError
 from thinwire.reduce.compressed_all_reduce import coded_mean_
 
 Key = tuple[int, ...]
-_OWED = "error/"
+_RESIDUAL = "error/"
 
 
 class Bucket(Protocol):
-    """What DistributedDataParallel hands to a hook: gradients that travel together."""
+    """What DistributedDataParallel passes to a hook: gradients that travel together."""
 
     def buffer(self) -> Tensor:
-        """All of them, end to end."""
+        """The gradients, end to end."""
         ...
 
     def parameters(self) -> list[Tensor]:
-        """Whose they are."""
+        """The parameters they belong to."""
         ...
 
     def is_last(self) -> bool:
-        """Whether no other bucket of this backward pass will come."""
+        """Whether this is the last bucket of the backward pass."""
         ...
 
 
 class DdpHook:
-    """Coded means of DistributedDataParallel's gradients; made by `ddp_hook`.
+    """Averages DistributedDataParallel's gradients, compressed by a codec; returned by `ddp_hook`.
 
-    Codes travel while the backward pass goes on, but for the last bucket's second stage. What is owed is kept by
-    parameter, as DistributedDataParallel cuts its buckets anew after the first pass.
+    Messages travel during the backward pass, except the second stage of the all-reduce, which starts with the last
+    bucket. The residual is kept by parameter, because DistributedDataParallel rebuilds its buckets after the first
+    pass.
 
     Args:
         codec: for the gradients.
@@ -54,137 +55,149 @@ class DdpHook:
         self.codec = codec
         self.comm = comm
         self.seed = seed
-        self.__name__ = self.__qualname__ = "thinwire.ddp_hook"  # torch asks a hook for both
+        self.__name__ = self.__qualname__ = "thinwire.ddp_hook"  # torch reads both
         self._buckets: dict[Key, dict[str, Tensor]] = {}
         self._members: dict[Key, list[Tensor]] = {}
-        self._under_way: list[tuple[Future[Tensor], Work[Tensor]]] = []
+        self._in_flight: list[tuple[Future[Tensor], Work[Tensor]]] = []
         self._offset = 0
 
     def __call__(self, state, bucket):  # pyright: ignore  # torch refuses annotations that are not its own classes
-        """Launch one bucket's mean; the last one of a pass waits for all of them.
+        """Start one bucket's mean; the last bucket of a pass waits for all of them.
 
         Args:
             state: what was given to `register_comm_hook`; not used.
             bucket: the gradients.
 
         Returns:
-            A future of the mean, to be waited for at the end of the pass.
+            A future of the mean, which is done at the end of the pass.
         """
         return self._launch(bucket)
 
-    def errors(self) -> dict[Tensor, Tensor]:
-        """What is owed to each parameter, as the views it is kept in; empty before the first pass.
+    def _launch(self, bucket: Bucket) -> Future[Tensor]:
+        x, state = bucket.buffer(), self._state_of(bucket.parameters())
+        key = draw_key(self.seed, self.comm.step, offset=self._offset)
+        self._offset += x.numel()
+        future: Future[Tensor] = Future()
+        self._in_flight.append((future, coded_mean_(self.comm, x, self.codec, state, key=key)))
+        if bucket.is_last():
+            # Waiting earlier would block the backward pass: its thread is the one that calls this hook.
+            in_flight, self._in_flight, self._offset = self._in_flight, [], 0
+            for each, work in in_flight:
+                each.set_result(work.wait())
+            self.comm.step += 1
+        return future
 
-        Ask between passes: what this rank owes as a server it owes as a worker from then on.
+    def residuals(self) -> dict[Tensor, Tensor]:
+        """The residual of each parameter, as views of where it is kept; empty before the first pass.
+
+        Call it between passes. The residual that this rank has for its piece of the sum becomes part of its own.
         """
         return {
             parameter: piece.view_as(parameter)
             for key in self._buckets
-            for parameter, piece in _pieces(self._members[key], self._settled(key))
+            for parameter, piece in _pieces(self._members[key], self._merged_residual(key))
         }
 
     def state_dict(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank owes, by name of parameter, and the step.
+        """This rank's residuals, by name of parameter, and the step.
 
         Args:
             names: the model's parameters, as `dict(model.named_parameters())`.
         """
-        residual = self.errors()
-        kept = {_OWED + name: residual[parameter].clone() for name, parameter in names.items() if parameter in residual}
+        residuals = self.residuals()
+        kept = {_RESIDUAL + name: residuals[p].clone() for name, p in names.items() if p in residuals}
         return {**kept, "step": torch.tensor(self.comm.step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict` of the same rank: what is owed is kept, in buckets as they will come.
+        """Continue from `state_dict` of the same rank; buckets may be divided differently.
 
         Args:
             state: from `state_dict`.
             names: the model's parameters, as `dict(model.named_parameters())`.
 
         Raises:
-            CheckpointError: an error is owed to no parameter, or to one of another size.
+            CheckpointError: a residual belongs to no parameter, or to one of another shape.
         """
         self._buckets.clear()
         self._members.clear()
-        for name in [name.removeprefix(_OWED) for name in state if name.startswith(_OWED)]:
-            residual = state[_OWED + name]
+        for name in [name.removeprefix(_RESIDUAL) for name in state if name.startswith(_RESIDUAL)]:
+            residual = state[_RESIDUAL + name]
             if name not in names or names[name].shape != residual.shape:
-                raise CheckpointError(f"{name}: what is owed to it does not fit the model; load what belongs to it")
+                raise CheckpointError(
+                    f"{name}: a residual of shape {tuple(residual.shape)} does not fit the model; load the state of "
+                    "the same model"
+                )
             self._members[key := (id(names[name]),)] = [names[name]]
             self._buckets[key] = {"error": residual.reshape(-1).to(names[name].device, torch.float32, copy=True)}
         self.comm.step = int(state["step"])
 
-    def _launch(self, bucket: Bucket) -> Future[Tensor]:
-        x, state = bucket.buffer(), self._state(bucket)
-        key = draw_key(self.seed, self.comm.step, offset=self._offset)
-        self._offset += x.numel()
-        future: Future[Tensor] = Future()
-        self._under_way.append((future, coded_mean_(self.comm, x, self.codec, state, key=key)))
-        if bucket.is_last():
-            self._finish()
-        return future
-
-    def _finish(self) -> None:
-        under_way, self._under_way, self._offset = self._under_way, [], 0
-        for future, work in under_way:
-            future.set_result(work.wait())
-        self.comm.step += 1
-
-    def _state(self, bucket: Bucket) -> dict[str, Tensor]:
-        """The state of a bucket; of one that was cut otherwise before, put together from what its members were owed."""
+    def _state_of(self, parameters: list[Tensor]) -> dict[str, Tensor]:
+        """The codec's state for a bucket; for a new bucket, its residual is put together from its parameters'."""
         if not isinstance(self.codec, ErrorFeedback):
             return {}
-        members = bucket.parameters()
-        key = tuple(id(parameter) for parameter in members)
+        key = tuple(id(parameter) for parameter in parameters)
         if key not in self._buckets:
-            self._part(members)
-            singles = [self._buckets.pop((id(p),), None) for p in members]
+            self._split_buckets_of(parameters)
+            singles = [self._buckets.pop((id(p),), None) for p in parameters]
             self._members = {single: kept for single, kept in self._members.items() if single in self._buckets}
-            residual = [
+            residuals = [
                 torch.zeros(p.numel(), device=p.device) if single is None else single["error"]
-                for p, single in zip(members, singles, strict=True)
+                for p, single in zip(parameters, singles, strict=True)
             ]
-            self._members[key], self._buckets[key] = members, {"error": torch.cat(residual)}
+            self._members[key], self._buckets[key] = parameters, {"error": torch.cat(residuals)}
         return self._buckets[key]
 
-    def _part(self, parameters: list[Tensor]) -> None:
-        """Keep what is owed to the members of these parameters' buckets one by one.
-
-        Those buckets are of an earlier pass, for of every pass a parameter is in one bucket: none is under way.
-        """
+    def _split_buckets_of(self, parameters: list[Tensor]) -> None:
+        """Replace the buckets that hold any of these parameters by one bucket per parameter."""
+        # They are of an earlier pass, so none of them is in flight: within a pass a parameter is in one bucket only.
         wanted = {id(parameter) for parameter in parameters}
         for key in [key for key in self._buckets if not wanted.isdisjoint(key)]:
-            error = self._settled(key)
+            residual = self._merged_residual(key)
             del self._buckets[key]
-            for parameter, piece in _pieces(self._members.pop(key), error):
+            for parameter, piece in _pieces(self._members.pop(key), residual):
                 self._members[single := (id(parameter),)] = [parameter]
                 self._buckets[single] = {"error": piece.clone()}
 
-    def _settled(self, key: Key) -> Tensor:
-        """What is owed to a bucket by this rank as a worker, once it owes nothing as a server.
-
-        The mean of all owes the same: a server's debt is one to the mean, and each worker's counts for its share.
-        """
+    def _merged_residual(self, key: Key) -> Tensor:
+        """A bucket's residual on this rank, with that of its piece of the sum added to it."""
         state = self._buckets[key]
         for name in [name for name in state if name.startswith("server_error/")]:
             start, _, stop = name.removeprefix("server_error/").partition("-")
+            # The piece's residual is one of the mean. A worker's residual counts 1/n in the mean, hence the factor n.
             state["error"][int(start) : int(stop)].add_(state.pop(name), alpha=self.comm.size)
         return state["error"]
 
 
 def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, timeout: float = 60.0) -> DdpHook:
-    """A communication hook that averages the gradients of DistributedDataParallel in a codec's payloads.
+    """A communication hook that averages the gradients of DistributedDataParallel, compressed by a codec.
 
-    `network.register_comm_hook(None, ddp_hook(codec))` before the first pass. What is owed is in
-    `hook.state_dict(names)`, to be saved by every rank.
+    Call `network.register_comm_hook(None, ddp_hook(codec))` before the first pass. The residual is in
+    `hook.state_dict(names)`, which every rank should save.
 
     Args:
         codec: for the gradients; a biased one in `ErrorFeedback`.
         group: the ranks, those of the wrapper; default all.
         seed: of the random draws, equal on all ranks.
-        timeout: how long one wait may last.
+        timeout: how long one wait may last, in seconds.
 
     Raises:
-        ConfigError: the codec leaves something unsaid for ever.
+        ConfigError: the codec is biased and not in `ErrorFeedback`.
+
+    Example:
+        Of two entries one is sent; the other is kept as the residual, and added to the next gradient.
+
+        >>> import torch, thinwire
+        >>> from torch import distributed as dist, nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> network = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        >>> hook = thinwire.ddp_hook(thinwire.ErrorFeedback(thinwire.TopK(0.5)))
+        >>> network.register_comm_hook(None, hook)
+        >>> network(torch.tensor([[1.0, 0.25]])).sum().backward()
+        >>> network.module.weight.grad
+        tensor([[1., 0.]])
+        >>> hook.state_dict(dict(network.module.named_parameters()))["error/weight"]
+        tensor([[0.0000, 0.2500]])
+        >>> dist.destroy_process_group()
     """
     return DdpHook(codec, comm_for(group, timeout=timeout), seed)
 
@@ -197,22 +210,33 @@ def fsdp_hook(
     seed: int = 0,
     timeout: float = 60.0,
 ) -> Callable[[Tensor], None]:
-    """A hook that averages the gradients of FSDP2 between replicas in a codec's payloads.
+    """A hook that averages the gradients of FSDP2 between replicas, compressed by a codec.
 
-    Shard each replica by itself, `fully_shard(module, mesh=mesh["shard"])`, and give every module that was sharded a
-    hook of its own: `module.set_all_reduce_hook(fsdp_hook(codec, mesh["replicate"]), ...)`. It is called with this
-    rank's shard of the gradient, averaged within the replica, and waits for the mean over replicas.
+    Shard each replica by itself, `fully_shard(module, mesh=mesh["shard"])`, and give every sharded module a hook of
+    its own: `module.set_all_reduce_hook(fsdp_hook(codec, mesh["replicate"]), ...)`. FSDP2 calls it with this rank's
+    shard of the gradient, averaged within the replica; the hook waits for the mean over replicas.
 
     Args:
         codec: for the shards; a biased one in `ErrorFeedback`.
-        group: the ranks that hold the same shard, one in each replica; as a Comm, one for all modules, it opens no
-            connections for each.
-        state: where what is owed is kept, for those who save it; one for each module.
+        group: the ranks that hold the same shard, one in each replica. Pass one Comm for all modules, and they share
+            its connections.
+        state: where the residual is kept, to be saved by the caller; one for each module.
         seed: of the random draws, equal on all ranks.
-        timeout: how long one wait may last.
+        timeout: how long one wait may last, in seconds.
 
     Raises:
-        ConfigError: the codec leaves something unsaid for ever.
+        ConfigError: the codec is biased and not in `ErrorFeedback`.
+
+    Example:
+        Two replicas as threads; FSDP2 would call the hook at the end of each module's backward pass.
+
+        >>> import torch, thinwire
+        >>> def average(comm):
+        ...     shard = torch.tensor([1.0 + comm.rank, 0.25])
+        ...     thinwire.fsdp_hook(thinwire.Bf16(), comm)(shard)
+        ...     return shard.tolist()
+        >>> thinwire.run_threads(2, average)
+        [[1.5, 0.25], [1.5, 0.25]]
     """
     check_feedback(codec)
     comm = group if isinstance(group, Comm) else comm_for(group, timeout=timeout)
