@@ -1,4 +1,4 @@
-"""Payload bytes equal the formulas of the docstrings, to the byte, over every wire."""
+"""Payload bytes equal the formulas of the docstrings, to the byte, on threads and in dry runs."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def train_and_count(comm: Comm, strategy: Strategy) -> float:
 
 @CASES
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_real_loop_sends_exactly_what_the_formula_says(strategy: Strategy, formula: Formula, n: int) -> None:
+def test_a_real_loop_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, formula: Formula, n: int) -> None:
     sent = thinwire.run_threads(n, lambda comm: train_and_count(comm, strategy))
     assert sent == pytest.approx([formula(n, rank) for rank in range(n)], rel=0, abs=0.01)
 
 
 @CASES
-def test_a_run_without_data_sends_exactly_what_the_formula_says(strategy: Strategy, formula: Formula) -> None:
+def test_a_dry_run_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, formula: Formula) -> None:
     for n in range(1, 9):
         for rank in range(n) if "Irregular" in str(strategy) else [n - 1]:
             run = DryRun(strategy, SIZES, workers=n, rank=rank, dtype=torch.float32, bucket_bytes=1)
@@ -151,7 +151,7 @@ def test_every_call_of_a_comm_counts_what_a_rank_sends(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_a_cube_speaks_to_one_partner_a_step(n: int) -> None:
+def test_a_hypercube_sends_to_one_partner_a_step(n: int) -> None:
     run = DryRun(Gossip(Hypercube()), SIZES, workers=n, rank=n - 1, dtype=torch.float32, bucket_bytes=1)
     steps = [run.step() for _ in range(n.bit_length() - 1)]
     assert sorted(peer for step in steps for each in step.exchanges for peer in each.dst) == sorted(

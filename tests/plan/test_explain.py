@@ -1,4 +1,4 @@
-"""The card of a recipe says what a real run then does."""
+"""The card of a recipe agrees with what a real run then does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.topology import Peers
 
 
-def test_a_card_of_local_sgd_says_what_its_docstring_says() -> None:
+def test_a_card_of_local_sgd_has_the_figures_of_its_docstring() -> None:
     card = explain(LocalSGD(8), parameters=1000, workers=4, bits_per_second=1e6)
     assert card.recipe == "LocalSGD()"
     assert card.period == 8
@@ -69,7 +69,7 @@ def test_a_card_of_slow_momentum_over_push_sum_adds_the_two_up() -> None:
     [AllReduce(), AllReduce(Bf16()), LocalSGD(4), Gossip(), PushSum(Irregular()), SlowMo(Gossip(order="after"), 4)],
     ids=str,
 )
-def test_a_card_says_what_a_real_run_of_the_same_model_sends(strategy: Strategy) -> None:
+def test_a_card_has_the_bytes_that_a_real_run_of_the_same_model_sends(strategy: Strategy) -> None:
     problem = Regression(3, 8, torch.float32)
     sizes = [p.numel() for p in Perceptron(problem.start).parameters()]
     card = explain(strategy, parameters=sizes, workers=3, bucket_bytes=40)
@@ -96,7 +96,7 @@ def test_memory_counts_what_a_real_replica_keeps() -> None:
         assert kept == {k: v for k, v in card.memory_bytes_per_parameter.items() if k in r.state}
 
 
-def test_figures_are_those_of_the_worker_that_has_most_to_carry() -> None:
+def test_figures_are_those_of_the_worker_that_sends_or_receives_most() -> None:
     @dataclass(frozen=True)
     class Star(Topology):
         """Everyone exchanges with rank 2."""
@@ -119,10 +119,10 @@ def test_the_fuller_direction_of_a_link_is_the_one_that_takes_time() -> None:
         """Everyone sends to rank 0, who sends to the others in turn."""
 
         def peers(self, rank: int, size: int, step: int) -> Peers:
-            favoured = 1 + step % (size - 1)
+            receiver = 1 + step % (size - 1)
             if rank == 0:
-                return Peers((favoured,), tuple(range(1, size)), 0.5, (0.5,) * (size - 1))
-            return Peers((0,), (0,) * (rank == favoured), 0.5, (0.5,) * (rank == favoured))
+                return Peers((receiver,), tuple(range(1, size)), 0.5, (0.5,) * (size - 1))
+            return Peers((0,), (0,) * (rank == receiver), 0.5, (0.5,) * (rank == receiver))
 
         def period(self, size: int) -> int:
             return size - 1
@@ -140,7 +140,7 @@ def test_the_cycle_of_a_recipe_is_the_least_common_multiple_of_its_periods() -> 
     assert explain(SlowMo(LocalSGD(4), period=6), parameters=1, workers=2).period == 12
 
 
-def test_a_strategy_that_keeps_its_rhythm_to_itself_is_still_heard() -> None:
+def test_a_period_that_is_in_no_field_is_found_all_the_same() -> None:
     @dataclass(frozen=True)
     class Tenth(Strategy):
         def after_step(self, r: Replica) -> None:
@@ -152,11 +152,11 @@ def test_a_strategy_that_keeps_its_rhythm_to_itself_is_still_heard() -> None:
     assert card.sent_bytes_per_step == 4
 
 
-def test_a_rhythm_longer_than_can_be_waited_for_still_ends() -> None:
+def test_a_period_longer_than_a_dry_run_still_ends() -> None:
     assert explain(LocalSGD(10**9), parameters=10, workers=2).sent_bytes_per_step == 0
 
 
-def test_one_worker_says_nothing() -> None:
+def test_one_worker_sends_nothing() -> None:
     for strategy in (AllReduce(), LocalSGD(), SlowMo(PushSum()), Gossip()):
         card = explain(strategy, parameters=10, workers=1, bits_per_second=1e6)
         assert card.sent_bytes_per_step == card.seconds_per_step == card.messages_per_step == 0
@@ -190,15 +190,15 @@ def test_what_cannot_be_explained_is_refused(arguments: dict[str, object], words
         explain(given.pop("strategy"), **given)  # pyright: ignore
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run_explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = main(["explain", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_the_command_tells_the_card_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_card_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = "SlowMo(PushSum, period=6)"
-    code, out, err = said(capsys, recipe, "--parameters", "6.5e6", "--link", "100mbit,0:10mbit")
+    code, out, err = run_explain(capsys, recipe, "--parameters", "6.5e6", "--link", "100mbit,0:10mbit")
     assert (code, err) == (0, "")
     assert out.startswith("SlowMo(base=PushSum(), period=6)\na model, 6,500,000 parameters in float32, 4 workers\n")
     for words in ("repeating after 6 steps", "32.5 MB a step", "ranks 1, 2: 13.0 MB each", "10 Mbit/s", "PushSum()\n"):
@@ -208,7 +208,9 @@ def test_the_command_tells_the_card_in_words(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_command_gives_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "LocalSGD(8)", "--parameters", "1000", "--workers", "8", "--link", "1gbit", "--json")
+    code, out, _ = run_explain(
+        capsys, "LocalSGD(8)", "--parameters", "1000", "--workers", "8", "--link", "1gbit", "--json"
+    )
     card = explain(LocalSGD(8), parameters=1000, workers=8, bits_per_second=1e9)
     content = json.loads(out)
     assert code == 0
@@ -219,7 +221,7 @@ def test_the_command_gives_the_same_as_json(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_command_counts_the_parameters_of_a_tasks_model(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "AllReduce", "--task", "digits", "--workers", "2", "--json")
+    code, out, _ = run_explain(capsys, "AllReduce", "--task", "digits", "--workers", "2", "--json")
     task = thinwire_task("digits")
     assert code == 0
     assert json.loads(out)["parameters"] == sum(p.numel() for p in task)
@@ -231,15 +233,15 @@ def thinwire_task(name: str) -> list[torch.nn.Parameter]:
     return list(tasks.load(name).model(seed=0).parameters())
 
 
-def test_silence_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "Local", "--parameters", "1e6", "--link", "100mbit")
+def test_a_strategy_that_sends_nothing_is_described_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_explain(capsys, "Local", "--parameters", "1e6", "--link", "100mbit")
     assert code == 0
     assert "nothing" in out
     assert "nobody waits for anybody" in out
 
 
 def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said(capsys, "Gossip(Complete)", "--parameters", "1e6", "--workers", "40")
+    _, out, _ = run_explain(capsys, "Gossip(Complete)", "--parameters", "1e6", "--workers", "40")
     assert "39 others: 4.00 MB each" in out
 
 
@@ -262,16 +264,16 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["Gossip(Hypercube)", "--parameters", "10", "--workers", "3"], "needs a power of two"),
     ],
 )
-def test_the_command_refuses_by_words_and_with_code_2(
+def test_the_command_refuses_with_a_message_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = said(capsys, *arguments)
+    code, out, err = run_explain(capsys, *arguments)
     assert code == 2
     assert out == ""
     assert words in " ".join(err.split())
     assert "Traceback" not in err
 
 
-def test_a_complete_graph_needs_room_for_what_everyone_sends() -> None:
+def test_a_complete_graph_needs_memory_for_what_everyone_sends() -> None:
     assert explain(Gossip(Complete()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 16
     assert explain(Gossip(Ring()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 8

@@ -1,4 +1,4 @@
-"""What a recipe will cost, found out before any run."""
+"""What a recipe costs, computed before any run."""
 
 from thinwire.plan.explain import Card, Link, Method, explain
 

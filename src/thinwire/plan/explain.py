@@ -1,4 +1,4 @@
-"""What a recipe says, keeps and waits for, before any run."""
+"""What a recipe sends, keeps in memory and waits for, computed before any run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import torch
 from thinwire.codecs.cast import Bf16
 from thinwire.comm.work import nbytes_of
 from thinwire.errors import ConfigError
-from thinwire.plan.traffic import DryRun, Step, busiest, methods
+from thinwire.plan.traffic import DryRun, StepTraffic, busiest, methods
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 
 PAYLOAD_SHARE = 1448 / 1514
-"""How much of a link's rate is payload: of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see
-it), 14 are the frame's header, 20 IP's, and 32 TCP's with its timestamps. What returns as acknowledgements, and the
-payload's own headers, are small beside it."""
+"""The part of a link's rate that carries payload.
+
+Of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see it) 14 are the frame's header, 20 the IP
+header, and 32 the TCP header with timestamps. Acknowledgements and the payload's own headers are negligible.
+"""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What travels from the worker to one other.
+    """What the worker sends to one other rank.
 
     Attributes:
-        dst: the other's rank.
-        bytes_per_step: payload, the mean over a period.
+        dst: the rank it is sent to.
+        bytes_per_step: payload, mean over a period.
     """
 
     dst: int
@@ -36,10 +38,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Method:
-    """One of the methods that a recipe is made of.
+    """One of the strategies that a recipe is composed of.
 
     Attributes:
-        name: the method with its arguments, as in a recipe.
+        name: the strategy with its arguments, as in a recipe.
         paper: where it comes from.
         waits: who blocks on whom, and when.
         limits: what it assumes, and when not to use it.
@@ -56,26 +58,26 @@ class Card:
     """What a recipe costs one worker. Bytes are payload; transports add about 5 % of headers.
 
     Attributes:
-        recipe: in brief.
-        workers: how many.
+        recipe: without arguments at their defaults.
+        workers: number of workers.
         parameters: elements of the model.
         dtype: of the parameters.
-        rank: whose figures these are: the worker that has most to send or to receive.
-        period: steps after which the traffic repeats, and over which means are taken.
-        sent_bytes_per_step: sent, mean.
-        received_bytes_per_step: received, mean.
-        messages_per_step: messages sent, mean; a collective call is one.
-        largest_message_bytes: the largest message; of a collective call, what this worker sends for it.
-        largest_step_bytes: what is sent in the step in which most is.
-        collective_bytes_per_step: the part that is sent in collectives, to whomever the transport chooses.
-        links: the part that is sent to named ranks.
-        memory_bytes_per_parameter: kept by thinwire, by name; the optimizer's own state and activations are not in it.
-        methods: what the recipe is made of, outermost first.
+        rank: the worker that the figures are for: the one that sends or receives most.
+        period: steps after which the traffic repeats; means are over this many.
+        sent_bytes_per_step: bytes sent, mean.
+        received_bytes_per_step: bytes received, mean.
+        messages_per_step: messages sent, mean; a collective call counts as one.
+        largest_message_bytes: bytes of the largest message; for a collective, what this worker sends in it.
+        largest_step_bytes: bytes sent in the step that sends most.
+        collective_bytes_per_step: the part sent in collectives; the transport decides to which ranks.
+        links: the part sent to named ranks.
+        memory_bytes_per_parameter: memory that thinwire adds, by name; without the optimizer's state and activations.
+        methods: the strategies of the recipe, outermost first.
         all_reduce_bytes_per_step: what AllReduce() would send.
         bf16_all_reduce_bytes_per_step: what AllReduce(codec=Bf16()) would send.
-        bits_per_second: of the link that was asked about.
-        seconds_per_step: on that link, in transfer, mean; what overlaps with computation is not waited for.
-        largest_step_seconds: the same for the step in which it is longest.
+        bits_per_second: rate of each worker's link; None if none was given.
+        seconds_per_step: transfer time on that link, mean; includes transfers that overlap with computation.
+        largest_step_seconds: the same for the step with the longest transfer.
     """
 
     recipe: str
@@ -109,22 +111,38 @@ def explain(
     bits_per_second: float | None = None,
     bucket_bytes: int = 8 << 20,
 ) -> Card:
-    """Run a strategy on tensors without data until its traffic repeats, and account for it.
+    """Run a strategy on meta tensors until its traffic repeats, and add up bytes, messages and memory.
 
     Args:
         strategy: the recipe.
         parameters: elements of the model, or of each of its parameter tensors in the model's order (messages of
             gradients are cut between tensors; a plain number is taken as many small ones).
-        workers: how many train together.
+        workers: number of workers.
         dtype: of the parameters.
-        bits_per_second: each worker's link, for a prediction of seconds; the same rate in both directions.
-        bucket_bytes: how much gradient travels in one message, as for `attach`.
+        bits_per_second: rate of each worker's link in each direction, to predict seconds.
+        bucket_bytes: bytes of gradient per message, as for `attach`.
 
     Raises:
-        ConfigError: the recipe cannot serve this number of workers, or there is nothing to train.
+        ConfigError: the recipe cannot serve this number of workers, or a value is out of its range.
+
+    Example:
+        Averaging every 8 steps sends an eighth of what an all-reduce at every step does.
+
+        >>> from thinwire import LocalSGD
+        >>> from thinwire.plan import explain
+        >>> card = explain(LocalSGD(period=8), parameters=1_000_000, workers=4)
+        >>> card.sent_bytes_per_step, card.all_reduce_bytes_per_step, card.messages_per_step
+        (750000.0, 6000000.0, 0.125)
     """
     sizes = _tensor_sizes(parameters, dtype, bucket_bytes)
-    _check(sum(sizes), workers, dtype, bits_per_second)
+    if not sizes:
+        raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
+    if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
+        raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
     strategy.check(workers)
 
     def dry(recipe: Strategy, rank: int) -> DryRun:
@@ -161,32 +179,22 @@ def explain(
 def _tensor_sizes(parameters: int | Sequence[int], dtype: torch.dtype, bucket_bytes: int) -> list[int]:
     if not isinstance(parameters, int):
         return [size for size in parameters if size]
+    # Many small tensors fill each bucket exactly to its limit.
     piece = max(1, bucket_bytes // dtype.itemsize)
     whole, rest = divmod(max(0, parameters), piece)
     return [rest] * bool(rest) + [piece] * whole
-
-
-def _check(parameters: int, workers: int, dtype: torch.dtype, bits_per_second: float | None) -> None:
-    if parameters < 1:
-        raise ConfigError(f"parameters={parameters}: a model has at least 1; give its number, such as 6_500_000")
-    if workers < 1:
-        raise ConfigError(f"workers={workers}: must be at least 1")
-    if not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
-    if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
-        raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _seconds(step: Step, bits_per_second: float) -> float:
-    """A link carries both directions at once, so the fuller one counts."""
+def _seconds(step: StepTraffic, bits_per_second: float) -> float:
+    """Transfer time of one step: a link is full-duplex, so the direction with more bytes counts."""
     return 8 * max(step.sent, step.received) / (bits_per_second * PAYLOAD_SHARE)
 
 
-def _links(steps: Sequence[Step]) -> tuple[Link, ...]:
+def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:
     total: dict[int, float] = {}
     for exchange in (exchange for step in steps for exchange in step.exchanges):
         for rank in exchange.dst:
@@ -194,8 +202,8 @@ def _links(steps: Sequence[Step]) -> tuple[Link, ...]:
     return tuple(Link(rank, total[rank] / len(steps)) for rank in sorted(total))
 
 
-def _memory(run: DryRun, steps: Sequence[Step]) -> dict[str, float]:
-    """Bytes per parameter, by name; `received` is the room for the most that one exchange brings."""
+def _memory(run: DryRun, steps: Sequence[StepTraffic]) -> dict[str, float]:
+    """Bytes per parameter, by name; `received` is the buffer for the largest exchange."""
     r = run.replica
     held = {"parameters": nbytes_of(r.x)}
     if r.g.numel():

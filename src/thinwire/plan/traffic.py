@@ -1,7 +1,7 @@
-"""What one worker would send, step by step: the real strategy, run on tensors without data.
+"""What one worker would send, step by step: the real strategy, run on meta tensors.
 
-There is no second description of any method here: hooks are called as `attach` calls them, on meta tensors, and the
-wire keeps an account instead of carrying anything.
+No method is described a second time here: its hooks are called as `attach` calls them, with a Comm that records
+messages instead of sending them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.worker.buckets import cut
 
-MOST_STEPS = 10_000
-"""How far a run without data goes to see its traffic repeat."""
+MAX_STEPS = 10_000
+"""Steps of a dry run after which it stops looking for traffic that repeats."""
 
-_LEAST_STEPS = 128  # so that a strategy whose rhythm is no field called `period` is heard too
+# Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too.
+_MIN_STEPS = 128
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one worker says and hears in one step.
+class StepTraffic:
+    """What one worker sends and receives in one step.
 
     Attributes:
-        collectives: bytes sent in each call of everyone to everyone; as many are received.
+        collectives: bytes sent in each collective call; as many are received.
         exchanges: messages to and from named ranks.
     """
 
@@ -67,18 +68,18 @@ class Step:
 
     @property
     def messages(self) -> int:
-        """Calls that send anything."""
+        """Calls in which it sends anything."""
         return len(self.collectives) + sum(len(each.dst) for each in self.exchanges)
 
     @property
     def largest(self) -> float:
-        """Bytes of the largest of its messages; for a collective, what this worker sends for it."""
+        """Bytes of the largest message; for a collective, what this worker sends in it."""
         return max([*self.collectives, *(each.nbytes for each in self.exchanges if each.dst)], default=0)
 
 
 @dataclass
 class Traffic(Meter):
-    """A meter that keeps each collective call apart."""
+    """A meter that also lists the bytes of each collective call."""
 
     collectives: list[float] = field(default_factory=list[float])
 
@@ -89,8 +90,8 @@ class Traffic(Meter):
             self.collectives.append(nbytes)
 
 
-class LedgerComm(CountingComm):
-    """A wire that carries nothing and writes down what it would have carried.
+class RecordingComm(CountingComm):
+    """Sends nothing and records what would have been sent.
 
     Attributes:
         exchanges: messages since the last `take`.
@@ -98,13 +99,13 @@ class LedgerComm(CountingComm):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.meter = self._ledger = Traffic()
+        self.meter = self._traffic = Traffic()
         self.exchanges: list[Exchange] = []
 
-    def take(self) -> Step:
-        """Everything since the last call of this."""
-        step = Step(tuple(self._ledger.collectives), tuple(self.exchanges))
-        self._ledger.collectives.clear()
+    def take(self) -> StepTraffic:
+        """Return everything recorded since the last call."""
+        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges))
+        self._traffic.collectives.clear()
         self.exchanges.clear()
         return step
 
@@ -114,15 +115,15 @@ class LedgerComm(CountingComm):
 
 
 class DryRun:
-    """One rank's run of a strategy, without data, gradients or peers.
+    """One rank's run of a strategy, without data, gradients or other ranks.
 
     Args:
         strategy: the recipe.
         sizes: elements of each parameter tensor, in the model's order.
-        workers: how many there are.
-        rank: which of them this is.
+        workers: number of workers.
+        rank: this worker.
         dtype: of the parameters.
-        bucket_bytes: how much gradient travels in one message, as for `attach`.
+        bucket_bytes: bytes of gradient per message, as for `attach`.
 
     Raises:
         ConfigError: the recipe cannot serve this number of workers.
@@ -140,7 +141,7 @@ class DryRun:
     ) -> None:
         strategy.check(workers)
         self.strategy = strategy
-        self.comm = LedgerComm(rank, workers)
+        self.comm = RecordingComm(rank, workers)
         x = torch.empty(sum(sizes), dtype=dtype, device="meta")
         self.replica = Replica(x, strategy.room_for_gradient(x), self.comm, lr=lambda: 1.0)
         self._parts: list[slice] = []
@@ -150,8 +151,8 @@ class DryRun:
             self._parts = [bucket.part for bucket in cut(self.replica, tensors, layout, bucket_bytes)]
         strategy.start(self.replica)
 
-    def step(self) -> Step:
-        """Call the hooks of one training step, in the engine's order."""
+    def step(self) -> StepTraffic:
+        """Call the hooks of one training step, in the order in which a `Worker` calls them."""
         r = self.replica
         r.comm.step = r.step
         for work in [self.strategy.on_gradient(r, part) for part in self._parts]:
@@ -162,15 +163,16 @@ class DryRun:
         self.strategy.after_step(r)
         return self.comm.take()
 
-    def period(self, *, most_steps: int = MOST_STEPS) -> tuple[Step, ...]:
-        """The shortest run of steps after which the traffic repeats.
+    def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
+        """The traffic of the shortest sequence of steps after which it repeats.
 
-        Where it does not repeat within `most_steps`, the last ones that were run.
+        Where it does not repeat within `max_steps`, that of the last steps that were run.
         """
         length = cycle(self.strategy, self.comm.size)
-        length = min(length * -(-_LEAST_STEPS // length), most_steps // 2)
-        before: tuple[Step, ...] = ()
-        for _ in range(most_steps // length):
+        length = min(length * -(-_MIN_STEPS // length), max_steps // 2)
+        # The first round may differ, as it includes what `start` sent: look for two equal rounds in a row.
+        before: tuple[StepTraffic, ...] = ()
+        for _ in range(max_steps // length):
             now = tuple(self.step() for _ in range(length))
             if now == before:
                 break
@@ -179,7 +181,7 @@ class DryRun:
 
 
 def cycle(strategy: Strategy, workers: int) -> int:
-    """The least common multiple of every period in a recipe: fields of that name, and those of its graphs."""
+    """The least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
     return lcm(*_periods(strategy, workers))
 
 
@@ -193,7 +195,7 @@ def _periods(recipe: object, workers: int) -> Iterator[int]:
 
 
 def topologies(recipe: object) -> Iterator[Topology]:
-    """Every graph in a recipe."""
+    """All topologies in a recipe."""
     if isinstance(recipe, Topology):
         yield recipe
     for _, value in _fields(recipe):
@@ -201,7 +203,7 @@ def topologies(recipe: object) -> Iterator[Topology]:
 
 
 def methods(recipe: object) -> Iterator[Strategy]:
-    """A strategy and those it is built on, outermost first."""
+    """A strategy and those it is composed of, outermost first."""
     if isinstance(recipe, Strategy):
         yield recipe
     for _, value in _fields(recipe):
@@ -215,7 +217,7 @@ def _fields(recipe: object) -> list[tuple[str, Any]]:
 
 
 def busiest(strategy: Strategy, workers: int) -> int:
-    """The rank that a recipe's graphs give the most to send or to receive; rank 0 where all are alike."""
+    """The rank that sends or receives most in a recipe's topologies; rank 0 where all are alike."""
     loads = [0] * workers
     for topology in topologies(strategy):
         for rank in range(workers):
