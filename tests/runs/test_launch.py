@@ -16,7 +16,7 @@ from thinwire.cli import main
 from thinwire.emulate import available
 from thinwire.errors import ConfigError, NonFiniteError, PeerLostError, ThinwireError
 from thinwire.runs import RunFolder, launch, resolve
-from thinwire.runs.launcher import Heard, explained
+from thinwire.runs.launcher import WorkerOutput, failure_of
 
 QUICK = ["--task", "digits", "--workers", "2", "--eval-limit", "64", "--threads", "1"]
 REASON = available()
@@ -27,7 +27,7 @@ def read(path: Path):
 
 
 @pytest.mark.slow
-def test_train_leaves_a_folder_that_says_what_happened(tmp_path, capsys):
+def test_train_writes_a_folder_with_everything_that_happened(tmp_path, capsys):
     folder = tmp_path / "run"
     code = main(["train", *QUICK, "--steps", "8", "--strategy", "LocalSGD(period=2)", "--out", str(folder), "--trace"])
     assert code == 0
@@ -105,10 +105,10 @@ def test_a_killed_worker_ends_the_run_with_one_message_that_names_it_and_the_ste
     killer.join()
     assert code == 1
     assert ended - moment[0] < 20
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("thinwire:")]
-    assert len(said) == 1
-    assert "worker 1 was ended by SIGKILL after step" in said[0]
-    assert "rank 0, step" in said[0] and "rank 1" in said[0]
+    messages = [line for line in capsys.readouterr().err.splitlines() if line.startswith("thinwire:")]
+    assert len(messages) == 1
+    assert "worker 1 was ended by SIGKILL after step" in messages[0]
+    assert "rank 0, step" in messages[0] and "rank 1" in messages[0]
     assert not (folder / "summary.json").exists()
 
 
@@ -132,46 +132,46 @@ class _Exit:
         )
 
 
-def heard(*events):
-    ears = Heard(lambda _: None)
+def output_of(*events):
+    output = WorkerOutput(lambda _: None)
     for rank, content in events:
-        ears.line(rank, "stdout", content if isinstance(content, str) else json.dumps(content))
-    return ears
+        output.add_line(rank, "stdout", content if isinstance(content, str) else json.dumps(content))
+    return output
 
 
 def error(kind, message):
     return {"event": "error", "kind": kind, "message": message}
 
 
-def test_the_cause_is_told_and_not_what_it_brought_on_the_others(tmp_path):
-    ears = heard((0, error("PeerLostError", "rank 1 is lost")), (1, error("NonFiniteError", "rank 1: nan")))
-    found = explained(ended(0), ears, RunFolder(tmp_path))
+def test_the_cause_is_reported_and_not_what_it_caused_on_other_ranks(tmp_path):
+    output = output_of((0, error("PeerLostError", "rank 1 is lost")), (1, error("NonFiniteError", "rank 1: nan")))
+    found = failure_of(ended(0), output, RunFolder(tmp_path))
     assert type(found) is NonFiniteError and str(found) == "rank 1: nan"
 
 
-def test_a_kill_explains_the_loss_of_a_peer(tmp_path):
-    ears = heard((0, {"event": "step", "step": 7}), (0, error("PeerLostError", "rank 0, step 8: rank 1 is lost")))
+def test_a_kill_explains_the_loss_of_a_rank(tmp_path):
+    output = output_of((0, {"event": "step", "step": 7}), (0, error("PeerLostError", "rank 0, step 8: rank 1 is lost")))
     home = RunFolder(tmp_path)
     home.write_settings(resolve({"task": "digits"}))
-    found = explained(ended(1, 9), ears, home)
+    found = failure_of(ended(1, 9), output, home)
     assert type(found) is PeerLostError
     assert "after step 7; rank 0, step 8: rank 1 is lost. Use --save-every" in str(found)
     (home.checkpoints / "step-00000001").mkdir(parents=True)
-    assert f"--resume {tmp_path}" in str(explained(ended(1, 9), ears, home))
+    assert f"--resume {tmp_path}" in str(failure_of(ended(1, 9), output, home))
 
 
-def test_a_crash_is_told_by_its_last_line_and_kept_whole(tmp_path):
-    ears = heard((1, "Traceback (most recent call last):"), (1, "ZeroDivisionError: division by zero"))
-    found = explained(ended(), ears, RunFolder(tmp_path))
+def test_a_crash_is_reported_by_its_last_line_and_kept_whole(tmp_path):
+    output = output_of((1, "Traceback (most recent call last):"), (1, "ZeroDivisionError: division by zero"))
+    found = failure_of(ended(), output, RunFolder(tmp_path))
     assert type(found) is ThinwireError and "ZeroDivisionError" in str(found)
     assert "Traceback" in (tmp_path / "worker-1.log").read_text()
 
 
 def test_lines_that_are_no_events_are_kept_and_events_are_passed_on():
     events = []
-    ears = Heard(events.append)
+    output = WorkerOutput(events.append)
     for line in ("plain", "[1]", '{"a": 1}', '{"event": "step", "step": 3}'):
-        ears.line(0, "stdout", line)
-    ears.line(0, "stderr", '{"event": "step", "step": 9}')
-    assert [event["step"] for event in events] == [3] and ears.step == 3
-    assert ears.said[0] == deque(["plain", "[1]", '{"a": 1}', '{"event": "step", "step": 9}'])
+        output.add_line(0, "stdout", line)
+    output.add_line(0, "stderr", '{"event": "step", "step": 9}')
+    assert [event["step"] for event in events] == [3] and output.step == 3
+    assert output.lines[0] == deque(["plain", "[1]", '{"a": 1}', '{"event": "step", "step": 9}'])

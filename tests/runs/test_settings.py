@@ -1,4 +1,4 @@
-"""What a run is: settings, recipes, meetings, figures."""
+"""Settings, recipes, synchronisation points and figures of a run."""
 
 import dataclasses
 import json
@@ -12,12 +12,10 @@ from thinwire.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.runs import Settings, parse_recipe, resolve
 from thinwire.runs.comparison import short_name
-from thinwire.runs.measure import Record, Totals, share
+from thinwire.runs.measure import InterfaceCounter, Record, Timeline, Totals, WireBytes, share
 from thinwire.runs.recipes import describe, split_recipes
-from thinwire.runs.schedule import Agenda
+from thinwire.runs.schedule import SyncSchedule
 from thinwire.runs.settings import read_settings
-from thinwire.runs.timeline import Timeline
-from thinwire.runs.traffic import Carried, Tap
 
 
 def settings(**others):
@@ -85,7 +83,7 @@ def test_a_target_alone_ends_in_finite_time():
 @pytest.mark.parametrize(
     "text", ["ddp", "ddp+bf16", "ddp+powersgd(rank=2)", "post-local-sgd(period=4, start=3)", "LocalSGD(period=4)"]
 )
-def test_a_recipe_or_peer_is_read_back_from_its_text(text):
+def test_a_recipe_or_baseline_is_read_back_from_its_text(text):
     assert describe(parse_recipe(text)) == text
 
 
@@ -112,7 +110,7 @@ def test_a_bare_name_is_a_recipe():
         ("ddp+powersgd(start=1)", "start=1"),
     ],
 )
-def test_a_wrong_peer_is_refused_with_the_fix(text, words):
+def test_a_wrong_baseline_is_refused_with_the_fix(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_recipe(text)
 
@@ -127,17 +125,17 @@ def test_a_wrong_list_of_recipes_is_refused(text, words):
         split_recipes(text)
 
 
-def test_folders_are_named_after_what_tells_recipes_apart():
+def test_folders_are_named_after_what_distinguishes_recipes():
     assert short_name("SlowMo(base=PushSum(topology=OnePeerExponential()), period=48)") == "SlowMo-PushSum"
     assert short_name("ddp+bf16") == "ddp-bf16"
     assert short_name("post-local-sgd(period=4)") == "post-local-sgd"
 
 
-def meetings(schedule, pace, step=0, seconds=0.0):
-    """The steps at which workers meet that take `pace` seconds a step."""
+def sync_steps(schedule, pace, step=0, seconds=0.0):
+    """The steps after which workers synchronise that take `pace` seconds a step."""
     found = []
     while not schedule.is_over(step, seconds):
-        following = schedule.next_meeting(step, seconds)
+        following = schedule.next_sync(step, seconds)
         seconds += (following - step) * pace
         step = following
         found.append(step)
@@ -145,27 +143,27 @@ def meetings(schedule, pace, step=0, seconds=0.0):
     return found
 
 
-def test_a_budget_of_seconds_ends_at_the_nearest_step_after_few_meetings():
-    found = meetings(Agenda(settings(steps=None, seconds=60.0), 0, 0.0), 0.013)
+def test_a_budget_of_seconds_ends_at_the_nearest_step_after_few_synchronisations():
+    found = sync_steps(SyncSchedule(settings(steps=None, seconds=60.0), 0, 0.0), 0.013)
     assert abs(found[-1] * 0.013 - 60.0) <= 0.013
     assert len(found) < 60
 
 
 def test_steps_end_at_the_step_and_evaluations_fall_on_their_multiples():
-    found = meetings(Agenda(settings(steps=95, eval_every=10, save_every=25), 0, 0.0), 0.001)
+    found = sync_steps(SyncSchedule(settings(steps=95, eval_every=10, save_every=25), 0, 0.0), 0.001)
     assert found[-1] == 95
     assert {*range(10, 95, 10), 25, 50, 75} <= set(found)
 
 
-def test_a_resumed_run_meets_at_the_same_multiples():
-    found = meetings(Agenda(settings(steps=40, eval_every=10), 25, 3.0), 0.1, 25, 3.0)
+def test_a_resumed_run_synchronises_at_the_same_multiples():
+    found = sync_steps(SyncSchedule(settings(steps=40, eval_every=10), 25, 3.0), 0.1, 25, 3.0)
     assert {30, 40} <= set(found) and found[-1] == 40
 
 
 def test_evaluations_of_a_budget_come_about_ten_times():
-    schedule, due, step, seconds = Agenda(settings(steps=None, seconds=20.0), 0, 0.0), 0, 0, 0.0
+    schedule, due, step, seconds = SyncSchedule(settings(steps=None, seconds=20.0), 0, 0.0), 0, 0, 0.0
     while not schedule.is_over(step, seconds):
-        following = schedule.next_meeting(step, seconds)
+        following = schedule.next_sync(step, seconds)
         step, seconds = following, following * 0.05
         due += schedule.evaluation_is_due(step, seconds)
     assert 8 <= due <= 11
@@ -181,7 +179,7 @@ def test_workers_share_means_and_the_time_of_the_last():
     assert first[0].compute_seconds == 0.25
 
 
-def test_time_per_step_counts_what_is_said_only_now_and_then():
+def test_time_per_step_counts_what_is_sent_only_every_few_steps():
     totals = Totals()
     times = [1.0 if step % 8 else 9.0 for step in range(1, 81)]
     totals.add([Record(i + 1, 0.0, 1.0, 8.0 * ((i + 1) // 8), t, t - 1.0) for i, t in enumerate(times)])
@@ -228,21 +226,21 @@ def test_the_window_of_the_timeline_opens_after_the_first_steps():
     assert [100 + i for i, on in enumerate(seen) if on] == [104, 105]
 
 
-def test_a_tap_counts_only_while_it_is_open(monkeypatch):
-    readings = iter([Carried(10, 1), Carried(15, 2), Carried(50, 9), Carried(51, 9)])
-    monkeypatch.setattr("thinwire.runs.traffic.read_counters", lambda _: next(readings))
-    tap = Tap("eth0")
+def test_an_interface_is_counted_only_between_start_and_stop(monkeypatch):
+    readings = iter([WireBytes(10, 1), WireBytes(15, 2), WireBytes(50, 9), WireBytes(51, 9)])
+    monkeypatch.setattr("thinwire.runs.measure.read_counters", lambda _: next(readings))
+    counter = InterfaceCounter("eth0")
     for _ in range(2):
-        tap.open()
-        tap.close()
-    assert tap.carried == Carried(6, 1)
+        counter.start()
+        counter.stop()
+    assert counter.total == WireBytes(6, 1)
 
 
 def test_without_an_interface_of_its_own_a_worker_counts_no_wire_bytes():
-    for tap in (Tap(None), Tap("no-such-interface")):
-        tap.open()
-        tap.close()
-        assert tap.carried is None
+    for counter in (InterfaceCounter(None), InterfaceCounter("no-such-interface")):
+        counter.start()
+        counter.stop()
+        assert counter.total is None
 
 
 def test_settings_are_frozen():

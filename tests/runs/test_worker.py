@@ -30,12 +30,12 @@ SUMMARY = {
 }
 
 
-def asked(**others):
+def fields_of(**others):
     return {"task": "digits", "strategy": "LocalSGD(period=4)", "steps": 12, "eval_limit": 64, "seed": 3, **others}
 
 
 def train(folder, resume=False, **others):
-    return work(resolve(asked(**others)), folder, resume=resume)
+    return work(resolve(fields_of(**others)), folder, resume=resume)
 
 
 def train_as_rank(folder, fields, resume):
@@ -43,7 +43,7 @@ def train_as_rank(folder, fields, resume):
 
 
 def train_pair(folder, *, resume=False, **others):
-    settings = resolve(asked(workers=2, **others))
+    settings = resolve(fields_of(workers=2, **others))
     folder.mkdir(exist_ok=True)
     return run_processes(2, train_as_rank, folder, settings.to_json(), resume)[0]
 
@@ -59,7 +59,7 @@ def tensors(folder, rank):
 
 def test_a_worker_alone_writes_the_whole_folder(tmp_path):
     events = []
-    summary = work(resolve(asked(eval_every=6)), tmp_path, emit=events.append)
+    summary = work(resolve(fields_of(eval_every=6)), tmp_path, emit=events.append)
     assert set(summary) >= SUMMARY
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     steps = lines(tmp_path, "loss")
@@ -120,7 +120,7 @@ def test_a_run_that_resumes_is_bitwise_the_run_that_did_not_stop(tmp_path):
         assert [(line["step"], line[key]) for line in whole] == [(line["step"], line[key]) for line in parts]
 
 
-def test_resuming_without_a_checkpoint_says_so(tmp_path):
+def test_resuming_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         train(tmp_path, resume=True)
 
@@ -139,8 +139,8 @@ def test_a_whole_number_of_workers_must_have_started(tmp_path):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_yardsticks_are_not_saved(tmp_path, name):
-    with pytest.raises(ConfigError, match="yardsticks"):
+def test_baselines_are_not_saved(tmp_path, name):
+    with pytest.raises(ConfigError, match="baselines"):
         train(tmp_path, strategy=name, save_every=6, steps=6)
 
 
@@ -148,7 +148,7 @@ def all_in_turn(folder, rows):
     return [work(Settings.from_json(fields), folder / name) for name, fields in rows]
 
 
-def test_yardsticks_see_the_same_data_and_count_what_they_send(tmp_path):
+def test_baselines_see_the_same_data_and_count_what_they_send(tmp_path):
     names = {
         "all": "AllReduce()",
         "ddp": "ddp",
@@ -157,7 +157,8 @@ def test_yardsticks_see_the_same_data_and_count_what_they_send(tmp_path):
         "post": "post-local-sgd(period=2)",
     }
     fields = {
-        key: resolve(asked(strategy=text, workers=2, steps=4, eval_every=4)).to_json() for key, text in names.items()
+        key: resolve(fields_of(strategy=text, workers=2, steps=4, eval_every=4)).to_json()
+        for key, text in names.items()
     }
     for key in names:
         (tmp_path / key).mkdir()
@@ -187,8 +188,8 @@ def differing_seeds(folder, fields, seeds):
     return None
 
 
-def test_ranks_with_different_settings_are_told_so(tmp_path):
-    fields = resolve(asked(workers=2)).to_json()
+def test_ranks_with_different_settings_are_refused(tmp_path):
+    fields = resolve(fields_of(workers=2)).to_json()
     for kind, words in run_processes(2, differing_seeds, tmp_path, fields, [1, 2]):
         assert kind == "MismatchError"
         assert "seed is 1 on rank 0 and 2 on rank 1" in words

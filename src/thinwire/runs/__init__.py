@@ -1,8 +1,8 @@
-"""A training run of a recipe on a task, measured: its settings, its workers, its folder.
+"""Measured training runs of a recipe on a task: settings, workers and the run folder.
 
-`resolve` fills in what was left open, `launch` starts the workers on this machine, `compare` does so for several
-strategies. Under `torchrun` each process calls `work` instead. Names are imported when they are first used, so that
-the command line can read `Settings` without waiting for torch.
+`resolve` completes settings, `launch` starts the workers on this machine, `compare` does so for several strategies.
+Under `torchrun` each process calls `work` instead. Names are imported when they are first used, so that the command
+line can read `Settings` without importing torch.
 """
 
 from importlib import import_module
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from thinwire.runs.settings import Settings
     from thinwire.runs.worker import work
 
-# No module here may bear a public name: once imported, it would hide it.
-_PLACES = {
+# No module here may have the name of a public function: importing the module would replace the function.
+_MODULES = {
     "Comparison": "comparison",
     "Recipe": "recipes",
     "RunFolder": "folder",
@@ -35,8 +35,8 @@ __all__ = ["Comparison", "Recipe", "RunFolder", "Settings", "compare", "launch",
 
 def __getattr__(name: str) -> object:
     """Import a public name from where it is defined, once."""
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'thinwire.runs' has no attribute {name!r}")
-    value: object = getattr(import_module(f"thinwire.runs.{_PLACES[name]}"), name)
+    value: object = getattr(import_module(f"thinwire.runs.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -2,6 +2,6 @@
 
 import sys
 
-from thinwire.runs.worker import leave, main
+from thinwire.runs.worker import exit_process, main
 
-leave(main(sys.argv[1:]))
+exit_process(main(sys.argv[1:]))

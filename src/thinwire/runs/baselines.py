@@ -1,11 +1,11 @@
-"""Torch's own ways of data-parallel training, as yardsticks in the same loop.
+"""PyTorch's own methods of data-parallel training, as baselines in the same loop.
 
-Payload is counted by formula, for torch does not: what a bandwidth-optimal all-reduce or broadcast sends per rank, of
-the tensors that each method exchanges. Exposed time is the tail of the backward pass, from this rank's last gradient
-to the end of the pass, and the averaging of parameters where a method has one. That is the wait for messages plus the
-copying of what has arrived: measured both ways on one run of AllReduce, it comes out half a percent above the time
-blocked in waits, which is what thinwire's strategies are charged with. The broadcast of BatchNorm buffers in the
-forward pass counts as computation.
+PyTorch does not count bytes, so payload is computed: what a bandwidth-optimal all-reduce or broadcast sends per rank,
+for the tensors that each method exchanges. Exposed time is the tail of the backward pass, from this rank's last
+gradient to the end of the pass, plus the averaging of parameters where a method has one. That includes unpacking what
+was received: measured both ways on one run of AllReduce, it is half a percent more than the time blocked in waits,
+which is how thinwire's strategies are measured. The broadcast of BatchNorm buffers in the forward pass counts as
+computation.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ from thinwire.runs.engine import GradientClock
 _LOST = re.compile(r"gloo|nccl|connection|socket|timed? ?out|peer|recv|process group", re.IGNORECASE)
 
 
-class PeerEngine:
-    """A model under DistributedDataParallel and one of its hooks."""
+class BaselineEngine:
+    """A model under DistributedDataParallel and one of its hooks.
+
+    Attributes:
+        average: averages the parameters after a step, where the method does; set by `Baseline.prepare`.
+        payload_per_step: bytes that every step sends; other payload is counted as it is sent.
+    """
 
     def __init__(self, network: DistributedDataParallel, optimizer: Optimizer, control: Comm) -> None:
         self.network = network
@@ -64,45 +69,45 @@ class PeerEngine:
         """Compute and exchange the gradients.
 
         Raises:
-            PeerLostError: a connection is gone or nobody answered in time.
+            PeerLostError: a connection was closed, or another rank did not answer in time.
         """
         try:
             start, end = self._clock.tail(loss)
         except RuntimeError as error:
-            self.lost("all-reduce of gradients", error)
-        self.waited("gradients", start, end)
+            self.raise_lost("all-reduce of gradients", error)
+        self.record_wait("gradients", start, end)
 
     def update(self) -> None:
         """The optimizer's step, and an average of parameters where the method has one.
 
         Raises:
-            PeerLostError: a connection is gone or nobody answered in time.
+            PeerLostError: a connection was closed, or another rank did not answer in time.
         """
         try:
             self.optimizer.step()
             if self.average is not None:
                 self.average()
         except RuntimeError as error:
-            self.lost("average of parameters", error)
+            self.raise_lost("average of parameters", error)
         self.optimizer.zero_grad(set_to_none=True)
         self.payload_bytes += self.payload_per_step
         self.step += 1
 
-    def waited(self, name: str, start: float, end: float) -> None:
-        """Count a wait."""
+    def record_wait(self, name: str, start: float, end: float) -> None:
+        """Count a wait, from `start` to `end`."""
         self.exposed_seconds += end - start
         if self._tracing:
             self.intervals.append(Interval("wait", name, start, end, self.step))
 
     def wait_pending(self) -> None:
-        """Nothing is ever in flight between steps."""
+        """Do nothing: no message is in flight between steps."""
 
     def metrics(self) -> dict[str, float]:
-        """Torch's methods notice nothing."""
+        """Return nothing: PyTorch's methods measure nothing."""
         return {}
 
     def trace(self, on: bool) -> None:
-        """Record waits, or not."""
+        """Switch the recording of waits on or off."""
         self._tracing = on
 
     @contextmanager
@@ -121,23 +126,23 @@ class PeerEngine:
             copy_each_(parameters, views(own, layout))
 
     def save(self, folder: Path, extra: dict[str, Any]) -> NoReturn:
-        """Refused: yardsticks are not saved.
+        """Refuse: baselines are not saved.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("save_every: torch's own methods are yardsticks here and are not saved; use a recipe")
+        raise ConfigError("save_every: PyTorch's own methods are baselines and cannot be saved; use a recipe")
 
     def load(self, folder: Path) -> NoReturn:
-        """Refused, as `save` is.
+        """Refuse: baselines are not saved.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("resume: torch's own methods are yardsticks here and are not saved; use a recipe")
+        raise ConfigError("resume: PyTorch's own methods are baselines and cannot be saved; use a recipe")
 
-    def lost(self, what: str, error: RuntimeError) -> NoReturn:
-        """Raise what a failed collective means; anything else is raised as it is."""
+    def raise_lost(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise a PeerLostError for the error of a failed collective; raise any other error as it is."""
         if not _LOST.search(str(error)):
             raise error
         rank, first = self.control.rank, str(error).splitlines()[0].rpartition("RuntimeError: ")[2][:200]
@@ -145,8 +150,8 @@ class PeerEngine:
 
 
 @dataclass(frozen=True)
-class Peer(ABC):
-    """One of torch's own methods; `str` is its name with the options that differ from the usual."""
+class Baseline(ABC):
+    """One of PyTorch's own methods; its `str` is its name, with the arguments that are not at their defaults."""
 
     name: ClassVar[str]
     paper: ClassVar[str] = (
@@ -154,9 +159,9 @@ class Peer(ABC):
     )
 
     def check(self, size: int) -> None:
-        """Nothing is refused."""
+        """Accept any number of workers."""
 
-    def engine(self, model: nn.Module, optimizer: Optimizer, control: Comm) -> PeerEngine:
+    def engine(self, model: nn.Module, optimizer: Optimizer, control: Comm) -> BaselineEngine:
         """Wrap a model and its optimizer."""
         device = next(model.parameters()).device
         network = DistributedDataParallel(
@@ -164,16 +169,16 @@ class Peer(ABC):
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_megabytes(model),
         )
-        engine = PeerEngine(network, optimizer, control)
-        self.prepare(engine, Sent(engine))
+        engine = BaselineEngine(network, optimizer, control)
+        self.prepare(engine, PayloadCounter(engine))
         return engine
 
     def bucket_megabytes(self, model: nn.Module) -> float | None:
-        """How much gradient travels together; None is torch's usual."""
+        """Megabytes of gradient per bucket; None is DDP's default."""
         return None
 
     @abstractmethod
-    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
+    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
         """Register hooks."""
 
     def __str__(self) -> str:
@@ -184,73 +189,71 @@ class Peer(ABC):
         return f"{self.name}({inside})" if inside else self.name
 
 
-class Sent:
-    """Counts what one engine's rank sends."""
+class PayloadCounter:
+    """Counts the bytes that one engine's rank sends."""
 
-    def __init__(self, engine: PeerEngine) -> None:
+    def __init__(self, engine: BaselineEngine) -> None:
         self._engine = engine
         size = engine.control.size
         self.share = (size - 1) / size
         buffers = sum(nbytes_of(b) for b in engine.network.module.buffers())
         if buffers and size > 1:
-            engine.network.register_forward_pre_hook(lambda *_: self.broadcast(buffers))
+            engine.network.register_forward_pre_hook(lambda *_: self.count_broadcast(buffers))
 
-    def broadcast(self, nbytes: int) -> None:
-        """DDP sends rank 0's buffers to all before each training step's forward pass."""
+    def count_broadcast(self, nbytes: int) -> None:
+        """Count the broadcast of rank 0's buffers, which DDP does before each forward pass in training."""
         if self._engine.network.training and torch.is_grad_enabled():
             self._engine.payload_bytes += self.share * nbytes
 
-    def sum(self, nbytes: int) -> None:
-        """An all-reduce of so many bytes."""
+    def count_all_reduce(self, nbytes: int) -> None:
+        """Count an all-reduce of a tensor of `nbytes`."""
         self._engine.payload_bytes += 2 * self.share * nbytes
 
 
 @dataclass(frozen=True)
-class Plain(Peer):
-    """DistributedDataParallel as it comes."""
+class PlainDdp(Baseline):
+    """DistributedDataParallel without a hook."""
 
     name = "ddp"
 
-    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
-        """Count every gradient at every step."""
+    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+        """Count an all-reduce of all gradients per step."""
         trained = sum(nbytes_of(p) for p in engine.network.parameters() if p.requires_grad)
         engine.payload_per_step = 2 * sent.share * trained
 
 
 @dataclass(frozen=True)
-class Bf16Gradients(Peer):
-    """Gradients travel in bfloat16.
+class Bf16Gradients(Baseline):
+    """Gradients are averaged in bfloat16.
 
-    Torch's hook of that purpose insists on NCCL; this one does the same over any backend.
+    PyTorch's own hook for this requires NCCL; this one does the same over any backend.
     """
 
     name = "ddp+bf16"
 
-    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
-        """Register a hook that casts, sums and casts back."""
+    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+        """Register a hook that casts, averages and casts back."""
 
         def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
             gradients = bucket.buffer()
             halves = gradients.to(torch.bfloat16).div_(engine.control.size)
-            sent.sum(nbytes_of(halves))
+            sent.count_all_reduce(nbytes_of(halves))
             work = dist.all_reduce(halves, async_op=True)
             assert work is not None
             return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
+        # DDP checks the annotations by identity, and those of this module are strings.
         hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
         engine.network.register_comm_hook(None, hook)
 
 
 @dataclass(frozen=True)
-class PowerSGD(Peer):
-    """Gradients travel as the factors of a low-rank matrix, with error feedback.
-
-    All in one bucket: the hook sends from the thread that received, so over Gloo the messages of several buckets
-    would leave in an order of its own on each rank, and meet the wrong ones.
+class PowerSGD(Baseline):
+    """Gradients are averaged as factors of a low-rank matrix, with error feedback.
 
     Args:
-        rank: columns kept; fewer says less and forgets more.
-        start: steps before it begins, at least 2; until then gradients travel whole.
+        rank: of the matrices; a lower rank sends fewer bytes and approximates more coarsely.
+        start: steps before compression begins, at least 2; until then gradients are averaged uncompressed.
     """
 
     rank: int = 1
@@ -266,18 +269,20 @@ class PowerSGD(Peer):
             raise ConfigError(f"start={self.start}: must be at least 2; DDP rebuilds its buckets before that")
 
     def bucket_megabytes(self, model: nn.Module) -> float:
-        """Enough for all gradients."""
+        """One bucket for all gradients."""
+        # PyTorch's hook sends its later messages from the thread that received the earlier ones. Over Gloo, with
+        # several buckets, each rank would send them in another order, and they would be matched wrongly.
         return 1 + sum(nbytes_of(p) for p in model.parameters()) / (1 << 20)
 
-    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
-        """Register torch's hook; what it sends is what its own statistics say."""
+    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+        """Register PyTorch's hook; its own statistics give the bytes."""
         state = PowerSGDState(None, self.rank, self.start)
 
         def hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
             whole, before = state.iter < self.start, state.total_numel_after_compression
             result = powerSGD_hook(state, bucket)
             numbers = bucket.buffer().numel() if whole else state.total_numel_after_compression - before
-            sent.sum(numbers * bucket.buffer().element_size())
+            sent.count_all_reduce(numbers * bucket.buffer().element_size())
             return result
 
         hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
@@ -285,14 +290,14 @@ class PowerSGD(Peer):
 
 
 @dataclass(frozen=True)
-class PostLocalSGD(Peer):
-    """Gradients travel at first; then only parameters, every `period` steps.
+class PostLocalSGD(Baseline):
+    """Gradients are averaged at first; then only parameters, every `period` steps.
 
-    Torch averages for the first time one step after the start, and every `period` steps from there.
+    PyTorch averages for the first time one step after the start, and every `period` steps from there.
 
     Args:
         period: steps between averages of parameters.
-        start: steps before it begins; torch's own examples wait for 100.
+        start: steps before it begins; PyTorch's own examples use 100.
     """
 
     period: int = 8
@@ -303,30 +308,30 @@ class PostLocalSGD(Peer):
 
     def __post_init__(self) -> None:
         if self.period < 2:
-            raise ConfigError(f"period={self.period}: must be at least 2 steps; use ddp to speak at every step")
+            raise ConfigError(f"period={self.period}: must be at least 2 steps; use ddp to average at every step")
         if self.start < 0:
             raise ConfigError(f"start={self.start}: must be at least 0")
 
-    def prepare(self, engine: PeerEngine, sent: Sent) -> None:
-        """Register torch's hook, and its averager after each update."""
+    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+        """Register PyTorch's hook, and its averager after each optimizer step."""
         state = PostLocalSGDState(None, None, self.start, post_local_gradient_allreduce=False)
 
         def hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
             if state.iter < self.start:
-                sent.sum(nbytes_of(bucket.buffer()))
+                sent.count_all_reduce(nbytes_of(bucket.buffer()))
             return post_localSGD_hook(state, bucket)
 
         hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
         engine.network.register_comm_hook(state, hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start)
-        engine.average = lambda: _average(averager, engine, sent)
 
+        def average() -> None:
+            start, steps_since = time.perf_counter(), averager.step - averager.warmup_steps
+            parameters = [p for p in engine.network.parameters() if p.grad is not None]
+            averager.average_parameters(iter(parameters))
+            # The averager does not tell whether it averaged; this is its own condition.
+            if steps_since >= 0 and steps_since % averager.period == 0:
+                engine.record_wait("parameters", start, time.perf_counter())
+                sent.count_all_reduce(sum(nbytes_of(p) for p in parameters))
 
-def _average(averager: PeriodicModelAverager, engine: PeerEngine, sent: Sent) -> None:
-    """Let torch average the parameters when it is time to, and count it."""
-    start, beyond = time.perf_counter(), averager.step - averager.warmup_steps
-    parameters = [p for p in engine.network.parameters() if p.grad is not None]
-    averager.average_parameters(iter(parameters))
-    if beyond >= 0 and beyond % averager.period == 0:
-        engine.waited("parameters", start, time.perf_counter())
-        sent.sum(sum(nbytes_of(p) for p in parameters))
+        engine.average = average

@@ -1,4 +1,4 @@
-"""Several strategies on one task, one after another, from the same parameters and the same order of data."""
+"""Compare strategies: run one after another on one task, from the same parameters and on the same batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from thinwire.runs.settings import Settings
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a comparison.
+    """The results of a comparison.
 
     Attributes:
         folder: holds comparison.json and a folder for each run.
-        strategies: in the order they were asked for.
+        strategies: in the order they were given.
         rounds: for each strategy, the summary of every round.
     """
 
@@ -32,11 +32,11 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Fields]:
-        """For each strategy, the round whose steps took the median time."""
-        return [_middle(summaries) for summaries in self.rounds]
+        """For each strategy, the summary of the round with the median step time."""
+        return [_median_round(summaries) for summaries in self.rounds]
 
     def spread(self, key: str) -> list[tuple[float, float]]:
-        """For each strategy, the least and the greatest of a figure over its rounds; NaN where it is missing."""
+        """For each strategy, the minimum and maximum of a figure over its rounds; NaN where it is missing."""
         values = [[float(s[key]) if s[key] is not None else float("nan") for s in each] for each in self.rounds]
         return [(min(each), max(each)) for each in values]
 
@@ -51,27 +51,29 @@ def compare(
     listener: Listener = unheard,
     begin: Callable[[str, int], None] = lambda strategy, place: None,
 ) -> Comparison:
-    """Run each strategy, in rounds, and keep their folders beneath one.
+    """Run each strategy, once per round, in folders beneath one.
 
-    In a round all strategies start from the same parameters and see the same data in the same order; each round has
-    a seed of its own.
+    In a round all strategies start from the same parameters and see the same batches in the same order; each round has
+    its own seed.
 
     Args:
-        settings: of all runs, but for the strategy.
-        strategies: recipes or names of torch's own methods.
+        settings: of all runs, except the strategy.
+        strategies: recipes, or names of PyTorch's own methods.
         folder: a new one.
-        rounds: how often each is run.
+        rounds: how often each strategy is run.
         title: of the report.
-        listener: told of steps and evaluations as they happen.
-        begin: told of each run before it starts: its strategy, and its place among all runs, from 0.
+        listener: called with each step and evaluation as they happen.
+        begin: called before each run with its strategy and its number among all runs, from 0.
 
     Raises:
-        ConfigError: a recipe that cannot be, or not with so many workers or this optimizer, before anything is run.
-        ThinwireError: what ended a run; those before it keep their folders.
+        ConfigError: a recipe cannot be read, or does not serve this number of workers or this optimizer; before any
+            run.
+        ThinwireError: a run failed; the folders of earlier runs are kept.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: must be at least 1")
     recipes = [check_recipe(text, settings.workers) for text in strategies]
+    # All of them before the first run: a later mistake would cost the time of the runs before it.
     for recipe in recipes:
         check_optimizer(parse_recipe(recipe), settings)
     names = _folder_names(recipes)
@@ -83,15 +85,17 @@ def compare(
     for number in range(rounds):
         for place, (recipe, name) in enumerate(zip(recipes, names, strict=True)):
             begin(recipe, number * len(recipes) + place)
-            asked = replace(settings, strategy=recipe, seed=settings.seed + number)
-            summaries[place].append(launch(asked, folder / _round_name(name, number), listener=listener))
-            _note(home, names, summaries, title)
+            own_settings = replace(settings, strategy=recipe, seed=settings.seed + number)
+            summaries[place].append(launch(own_settings, folder / _round_name(name, number), listener=listener))
+            _write_comparison(home, names, summaries, title)
     return Comparison(folder, tuple(recipes), tuple(tuple(each) for each in summaries))
 
 
-def _note(home: RunFolder, names: Sequence[str], summaries: Sequence[Sequence[Fields]], title: str) -> None:
-    """Say which runs there are so far; a report shows one for each strategy."""
-    chosen = [_round_name(name, each.index(_middle(each))) for name, each in zip(names, summaries, strict=True) if each]
+def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence[Sequence[Fields]], title: str) -> None:
+    """List the runs so far; a report shows one for each strategy."""
+    chosen = [
+        _round_name(name, each.index(_median_round(each))) for name, each in zip(names, summaries, strict=True) if each
+    ]
     rounds = {
         name: [_round_name(name, number) for number in range(len(each))]
         for name, each in zip(names, summaries, strict=True)
@@ -99,7 +103,7 @@ def _note(home: RunFolder, names: Sequence[str], summaries: Sequence[Sequence[Fi
     home.write("comparison.json", {"runs": chosen, "title": title, "rounds": rounds})
 
 
-def _middle(summaries: Sequence[Fields]) -> Fields:
+def _median_round(summaries: Sequence[Fields]) -> Fields:
     ordered = sorted(summaries, key=lambda summary: summary["seconds_per_step"] or 0.0)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -109,18 +113,18 @@ def _round_name(name: str, number: int) -> str:
 
 
 def _folder_names(recipes: Sequence[str]) -> list[str]:
-    """Short names, all different, that any file system takes."""
+    """Short names for folders, all different."""
     names: list[str] = []
     for recipe in recipes:
-        plain = short_name(recipe)
-        taken = sum(name == plain or name.rpartition("-")[0] == plain for name in names)
-        names.append(f"{plain}-{taken + 1}" if taken else plain)
+        short = short_name(recipe)
+        taken = sum(name == short or name.rpartition("-")[0] == short for name in names)
+        names.append(f"{short}-{taken + 1}" if taken else short)
     return names
 
 
 def short_name(recipe: str) -> str:
     """The names in a recipe without its arguments: `SlowMo-PushSum` for `SlowMo(base=PushSum(...), ...)`."""
     words = re.findall(r"[A-Za-z][\w+]*(?:-[\w+]+)*(?=\(|$)", recipe.replace("codec=None", ""))
-    silent = {"Local", "OnePeerExponential", "Ring"}
-    kept = [word for word in words if word not in silent] or ["run"]
+    usual = {"Local", "OnePeerExponential", "Ring"}
+    kept = [word for word in words if word not in usual] or ["run"]
     return re.sub(r"[^\w+.-]", "-", "-".join(kept)).replace("+", "-")

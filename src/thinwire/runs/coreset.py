@@ -1,4 +1,4 @@
-"""A rank trains on chosen points of its own shard: which, when they are chosen anew, and what that takes."""
+"""Training on a coreset: each rank selects examples of its own shard, and selects anew every few epochs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,20 @@ _EXAMPLE = 'write it like "Craig(fraction=0.1, every=5)"'
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that a text names, as in "Craig(fraction=0.1, every=5)"; nothing is evaluated.
+    """Read a policy such as "Craig(fraction=0.1, every=5)"; nothing is evaluated.
 
     Raises:
-        ConfigError: an unknown name or argument, something that is no literal, or a value that the policy refuses.
+        ConfigError: an unknown name or argument, a value that is no literal, or one that the policy refuses.
     """
-    name, arguments = _call(text)
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("not a name with named arguments")
+        name = call.func.id
+        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ConfigError(f"coreset {text[:100]!r}: cannot be read; {_EXAMPLE}") from None
     if name not in POLICIES:
         close = get_close_matches(name.lower(), [known.lower() for known in POLICIES], n=1, cutoff=0.5)
         meant = next((f"; did you mean {known}?" for known in POLICIES if [known.lower()] == close), "")
@@ -46,19 +54,6 @@ def parse_policy(text: str) -> Policy:
     if unknown is not None:
         raise ConfigError(f"coreset {text!r}: {name} has no {unknown!r} (known: {', '.join(known)})")
     return POLICIES[name](**arguments)
-
-
-def _call(text: str) -> tuple[str, dict[str, Any]]:
-    """A name and its arguments, which are named literals."""
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            return node.func.id, {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        pass
-    raise ConfigError(f"coreset {text[:100]!r}: cannot be read; {_EXAMPLE}")
 
 
 def check_policy(text: str, task: Task) -> str:
@@ -73,10 +68,10 @@ def check_policy(text: str, task: Task) -> str:
 
 
 def examples_of(task: Task) -> ExampleSet:
-    """The task's examples, which can be taken by number.
+    """The task's examples, to be indexed one by one.
 
     Raises:
-        ConfigError: it has none, or they have no classes.
+        ConfigError: it has no separate examples, or they have no classes.
     """
     data = task.data
     if not isinstance(data, ExampleSet) or data.census.labels is None:
@@ -88,20 +83,20 @@ def examples_of(task: Task) -> ExampleSet:
 
 
 class ChosenData:
-    """One rank's training data, cut down to what a policy chooses of its shard.
+    """One rank's training data: the examples of its shard that a policy selects.
 
-    A rank chooses by the model that it holds itself, and says nothing to the others. An epoch is one visit of every
-    chosen point; its last batch is filled up with the epoch's first points.
+    A rank selects with its own model, without messages. An epoch visits every selected example once; its last batch is
+    filled up with the epoch's first examples.
 
     Args:
-        policy: how to choose, and how often.
+        policy: how to select, and how often.
         task: with separate examples.
-        shard: this rank's own.
-        model: the rank's own, not wrapped.
+        shard: of this rank.
+        model: of this rank, not wrapped.
         optimizer: of the model.
-        batch_size: examples a step.
+        batch_size: examples per step.
         seed: of the run.
-        rank: this one.
+        rank: of this worker.
     """
 
     def __init__(
@@ -130,11 +125,11 @@ class ChosenData:
 
     @property
     def seconds(self) -> float:
-        """Spent on choosing so far."""
+        """Seconds spent on selection so far."""
         return self.selector.seconds
 
     def batch(self, step: int) -> tuple[Batch, Tensor]:
-        """The batch of a step and the weights of its examples; steps are asked for in their order."""
+        """The batch of a step and the weights of its examples; call it with increasing steps."""
         places = self._epoch_of(step)
         first = (step - self._began) * self.batch_size
         chosen = places[torch.arange(first, first + self.batch_size) % len(places)]
@@ -152,7 +147,7 @@ class ChosenData:
         return weighted_mean(losses, weights)
 
     def summary(self) -> dict[str, Any]:
-        """What choosing took, for the run's summary."""
+        """The cost of selection, for the run's summary."""
         return {
             "coreset": repr(self.selector.policy),
             "coreset_points": len(self.sampler.subset),
@@ -161,17 +156,17 @@ class ChosenData:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model."""
+        """What a resumed run needs besides the model."""
         return {"began": self._began, "epoch": self.sampler.epoch, "selector": self.selector.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from `state_dict`."""
         self._began, self.sampler.epoch = state["began"], state["epoch"]
         self.selector.load_state_dict(state["selector"])
         self._places = self.sampler.places() if self.selector.began else None
 
     def _epoch_of(self, step: int) -> Tensor:
-        """The places of the epoch that a step belongs to; a new epoch may choose anew."""
+        """The order of examples in the epoch of a step; a new epoch may select anew."""
         if self._places is not None and (step - self._began) * self.batch_size < len(self._places):
             return self._places
         epoch = 0 if self._places is None else self.sampler.epoch + 1
@@ -180,5 +175,5 @@ class ChosenData:
         return self._places
 
     def _read(self, rows: Tensor) -> Batch:
-        """Examples of the shard as they are: no draws, so no augmentation."""
+        """Examples of the shard without augmentation, for selection."""
         return self.examples.train.take(self.shard.indices[np.asarray(rows)])

@@ -1,4 +1,4 @@
-"""From what was asked for to the settings of a run: gaps are filled, and whatever cannot work is refused at once."""
+"""Complete the settings of a run, and refuse what cannot work before anything is started."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from thinwire.runs.tensor import check_cut
 from thinwire.tasks import Task, load
 
 _STEPS = 200
-# A target may never be reached.
+# The limit of a run with only a target, which may never be reached.
 _TARGET_SECONDS = 900.0
 _EVALUATIONS = 10
 
 
 def resolve(asked: Mapping[str, Any]) -> Settings:
-    """Settings from the fields that were given; the task fills in the others.
+    """Make settings from the fields that were given; the task's defaults fill in the others.
 
     Args:
-        asked: fields of `Settings` by name; None stands for what is left open.
+        asked: fields of `Settings` by name; None leaves a field open.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -37,21 +37,24 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     given = {name: value for name, value in asked.items() if value is not None}
     rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
     given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
-    _check_surroundings(given)
-    task = load(given.setdefault("task", "text"), data=_folder(given))
+    _check_environment(given)
+    if "data" in given:
+        # Workers may start in another folder.
+        given["data"] = str(Path(given["data"]).absolute())
+    task = load(given.setdefault("task", "text"), data=Path(given["data"]) if "data" in given else None)
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
     check_cut(settings, task, parse_recipe(settings.strategy))
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
-    return replace(settings, timeout=_patience(given, settings, task))
+    return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
 
 
 def check_recipe(text: str, workers: int) -> str:
-    """The canonical form of a recipe that serves so many workers.
+    """Check that a recipe serves this number of workers; returns its canonical form.
 
     Raises:
-        ConfigError: it cannot be read, or serves another number only.
+        ConfigError: it cannot be read, or does not serve this number.
     """
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
@@ -60,8 +63,8 @@ def check_recipe(text: str, workers: int) -> str:
     return describe(recipe)
 
 
-def _check_surroundings(given: Mapping[str, Any]) -> None:
-    """Links, stragglers and libraries: what does not depend on the task."""
+def _check_environment(given: Mapping[str, Any]) -> None:
+    """Check links, stragglers, libraries and GPUs, before the task's data are loaded."""
     workers = given.get("workers", 1)
     parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
     parse_stops(given.get("stop"), workers=workers)
@@ -73,25 +76,14 @@ def _check_surroundings(given: Mapping[str, Any]) -> None:
     if given.get("tensorboard") and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard=True: the library is missing; pip install 'thinwire[track]'")
     if given.get("device") == "cuda":
-        _check_gpus(given)
-
-
-def _check_gpus(given: Mapping[str, Any]) -> None:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or given.get("workers") or 1)
-    if given.get("link") is not None:
-        raise ConfigError("device='cuda' with a link: only CPU workers can be put behind emulated links")
-    if torch.cuda.device_count() < here:
-        raise ConfigError(
-            f"device='cuda' with {here} workers here: torch sees {torch.cuda.device_count()} GPUs; use fewer or 'cpu'"
-        )
-
-
-def _folder(given: dict[str, Any]) -> Path | None:
-    """The data folder, made absolute, for workers may start elsewhere."""
-    if "data" not in given:
-        return None
-    given["data"] = str(Path(given["data"]).absolute())
-    return Path(given["data"])
+        if given.get("link") is not None:
+            raise ConfigError("device='cuda' with a link: only CPU workers can be put behind emulated links")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or given.get("workers") or 1)
+        if torch.cuda.device_count() < local:
+            raise ConfigError(
+                f"device='cuda' with {local} workers here: torch sees {torch.cuda.device_count()} GPUs; use fewer or "
+                "'cpu'"
+            )
 
 
 def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:
@@ -113,20 +105,19 @@ def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:
 
 
 def default_threads(workers: int) -> int:
-    """Threads of computation for each of so many workers on this machine, unless OMP_NUM_THREADS says otherwise."""
+    """Threads per worker: OMP_NUM_THREADS, or this machine's cores divided by the number of workers."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked):
         return int(asked)
     return max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _patience(given: Mapping[str, Any], settings: Settings, task: Task) -> float:
-    """How long to wait for others: a minute, or several times what a whole model takes on the slowest link."""
-    if "timeout" in given:
-        return settings.timeout
+def _default_timeout(settings: Settings, task: Task) -> float:
+    """A minute, or several times what sending the whole model takes on the slowest link."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in task.model(settings.model, seed=settings.seed).parameters())
     links = parse_links(settings.link or "none", settings.workers)
     slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
     slower = max(each.factor for each in parse_stragglers(settings.slow, settings.stall, workers=settings.workers))
+    # Four times what the slowest link needs to carry one model per worker, at 32 bits per parameter.
     return max(60.0 * min(slower, 10), 4 * settings.workers * 32 * parameters / slowest)

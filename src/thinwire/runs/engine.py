@@ -1,4 +1,4 @@
-"""What the training loop needs of whoever moves the model: a thinwire strategy, or one of torch's own methods."""
+"""What the training loop calls: a model under a thinwire strategy, or under one of PyTorch's own methods."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from thinwire.worker.worker import Worker
 
 
 class Engine(Protocol):
-    """A model under a method, step by step."""
+    """A model under a strategy or a baseline, step by step."""
 
     @property
     def network(self) -> nn.Module:
-        """What the loop calls."""
+        """The module whose forward pass the loop calls."""
         ...
 
     @property
     def optimizer(self) -> Optimizer:
-        """What moves the model."""
+        """The model's optimizer."""
         ...
 
     @property
@@ -36,21 +36,21 @@ class Engine(Protocol):
 
     @property
     def payload_bytes(self) -> float:
-        """Sent by this rank so far, for whatever reason."""
+        """Bytes sent by this rank so far, while training or not."""
         ...
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which this rank only waited for messages, so far."""
+        """Seconds in which this rank only waited for messages, so far."""
         ...
 
     @property
     def intervals(self) -> list[Interval]:
-        """Who talked and waited when, recorded while `trace(True)`."""
+        """Messages and waits of this rank, recorded while `trace(True)`."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the method noticed since this was last asked, by name."""
+        """The method's measurements since the last call, by name."""
         ...
 
     def set_lr(self, lr: float) -> None:
@@ -58,57 +58,57 @@ class Engine(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients."""
+        """Run the backward pass."""
         ...
 
     def update(self) -> None:
-        """Move the model."""
+        """Take the optimizer's step."""
         ...
 
     def wait_pending(self) -> None:
-        """Wait for messages in flight, so that nothing of this rank is on the wire."""
+        """Wait for all messages in flight."""
         ...
 
     def trace(self, on: bool) -> None:
-        """Start or stop to record intervals."""
+        """Start or stop recording intervals."""
         ...
 
     def consensus(self) -> AbstractContextManager[nn.Module]:
-        """The model to evaluate; all ranks enter together."""
+        """The model to evaluate; every rank must enter."""
         ...
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint; all ranks together."""
+        """Write a checkpoint; every rank must call."""
         ...
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from the newest checkpoint and return what was saved beside it."""
+        """Continue from the newest checkpoint; returns the `extra` saved with it."""
         ...
 
 
 class GradientClock:
-    """Knows when the last local gradient of a backward pass was final.
+    """Times the tail of a backward pass: from the moment the last local gradient is final to the end of the pass.
 
-    What a backward pass takes after that moment is its tail: waiting for the gradients of others, and unpacking them.
+    In it a rank waits for other ranks' gradients, and unpacks them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.last = 0.0
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._note)
+            parameter.register_post_accumulate_grad_hook(self._record_time)
 
     def tail(self, loss: Tensor) -> tuple[float, float]:
-        """Run the backward pass; returns when its tail began and ended, in seconds of `time.perf_counter`."""
+        """Run the backward pass; returns the start and end of its tail, in seconds of `time.perf_counter`."""
         loss.backward()
         end = time.perf_counter()
         return min(self.last, end), end
 
-    def _note(self, _: Tensor) -> None:
+    def _record_time(self, _: Tensor) -> None:
         self.last = time.perf_counter()
 
 
 class ThinwireEngine:
-    """A model under a thinwire strategy; exposed time is what the comm's meter saw blocked in waits."""
+    """A model under a thinwire strategy; the comm's meter counts bytes, and seconds blocked in waits."""
 
     def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
         self.worker = worker
@@ -135,7 +135,7 @@ class ThinwireEngine:
 
     @property
     def intervals(self) -> list[Interval]:
-        """What the meter recorded while it traced."""
+        """What the meter recorded while tracing was on."""
         return self.worker.comm.meter.intervals
 
     def set_lr(self, lr: float) -> None:
@@ -144,7 +144,7 @@ class ThinwireEngine:
             group["lr"] = lr
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients; a strategy that exchanges them does so meanwhile."""
+        """Run the backward pass, in which some strategies exchange gradients."""
         self.worker.comm.step = self.step
         loss.backward()
 
@@ -154,11 +154,11 @@ class ThinwireEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
     def trace(self, on: bool) -> None:
-        """Let the meter record intervals, or not."""
+        """Switch the recording of intervals on or off."""
         self.worker.comm.meter.tracing = on
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from the newest checkpoint, which another number of workers may have written."""
+        """Continue from the newest checkpoint, which another number of workers may have written."""
         return resizing.load(self.worker, folder)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:

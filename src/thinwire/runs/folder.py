@@ -1,4 +1,4 @@
-"""The folder of a run: what was asked for, what happened, and what came of it."""
+"""The folder of a run: settings, metrics, results and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Fields = dict[str, Any]
 class RunFolder:
     """One run's files.
 
-    `settings.json` starts it again; `config.json` is for readers; `metrics.jsonl` and `timeline.jsonl` grow line by
-    line; `links.json` and `summary.json` come at the end; `checkpoints/` holds what `--resume` goes on from.
+    `settings.json` is enough to start the run again; `config.json` is for readers; `metrics.jsonl` and
+    `timeline.jsonl` grow line by line; `links.json` and `summary.json` are written at the end; `--resume` reads
+    `checkpoints/`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,30 +28,30 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     def create(self) -> None:
-        """Make the folder, and nothing else.
+        """Create the folder, empty.
 
         Raises:
-            ConfigError: it cannot be made, or it holds a run already.
+            ConfigError: it cannot be created, or it holds a run already.
         """
         if (self.path / "settings.json").exists():
-            raise ConfigError(f"{self.path} holds a run already; name another folder, or go on from it with --resume")
+            raise ConfigError(f"{self.path} holds a run already; name another folder, or resume it with --resume")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be made ({error.strerror}); name a folder you may write to"
+                f"{self.path} cannot be created ({error.strerror}); name a folder you may write to"
             ) from None
 
     def write_settings(self, settings: Settings) -> None:
-        """Keep the settings, for the workers and for resuming."""
+        """Write the settings, for the workers and for resuming."""
         self.write("settings.json", settings.to_json())
 
     def settings(self) -> Settings:
-        """The settings that were kept.
+        """Read the settings.
 
         Raises:
             CheckpointError: there are none.
@@ -58,10 +59,10 @@ class RunFolder:
         return read_settings(self.path / "settings.json")
 
     def write(self, name: str, content: Any) -> None:
-        """Write one JSON file, whole or not at all.
+        """Write one JSON file, atomically.
 
         Raises:
-            ConfigError: the disk refused.
+            ConfigError: it cannot be written.
         """
         try:
             write_atomically(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
@@ -74,13 +75,16 @@ class RunFolder:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def lines(self, name: str) -> list[Fields]:
-        """The whole lines of a JSON-lines file; a last one that was cut off is dropped."""
+        """The lines of a JSON-lines file; an incomplete last line is dropped."""
         path = self.path / name
         rows = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         return [json.loads(row) for row in rows[:-1] if row]
 
     def rewind(self, step: int) -> list[Record]:
-        """Forget what was noted after a step and its evaluation, which is made again; return the steps up to it."""
+        """Drop what was written after a step, to resume from it; return the steps up to it.
+
+        The step's own evaluation is dropped too, as the resumed run begins with it.
+        """
         kept = [
             line
             for line in self.lines("metrics.jsonl")
@@ -92,7 +96,7 @@ class RunFolder:
         return [_record(line) for line in kept if "loss" in line]
 
     def summary(self) -> Fields | None:
-        """What came of the run; None while it has not ended."""
+        """The result of the run; None while it has not ended."""
         path = self.path / "summary.json"
         return json.loads(path.read_bytes()) if path.exists() else None
 
@@ -106,15 +110,15 @@ class Scalars:
         self._writer = SummaryWriter(path)
 
     def add(self, records: Sequence[Record]) -> None:
-        """Write some steps."""
+        """Write steps."""
         for record in records:
             for name in ("loss", "step_seconds", "exposed_seconds", "payload_bytes"):
                 self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
             for name, value in record.metrics.items():
-                self._writer.add_scalar(f"observed/{name}", value, record.step)
+                self._writer.add_scalar(f"metrics/{name}", value, record.step)
 
     def add_evaluation(self, step: int, loss: float, metric: float) -> None:
-        """Write one evaluation."""
+        """Write an evaluation."""
         self._writer.add_scalar("held_out/loss", loss, step)
         self._writer.add_scalar("held_out/metric", metric, step)
 

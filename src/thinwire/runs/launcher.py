@@ -1,4 +1,4 @@
-"""Start the workers of a run on this machine, listen to them, and see to their end."""
+"""Start the workers of a run on this machine, read their output, and explain how they ended."""
 
 from __future__ import annotations
 
@@ -24,29 +24,33 @@ _GRACE_SECONDS = 5.0
 
 
 def unheard(_: Fields) -> None:
-    """Listen to nothing."""
+    """Ignore an event."""
 
 
 def launch(settings: Settings, folder: Path, *, listener: Listener = unheard, resume: bool = False) -> Fields:
     """Run all workers of one training run here and return its summary.
 
-    Nothing is left running: not when a worker dies, not when this process is interrupted or killed.
+    No process is left running, also when a worker dies or this process is interrupted or killed.
 
     Args:
         settings: as `resolve` made them.
-        folder: a new one, or with `resume` that of the run to go on with.
-        listener: told of steps and evaluations as they happen.
-        resume: go on from the newest checkpoint in the folder.
+        folder: a new one, or with `resume` that of the run to continue.
+        listener: called with each step and evaluation as they happen.
+        resume: continue from the newest checkpoint in the folder.
 
     Raises:
-        ConfigError: the folder holds a run already or cannot be made, or the machine cannot emulate the links.
-        ThinwireError: what ended the run, once, whatever number of workers it ended.
+        ConfigError: the folder holds a run already or cannot be created, or the machine cannot emulate the links.
+        ThinwireError: what ended the run; one error, however many workers it ended.
     """
     home = RunFolder(folder)
     if not resume:
         home.create()
     home.write_settings(settings)
-    heard = Heard(listener)
+    output = WorkerOutput(listener)
+    environment = {
+        "OMP_NUM_THREADS": str(settings.threads),
+        **straggler_environment(settings.slow, settings.stall, seed=settings.seed),
+    }
     with ExitStack() as contexts:
         network = Network(parse_links(settings.link, settings.workers)) if settings.link is not None else None
         if network is not None:
@@ -56,47 +60,42 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = unheard, re
                 [sys.executable, "-m", "thinwire.runs", str(folder.absolute()), *(["--resume"] if resume else [])],
                 settings.workers,
                 network=network,
-                environment=_environment(settings),
-                on_line=heard.line,
+                environment=environment,
+                on_line=output.add_line,
                 grace_seconds=_GRACE_SECONDS,
             )
         )
         stops = parse_stops(settings.stop, workers=settings.workers)
-        heard.stopping = contexts.enter_context(Stopping(stops, workers.pids))
+        output.stopping = contexts.enter_context(Stopping(stops, workers.pids))
         workers.wait()
     summary = home.summary()
     if workers.failure is None and summary is not None:
         return summary
-    raise explained(workers, heard, home)
+    raise failure_of(workers, output, home)
 
 
-def _environment(settings: Settings) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": str(settings.threads)}
-    return {**own, **straggler_environment(settings.slow, settings.stall, seed=settings.seed)}
-
-
-class Heard:
-    """What the workers have said: events for the listener, and what may explain an end.
+class WorkerOutput:
+    """Reads the workers' output: passes events on, and keeps what may explain a failure.
 
     Attributes:
-        step: steps done when rank 0 last spoke of them.
-        errors: the error that each rank told of, by rank.
-        said: the last lines of each rank that are no events.
-        stopping: what begins with the training.
+        step: steps done at rank 0's last event.
+        errors: the error event of each rank that sent one.
+        lines: the last lines of each rank that are not events.
+        stopping: suspends workers as the settings say, from the first step on.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.step = 0
         self.errors: dict[int, Fields] = {}
-        self.said: dict[int, deque[str]] = {}
+        self.lines: dict[int, deque[str]] = {}
         self.stopping: Stopping | None = None
         self._listener = listener
 
-    def line(self, rank: int, stream: Stream, line: str) -> None:
-        """Take in one line."""
+    def add_line(self, rank: int, stream: Stream, line: str) -> None:
+        """Read one line of a rank's output."""
         event = _event(line) if stream == "stdout" else None
         if event is None:
-            self.said.setdefault(rank, deque(maxlen=_KEPT_LINES)).append(line)
+            self.lines.setdefault(rank, deque(maxlen=_KEPT_LINES)).append(line)
         elif event["event"] == "error":
             self.errors.setdefault(rank, event)
         else:
@@ -114,23 +113,29 @@ def _event(line: str) -> Fields | None:
     return content if isinstance(content, dict) and "event" in content else None
 
 
-def explained(workers: Workers, heard: Heard, home: RunFolder) -> ThinwireError:
-    """The one error that stands for how all the workers ended."""
+def failure_of(workers: Workers, output: WorkerOutput, home: RunFolder) -> ThinwireError:
+    """The one error that explains how all the workers ended: its cause, not what it caused on other ranks."""
     failure = workers.failure
-    causes = [error for _, error in sorted(heard.errors.items()) if error["kind"] not in ("PeerLostError", "CommError")]
-    lost = [error for _, error in sorted(heard.errors.items()) if error not in causes]
-    killed = failure is not None and failure.signal is not None
-    if killed and failure is not None:
-        told = f"; {lost[0]['message']}" if lost else ""
-        return PeerLostError(f"{failure} after step {heard.step}{told}{_how_to_go_on(home)}")
+    events = [event for _, event in sorted(output.errors.items())]
+    causes = [event for event in events if event["kind"] not in ("PeerLostError", "CommError")]
+    lost = [event for event in events if event not in causes]
+    # A killed worker sends no event itself; the others only report that they lost it.
+    if failure is not None and failure.signal is not None:
+        details = f"; {lost[0]['message']}" if lost else ""
+        return PeerLostError(f"{failure} after step {output.step}{details}{_how_to_resume(home)}")
     if causes:
         return _as_error(causes[0])
-    crashed = next((rank for rank in heard.said if rank not in heard.errors and _traceback(heard.said[rank])), None)
-    if crashed is not None:
-        return _crash(crashed, heard, home)
+    for rank, lines in output.lines.items():
+        if rank not in output.errors and any(line.startswith("Traceback") for line in lines):
+            path = home.path / f"worker-{rank}.log"
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            last = next((line for line in reversed(lines) if line.strip()), "")
+            return ThinwireError(
+                f"worker {rank} failed after step {output.step}: {last[:300]}; its last output is in {path}"
+            )
     if lost:
         return _as_error(lost[0])
-    return ThinwireError(f"{failure or 'the workers'} ended without a summary after step {heard.step}")
+    return ThinwireError(f"{failure or 'the workers'} ended without a summary after step {output.step}")
 
 
 def _as_error(event: Fields) -> ThinwireError:
@@ -139,20 +144,9 @@ def _as_error(event: Fields) -> ThinwireError:
     return error
 
 
-def _traceback(lines: deque[str]) -> bool:
-    return any(line.startswith("Traceback") for line in lines)
-
-
-def _crash(rank: int, heard: Heard, home: RunFolder) -> ThinwireError:
-    path = home.path / f"worker-{rank}.log"
-    path.write_text("\n".join(heard.said[rank]) + "\n", encoding="utf-8")
-    last = next((line for line in reversed(heard.said[rank]) if line.strip()), "")
-    return ThinwireError(f"worker {rank} failed after step {heard.step}: {last[:300]}; all it said is in {path}")
-
-
-def _how_to_go_on(home: RunFolder) -> str:
-    """A word on checkpoints; none for yardsticks, which are not saved."""
+def _how_to_resume(home: RunFolder) -> str:
+    """Advice on checkpoints; none for PyTorch's own methods, which cannot be saved."""
     if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
-        return f". Go on from its last checkpoint with --resume {home.path}"
+        return f". Continue from its last checkpoint with --resume {home.path}"
     saved = isinstance(parse_recipe(home.settings().strategy), Strategy)
-    return ". Use --save-every to be able to go on from where a run was lost" if saved else ""
+    return ". Use --save-every to be able to continue a run that fails" if saved else ""

@@ -1,4 +1,4 @@
-"""The optimizer that settings name."""
+"""The optimizer of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 def check_optimizer(recipe: Recipe, settings: Settings) -> None:
-    """Refuse what a recipe cannot go with, before anything runs: torch's own methods take every optimizer.
+    """Refuse an optimizer that the recipe cannot train with; PyTorch's own methods take every optimizer.
 
     Raises:
         ConfigError: with the value, the rule and the fix.

@@ -1,4 +1,4 @@
-"""A rank's place in torch's process group."""
+"""Connect the ranks of a run through PyTorch's process group."""
 
 from __future__ import annotations
 
@@ -16,58 +16,51 @@ from thinwire.comm.group import GroupComm
 from thinwire.errors import CommTimeoutError, ConfigError
 from thinwire.runs.settings import Settings
 
-# Others wait this long while rank 0 evaluates.
-_PATIENCE_SECONDS = 3600.0
+# The other ranks wait in the control group while rank 0 evaluates, which may take long.
+_CONTROL_TIMEOUT = 3600.0
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that something like torchrun has started."""
+    """Whether torchrun, or something that sets the same variables, started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 @contextmanager
-def joined(settings: Settings) -> Generator[tuple[Comm, Comm]]:
-    """The ranks of this run as two comms: one to train with, one for everything else.
+def connected(settings: Settings) -> Generator[tuple[Comm, Comm]]:
+    """Connect the ranks of a run; yields two comms, one for training and one for everything else.
 
-    Where the process is in a default group already, that one is used, and stays.
+    An existing default process group is used and kept.
 
     Raises:
-        ConfigError: another number of processes was started.
-        CommTimeoutError: the others did not come.
+        ConfigError: the number of processes is not that of workers.
+        CommTimeoutError: not all workers connected in time.
     """
-    size = _started()
+    own = not dist.is_initialized()
+    size = (int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1) if own else dist.get_world_size()
     if size != settings.workers:
         raise ConfigError(f"workers={settings.workers}: {size} processes were started; start as many as workers")
-    own = not dist.is_initialized()
     if own:
-        patience = timedelta(seconds=settings.timeout)
-        _start("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo", patience)
+        # Tensors that are not training's stay on the CPU, so CUDA runs need Gloo too.
+        backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+        _init_process_group(backend, timedelta(seconds=settings.timeout))
     try:
-        training = GroupComm(timeout=settings.timeout)
-        yield training, GroupComm(timeout=_PATIENCE_SECONDS)
+        yield GroupComm(timeout=settings.timeout), GroupComm(timeout=_CONTROL_TIMEOUT)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _started() -> int:
-    """How many processes there are, this one included."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
-
-
-def _start(backend: str, patience: timedelta) -> None:
+def _init_process_group(backend: str, timeout: timedelta) -> None:
     if not started_by_torchrun():
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        dist.init_process_group(backend, timeout=patience)
+        dist.init_process_group(backend, timeout=timeout)
     except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         first = str(error).splitlines()[0][:200]
         raise CommTimeoutError(
-            f"rank {os.environ['RANK']}: the workers did not all meet at {where} ({first})"
+            f"rank {os.environ['RANK']}: not all workers connected to {address} in time ({first})"
         ) from error

@@ -1,7 +1,7 @@
-"""When the workers of a run meet, to share what they noted, to evaluate, to save and to stop.
+"""The steps at which the workers of a run synchronise: to share figures, to evaluate, to save and to stop.
 
-Between meetings nothing is said but what the strategy says. Whatever is decided here follows from figures that all
-ranks hold alike, so all decide the same, and no vote is taken.
+Between them only the strategy sends messages. Everything here follows from figures that are equal on all ranks, so all
+ranks decide the same without a vote.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _TARGET_SECONDS = 2.0
 _TARGET_SHARE = 0.05
 
 
-class Agenda:
-    """The meetings of one run.
+class SyncSchedule:
+    """The synchronisation points of one run.
 
     Args:
         settings: of the run.
@@ -25,29 +25,34 @@ class Agenda:
 
     def __init__(self, settings: Settings, step: int, seconds: float) -> None:
         self._settings = settings
-        self._first = step
-        self._began = seconds
+        self._first_step = step
+        self._first_seconds = seconds
         self._evaluation_seconds = seconds + self._evaluation_interval(seconds)
 
-    def next_meeting(self, step: int, seconds: float) -> int:
-        """The step at whose end the workers meet next."""
+    def next_sync(self, step: int, seconds: float) -> int:
+        """The step after which the workers synchronise next."""
         settings = self._settings
-        candidates = [_next_multiple(step, every) for every in (settings.eval_every, settings.save_every) if every]
+        candidates = [(step // every + 1) * every for every in (settings.eval_every, settings.save_every) if every]
         candidates += [settings.steps] if settings.steps is not None else []
-        if self._goes_by_the_clock:
-            candidates.append(2 * (step - self._first) + 1 + self._first)
-            if step > self._first:
-                candidates += [step + self._steps_in(left, step, seconds) for left in self._waits(seconds)]
+        # Only where something depends on the time that steps take: a synchronisation costs strategies that keep
+        # messages in flight their overlap.
+        if settings.steps is None or settings.eval_every is None or settings.seconds is not None:
+            # After 1, 3, 7, 15, ... steps: the pace is not known yet, and the first steps are slow.
+            candidates.append(2 * (step - self._first_step) + 1 + self._first_step)
+            if step > self._first_step:
+                waits = [_SHARE_SECONDS]
+                if settings.eval_every is None:
+                    waits.append(self._evaluation_seconds - seconds)
+                if settings.seconds is not None:
+                    waits.append(settings.seconds - seconds)
+                for wait in waits:
+                    steps = wait / max(self._pace(step, seconds), 1e-9)
+                    # Far off the pace may still change: go most of the way, then look again.
+                    candidates.append(step + (round(steps) if steps < 5 else int(0.8 * steps)))
         return max(step + 1, min(candidates))
 
-    @property
-    def _goes_by_the_clock(self) -> bool:
-        """Whether anything depends on the time that steps take; each meeting costs who has messages in flight."""
-        settings = self._settings
-        return settings.steps is None or settings.eval_every is None or settings.seconds is not None
-
     def evaluation_is_due(self, step: int, seconds: float) -> bool:
-        """Whether this meeting evaluates."""
+        """Whether to evaluate at this synchronisation."""
         if self._settings.eval_every is not None:
             return step % self._settings.eval_every == 0
         if seconds + 0.5 * self._pace(step, seconds) < self._evaluation_seconds:
@@ -56,39 +61,23 @@ class Agenda:
         return True
 
     def save_is_due(self, step: int) -> bool:
-        """Whether this meeting saves."""
+        """Whether to save at this synchronisation."""
         every = self._settings.save_every
         return every is not None and (step % every == 0 or step == self._settings.steps)
 
     def is_over(self, step: int, seconds: float) -> bool:
-        """Whether the steps or the seconds are used up, as nearly as whole steps allow."""
+        """Whether the steps or the seconds are used up, to the nearest whole step."""
         settings = self._settings
         if settings.steps is not None and step >= settings.steps:
             return True
         return settings.seconds is not None and seconds + 0.5 * self._pace(step, seconds) >= settings.seconds
 
-    def _waits(self, seconds: float) -> list[float]:
-        """Seconds of training until something is to be done that goes by the clock."""
-        waits = [_SHARE_SECONDS]
-        if self._settings.eval_every is None:
-            waits.append(self._evaluation_seconds - seconds)
-        if self._settings.seconds is not None:
-            waits.append(self._settings.seconds - seconds)
-        return waits
-
-    def _steps_in(self, left: float, step: int, seconds: float) -> int:
-        steps = left / max(self._pace(step, seconds), 1e-9)
-        # A long way off the pace may still change: go most of the way, then look again.
-        return round(steps) if steps < 5 else int(0.8 * steps)
-
     def _pace(self, step: int, seconds: float) -> float:
-        return (seconds - self._began) / max(1, step - self._first)
+        """Seconds per step so far."""
+        return (seconds - self._first_seconds) / max(1, step - self._first_step)
 
     def _evaluation_interval(self, seconds: float) -> float:
+        # With a target, the time to reach it is known to one interval only; more often would cost too much.
         if self._settings.target_loss is not None:
             return _TARGET_SECONDS + _TARGET_SHARE * seconds
         return (self._settings.seconds or 10 * _EVALUATION_SECONDS) / 10
-
-
-def _next_multiple(step: int, every: int) -> int:
-    return (step // every + 1) * every

@@ -1,4 +1,4 @@
-"""Everything that decides what one run computes, and for how long."""
+"""The settings of a run: everything that determines what it computes, and for how long."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Equal settings give equal numbers, but for what a budget of seconds or a target cuts off.
+    """The settings of one run; equal settings give equal numbers, as far as `seconds` or `target_loss` let it run.
 
-    At least one of `steps`, `seconds` and `target_loss` ends the run; whichever is reached first. The fields are also
-    options of the command line, with the texts below as their help (`thinwire.cli.options`), where "unless given" says
-    what `resolve` fills in. Here `eval_every=None` evaluates about ten times, evenly in time, and `eval_limit=None`
-    takes all held-out examples.
+    At least one of `steps`, `seconds` and `target_loss` must be given; the first one reached ends the run. The fields
+    are also options of the command line, with the texts below as their help (`thinwire.cli.options`); "unless given"
+    describes what `resolve` fills in. Here `eval_every=None` evaluates about ten times, evenly in time, and
+    `eval_limit=None` takes all held-out examples.
 
     Args:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
         model: a named size of the task's model.
         strategy: a recipe such as "SlowMo(base=PushSum(), period=48)", or one of torch's own methods: ddp, ddp+bf16,
             ddp+powersgd, post-local-sgd.
-        workers: how many processes train together.
-        tensor_parallel: rows and columns of the mesh of workers that each copy of a language model is split over, such
-            as 2x2; two copies train together on twice as many workers. A whole copy on every worker unless given.
+        workers: number of processes that train together.
+        tensor_parallel: rows and columns of the mesh of workers over which each copy of a language model is split, such
+            as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
         steps: optimizer steps.
         seconds: a budget of training time; set-up and evaluation do not count.
         target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
@@ -61,11 +61,11 @@ class Settings:
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
-        timeline_steps: how many steps, early in the run, have their time intervals recorded.
-        timeout: how long a worker waits for the others; a minute, or more with slow links or workers,
+        timeline_steps: number of early steps whose time intervals are recorded.
+        timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
         tensorboard: write TensorBoard events too.
-        command: the command line, for the record.
+        command: the command line that started the run.
 
     Raises:
         ConfigError: a value out of its range.
@@ -127,12 +127,12 @@ class Settings:
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """Rows and columns that a copy of the model is cut over; 1 and 1 where it is whole."""
+        """Rows and columns of the mesh over which a copy of the model is split; 1 and 1 without a mesh."""
         return parse_mesh(self.tensor_parallel, self.workers)
 
     @property
     def copies(self) -> int:
-        """How many copies of the model train together."""
+        """Number of copies of the model that train together."""
         rows, columns = self.mesh_shape
         return self.workers // (rows * columns)
 
@@ -151,7 +151,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Settings:
-        """The settings that `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
             ConfigError: an unknown field, a missing one, or a value out of its range.
@@ -166,10 +166,10 @@ class Settings:
 
 
 def parse_mesh(text: str | None, workers: int) -> tuple[int, int]:
-    """Rows and columns of a text such as "2x2"; 1 and 1 of None.
+    """Rows and columns from a text such as "2x2"; 1 and 1 for None.
 
     Raises:
-        ConfigError: it cannot be read, or so many workers are no whole number of such meshes.
+        ConfigError: it cannot be read, or the number of workers is not a multiple of the mesh's.
     """
     if text is None:
         return 1, 1
@@ -186,10 +186,10 @@ def parse_mesh(text: str | None, workers: int) -> tuple[int, int]:
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings in a file.
+    """Read the settings from a file.
 
     Raises:
-        CheckpointError: there is no such file, or it is not whole.
+        CheckpointError: there is no such file, or it cannot be read.
     """
     try:
         return Settings.from_json(json.loads(path.read_bytes()))

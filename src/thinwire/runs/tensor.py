@@ -1,4 +1,4 @@
-"""A run whose workers hold blocks of a model: one copy or several, each on a mesh of rows and columns."""
+"""Tensor parallelism in a run: each copy of the model is split over a mesh of rows and columns of workers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from thinwire.comm.counting import CountingComm
 from thinwire.comm.work import Interval
 from thinwire.errors import ConfigError
 from thinwire.runs.engine import ThinwireEngine
+from thinwire.runs.optimizer import make_optimizer
 from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Task
@@ -26,10 +27,10 @@ from thinwire.worker.worker import attach
 
 
 def check_cut(settings: Settings, task: Task, recipe: object) -> None:
-    """Refuse what cannot train on a mesh, before any worker is started; without a mesh there is nothing to refuse.
+    """Refuse what cannot train on the settings' mesh, before any worker is started.
 
     Raises:
-        ConfigError: a recipe, an optimizer, a batch or a model that cannot be cut, with the divisor.
+        ConfigError: a recipe, an optimizer, a batch or a model that cannot be split.
     """
     if settings.tensor_parallel is None:
         return
@@ -55,13 +56,13 @@ def check_cut(settings: Settings, task: Task, recipe: object) -> None:
     parallelize_2d(model, Mesh2D(CountingComm(0, columns), CountingComm(0, rows), CountingComm(0, rows * columns)))
 
 
-class Cut:
-    """How a worker with blocks of a model takes part in a run.
+class TensorParallel:
+    """The loss and the evaluation of a worker that holds blocks of a model.
 
     Args:
         mesh: the ranks.
-        vocabulary: symbols that count.
-        shape: of the mesh, as it was asked for.
+        vocabulary: number of symbols, without padding.
+        shape: of the mesh, as in the settings.
     """
 
     def __init__(self, mesh: Mesh3D, vocabulary: int, shape: str) -> None:
@@ -71,11 +72,11 @@ class Cut:
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this worker's blocks belong to; all of them see the same data."""
+        """The copy of the model that this worker's blocks belong to; all workers of a copy see the same data."""
         return self.mesh.data.rank
 
     def loss(self, network: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """The mean cross entropy of the copy's whole batch, in nats, as the task's own loss would be."""
+        """The mean cross entropy of the copy's whole batch, in nats; equal to the task's own loss."""
         device = next(network.parameters()).device
         symbols, targets = (self.mesh.block.rows_of(each).to(device) for each in batch)
         return cross_entropy_2d(
@@ -83,11 +84,11 @@ class Cut:
         )
 
     def whole(self, network: nn.Module) -> nn.Module:
-        """The model as it answers to whole batches, with all ranks of the copy together."""
+        """The model as a module of whole batches; all ranks of the copy must call it together."""
         return _Whole(network, self.mesh.block, self.vocabulary)
 
     def summary(self) -> dict[str, Any]:
-        """What the run's summary says of it."""
+        """The mesh and the number of copies, for the run's summary."""
         return {"tensor_parallel": self.shape, "copies": self.mesh.data.size}
 
 
@@ -97,15 +98,15 @@ class _Whole(nn.Module):
         self.network, self._mesh, self._vocabulary = network, mesh, vocabulary
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """[b, s] to [b, s, v]; a batch that rows cannot share is filled up with its last sample."""
+        """[b, s] to [b, s, v]; a batch that the rows cannot share evenly is padded with its last sample."""
         lacking = -len(symbols) % self._mesh.rows
         filled = torch.cat([symbols, symbols[-1:].expand(lacking, -1)])
         logits = self.network(self._mesh.rows_of(filled))
         return whole_activation(logits, self._mesh, size=self._vocabulary)[: len(symbols)]
 
 
-class CutEngine(ThinwireEngine):
-    """Blocks of a model under a thinwire strategy; figures are of what is said within copies and between them."""
+class TensorParallelEngine(ThinwireEngine):
+    """Blocks of a model under a thinwire strategy; bytes and waits are those within copies and between them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Strategy, mesh: Mesh3D, *, seed: int) -> None:
         super().__init__(attach(model, optimizer, recipe, mesh=mesh, seed=seed), optimizer)
@@ -123,42 +124,43 @@ class CutEngine(ThinwireEngine):
 
     @property
     def intervals(self) -> list[Interval]:
-        """What the meters recorded while they traced."""
+        """What the meters recorded while tracing was on."""
         return [interval for comm in self._comms for interval in comm.meter.intervals]
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients."""
+        """Run the backward pass, with messages between blocks."""
         for comm in self._comms:
             comm.step = self.step
         loss.backward()
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from the newest checkpoint of this rank's block, which as many copies have written."""
+        """Continue from the newest checkpoint of this rank's block, which as many copies must have written."""
         return self.worker.load(folder)
 
     def trace(self, on: bool) -> None:
-        """Let the meters record intervals, or not."""
+        """Switch the recording of intervals on or off."""
         for comm in self._comms:
             comm.meter.tracing = on
 
 
-def cut_engine(recipe: Strategy, model: nn.Module, settings: Settings, make: Any) -> tuple[CutEngine, Cut]:
+def tensor_parallel_engine(
+    recipe: Strategy, model: nn.Module, settings: Settings
+) -> tuple[TensorParallelEngine, TensorParallel]:
     """This worker's blocks of a model under a recipe; all workers of the default group call together.
 
     Args:
         recipe: trains the copies together.
-        model: the whole one, on its device.
+        model: the whole model, on its device.
         settings: of the run.
-        make: the optimizer that settings name, of a model and settings.
     """
     rows, columns = settings.mesh_shape
     vocabulary = model.get_submodule("embedding").get_parameter("weight").shape[0]
     mesh = mesh_3d((settings.copies, rows, columns), device=settings.device, timeout=settings.timeout)
     parallelize_2d(model, mesh.block, seed=settings.seed + mesh.data.rank)
-    optimizer: Optimizer = make(model, settings)
+    optimizer: Optimizer = make_optimizer(model, settings)
     if settings.optimizer == "lamb":
         optimizer = Lamb2D(
             model.parameters(), settings.lr, model=model, mesh=mesh.block, weight_decay=settings.weight_decay
         )
-    engine = CutEngine(model, optimizer, recipe, mesh, seed=settings.seed)
-    return engine, Cut(mesh, vocabulary, f"{rows}x{columns}")
+    engine = TensorParallelEngine(model, optimizer, recipe, mesh, seed=settings.seed)
+    return engine, TensorParallel(mesh, vocabulary, f"{rows}x{columns}")

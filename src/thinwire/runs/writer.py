@@ -1,4 +1,4 @@
-"""Rank 0 keeps the folder of the run."""
+"""Rank 0 writes the folder of the run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.emulate import parse_links
-from thinwire.runs.baselines import Peer
+from thinwire.runs.baselines import Baseline
 from thinwire.runs.folder import Fields, RunFolder, Scalars
-from thinwire.runs.measure import Record, Totals
+from thinwire.runs.measure import Record, Totals, WireBytes
 from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
-from thinwire.runs.traffic import Carried
 from thinwire.tasks import Evaluation, Task
 
 
 class Writer:
-    """Writes what the workers made of their meetings.
+    """Writes settings, steps, evaluations and the summary to a run's folder.
 
     Args:
         folder: of the run.
         settings: of the run.
-        task: what is learned.
-        step: steps done before; what was noted after them is forgotten.
+        task: the model's task.
+        step: steps done before; what the folder holds of later ones is dropped.
     """
 
     def __init__(self, folder: RunFolder, settings: Settings, task: Task, step: int) -> None:
@@ -39,29 +38,43 @@ class Writer:
         self._scalars = Scalars(folder.path / "tensorboard") if settings.tensorboard else None
 
     def write_config(self, parameters: int, paper: str) -> None:
-        """Say how the run was set up."""
-        self.folder.write("config.json", {**_versions(), **self._asked(), "parameters": parameters, "paper": paper})
+        """Write how the run was set up."""
+        content = {
+            "thinwire": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "host": {"cores": os.cpu_count(), "cpu": _processor()},
+            **self.settings.to_json(),
+            "data": self.task.title,
+            "metric": self.task.metric,
+            "exposed": _exposed(self.settings),
+            "wire": "interface counters of each worker's namespace, while training" if self.settings.link else None,
+            "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
+            "parameters": parameters,
+            "paper": paper,
+        }
+        self.folder.write("config.json", content)
 
     def add(self, records: Sequence[Record]) -> None:
-        """Note steps."""
+        """Append steps."""
         self.totals.add(records)
         self.folder.append("metrics.jsonl", (record.line() for record in records))
         if self._scalars is not None:
             self._scalars.add(records)
 
     def add_evaluation(self, line: Fields) -> None:
-        """Note an evaluation."""
+        """Append an evaluation."""
         self.folder.append("metrics.jsonl", [line])
         if self._scalars is not None:
             self._scalars.add_evaluation(line["step"], line["eval_loss"], line["eval_metric"])
 
     def add_spans(self, spans: Sequence[Fields]) -> None:
-        """Note who did what when."""
+        """Append time intervals."""
         if spans:
             self.folder.append("timeline.jsonl", spans)
 
-    def write_links(self, carried: Sequence[Carried | None], payloads: Sequence[float]) -> None:
-        """Say what each worker's link carried while training; null where that was not measured."""
+    def write_links(self, wire_bytes: Sequence[WireBytes | None], payloads: Sequence[float]) -> None:
+        """Write the bytes of each worker's link while training; null where they were not measured."""
         links = parse_links(self.settings.link or "none", self.settings.workers)
         rows = [
             {
@@ -71,7 +84,7 @@ class Writer:
                 "payload_sent_bytes": payload,
                 "bits_per_second": link.bits_per_second,
             }
-            for rank, (wire, payload, link) in enumerate(zip(carried, payloads, links, strict=True))
+            for rank, (wire, payload, link) in enumerate(zip(wire_bytes, payloads, links, strict=True))
         ]
         self.folder.write("links.json", rows)
 
@@ -82,13 +95,13 @@ class Writer:
         wire_bytes: float | None,
         more: Fields | None = None,
     ) -> Fields:
-        """Say what came of the run; the last file to be written.
+        """Write the result of the run; the last file to be written.
 
         Args:
             evaluation: the last one.
-            seconds_to_target: when the target was reached, if it was.
+            seconds_to_target: training time at which the target was reached, if it was.
             wire_bytes: sent while training, mean over workers; None where not measured.
-            more: what else there is to say.
+            more: further entries.
         """
         records, settings = self.totals.records, self.settings
         steps = records[-1].step if records else 0
@@ -118,33 +131,14 @@ class Writer:
         if self._scalars is not None:
             self._scalars.close()
 
-    def _asked(self) -> Fields:
-        return {
-            **self.settings.to_json(),
-            "data": self.task.title,
-            "metric": self.task.metric,
-            "exposed": _exposed(self.settings),
-            "wire": "interface counters of each worker's namespace, while training" if self.settings.link else None,
-            "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
-        }
-
 
 def _exposed(settings: Settings) -> str:
-    """How exposed time was measured, for the record."""
-    if isinstance(parse_recipe(settings.strategy), Peer):
+    """How exposed time was measured, for config.json."""
+    if isinstance(parse_recipe(settings.strategy), Baseline):
         return "from the last local gradient to the end of the backward pass, and averages of parameters"
     if settings.device == "cuda":
         return "time the host was blocked in waits for messages; what the GPU waits for counts as computation"
     return "time blocked in waits for messages"
-
-
-def _versions() -> Fields:
-    return {
-        "thinwire": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "host": {"cores": os.cpu_count(), "cpu": _processor()},
-    }
 
 
 def _processor() -> str:
