@@ -1,4 +1,4 @@
-"""Why to evaluate at consensus: each worker sees only some of the digits, and gossips with its neighbours.
+"""Why to evaluate the consensus model: each worker sees only some of the digits, and averages with its neighbours.
 
 Four workers as threads:  python examples/evaluate_consensus.py
 Two processes:            torchrun --standalone --nproc-per-node 2 examples/evaluate_consensus.py
@@ -16,7 +16,7 @@ from thinwire import tasks
 
 
 def work(comm: thinwire.Comm) -> None:
-    """Train one worker, then measure its own model and the one all agree on."""
+    """Train one worker, then evaluate its own model and the consensus model."""
     torch.set_num_threads(1)
     task = tasks.load("digits")
     model = task.model(seed=0)
@@ -30,11 +30,11 @@ def work(comm: thinwire.Comm) -> None:
 
     own = torch.tensor(task.evaluate(model).metric)
     with worker.consensus():
-        together = task.evaluate(model).metric
-    everyone = comm.all_gather(own).wait()
+        consensus = task.evaluate(model).metric
+    accuracies = comm.all_gather(own).wait()
     if comm.rank == 0:
-        alone = ", ".join(f"{accuracy:.1%}" for accuracy in everyone)
-        print(f"each worker's own model: {alone}; the model at consensus: {together:.1%}")
+        each = ", ".join(f"{accuracy:.1%}" for accuracy in accuracies)
+        print(f"each worker's own model: {each}; the consensus model: {consensus:.1%}")
 
 
 def main() -> None:

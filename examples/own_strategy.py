@@ -1,4 +1,4 @@
-"""A strategy of one's own in twenty lines, beside the one it comes from.
+"""Your own strategy in twenty lines, compared with the one it is derived from.
 
 Four workers as threads:  python examples/own_strategy.py
 Two processes:            torchrun --standalone --nproc-per-node 2 examples/own_strategy.py
@@ -23,13 +23,13 @@ from thinwire.reduce.compressed_all_reduce import mean_
 class InTurn(thinwire.Strategy):
     """Average one part of the parameters at each step, the parts in turn.
 
-    Every parameter is averaged once in `parts` steps, as with LocalSGD(period=parts), and as many bytes travel; but
-    they travel evenly, a small message at each step instead of a large one now and then.
+    Every parameter is averaged once in `parts` steps, and as many bytes are sent, as with LocalSGD(period=parts); but
+    in a small message at each step instead of a large one every `parts` steps.
     """
 
     parts: int = 8
 
-    waits = "every step, all wait for the slowest worker and for one part of the parameters to travel"
+    waits = "every step, all workers wait for the slowest one and for a mean of one part of the parameters"
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -45,7 +45,7 @@ class InTurn(thinwire.Strategy):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one worker can tell after a run."""
+    """The results of one worker's run."""
 
     rank: int
     accuracy: float
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def train(strategy: thinwire.Strategy, comm: thinwire.Comm, *, steps: int) -> Outcome:
-    """Train on digits; the accuracy is that of the consensus model."""
+    """Train on digits, and evaluate the consensus model."""
     torch.set_num_threads(1)
     task = tasks.load("digits")
     model = task.model(seed=0)
@@ -73,7 +73,7 @@ def train(strategy: thinwire.Strategy, comm: thinwire.Comm, *, steps: int) -> Ou
 
 
 def run(strategy: thinwire.Strategy, *, steps: int = 80) -> Outcome:
-    """On the processes that torchrun started, or else on four threads; what rank 0 or this process has to tell."""
+    """Train on the processes that torchrun started, else on four threads; returns the results of one worker."""
     if dist.is_initialized():
         return train(strategy, thinwire.GroupComm(), steps=steps)
     return thinwire.run_threads(4, lambda comm: train(strategy, comm, steps=steps))[0]
@@ -84,10 +84,10 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     for strategy in (thinwire.LocalSGD(period=8), InTurn(parts=8)):
-        told = run(strategy)
-        if told.rank == 0:
-            kilobytes = told.payload_bytes / 1e3
-            print(f"{strategy}: accuracy {told.accuracy:.1%}, {kilobytes:.0f} kB in {told.messages} messages")
+        outcome = run(strategy)
+        if outcome.rank == 0:
+            kilobytes = outcome.payload_bytes / 1e3
+            print(f"{strategy}: accuracy {outcome.accuracy:.1%}, {kilobytes:.0f} kB in {outcome.messages} messages")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""Stop at any moment, go on with `--resume`, and end where an uninterrupted run ends, bit for bit.
+"""Stop at any moment, continue with `--resume`, and end with bit for bit the parameters of an uninterrupted run.
 
 First:  python examples/resume.py --folder runs/resume --steps 30
 Then:   python examples/resume.py --folder runs/resume --steps 60 --resume
 
-Both work under torchrun as well, with as many workers the second time as the first.
+Both work under torchrun too, with the same number of workers both times.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from thinwire import tasks
 
 
 def main() -> None:
-    """Train from the beginning or from the newest checkpoint."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--folder", type=Path, default=Path("runs/resume"))
-    options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--resume", action="store_true")
-    asked = options.parse_args()
+    """Train from the start or from the newest checkpoint."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path("runs/resume"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
 
@@ -38,16 +38,16 @@ def main() -> None:
     rank, size = worker.comm.rank, worker.comm.size
     shard = task.shards(size)[rank]
 
-    if asked.resume:
-        scheduler.load_state_dict(worker.load(asked.folder)["scheduler"])
+    if options.resume:
+        scheduler.load_state_dict(worker.load(options.folder)["scheduler"])
     first = worker.step
-    while worker.step < asked.steps:
+    while worker.step < options.steps:
         task.loss(model, task.batch(shard, worker.step, batch_size=32, seed=0, rank=rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         if worker.step % 10 == 0:
-            worker.save(asked.folder, extra={"scheduler": scheduler.state_dict()})
+            worker.save(options.folder, extra={"scheduler": scheduler.state_dict()})
 
     with worker.consensus():
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

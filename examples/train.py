@@ -19,7 +19,7 @@ RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 
 
 def main() -> None:
-    """Train, and say what came of it."""
+    """Train, and print steps, bytes and accuracy."""
     if SIZE > 1:  # thinwire
         dist.init_process_group("gloo")  # thinwire
     pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
