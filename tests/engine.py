@@ -1,6 +1,6 @@
-"""Small models, their data and a user's loop, for tests of the engine.
+"""Small models, their data and a user's loop, for tests of the worker.
 
-Threads share torch's global random numbers, so everything here draws from generators of its own.
+Threads share torch's global random generator, so everything here draws from generators of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Batch", "Mixed", "attach", "batch", "batches", "drawn", "flat", "mom
 
 
 def drawn(model: Model, seed: int = 0) -> Model:
-    """The model with parameters drawn from a seed."""
+    """The model, with its parameters drawn from a seed."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -31,7 +31,7 @@ def drawn(model: Model, seed: int = 0) -> Model:
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    """3 inputs, 5 hidden units, 2 outputs; sizes that no vector register divides."""
+    """3 inputs, 5 hidden units, 2 outputs: sizes that are no multiples of vector registers."""
     return drawn(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), seed)
 
 
@@ -74,7 +74,7 @@ def attach(
 
 
 def steps(worker: Worker, data: Iterable[Batch]) -> Worker:
-    """The loop of any user."""
+    """A user's training loop."""
     for x, y in data:
         worker.optimizer.zero_grad()
         (worker.model(x) - y).square().mean().backward()

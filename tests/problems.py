@@ -1,4 +1,4 @@
-"""Small things to train, for a real run and for an oracle alike, and the real run itself."""
+"""Small problems for real runs and for oracles alike, and the loop of the real runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.topology import Peers
 
 @dataclass(frozen=True)
 class Irregular(Topology):
-    """Directed, changing from step to step, with different numbers of peers; every worker splits evenly."""
+    """Directed, time-varying, with different numbers of neighbours; every worker splits evenly among its own."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         targets = [irregular_targets(i, size, step) for i in range(size)]
@@ -56,7 +56,7 @@ class Problem(Protocol):
 
 
 class Vector(nn.Module):
-    """One parameter vector, cut into parameters of the given sizes."""
+    """One parameter vector, split into parameters of the given sizes."""
 
     def __init__(self, start: Tensor, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -161,16 +161,16 @@ def train(
     after_step: Callable[[Worker], None] | None = None,
     **settings: Any,
 ) -> Worker:
-    """One rank's real run: the loop of any user, with SGD of the given settings and a rate for each step.
+    """One rank's real run: a user's loop, with SGD of the given settings and a learning rate for each step.
 
     Args:
-        comm: this rank; None for one worker alone.
+        comm: of this rank; None for a single worker.
         strategy: the recipe.
         problem: what is trained.
         rates: one learning rate for each step.
-        starts: a row of parameters for each rank; otherwise all begin at the problem's.
-        factors: the parameters are dealt to as many groups in turn, whose learning rates are multiplied by these.
-        after_step: called with the replica's owner after every step.
+        starts: a row of parameters for each rank; otherwise all start from the problem's.
+        factors: of the learning rates of parameter groups; parameters are assigned to the groups in turn.
+        after_step: called with the worker after every step.
         settings: momentum and the like.
     """
     model = problem.model()
@@ -178,8 +178,8 @@ def train(
     if starts is not None and comm is not None:
         init = "own"
         nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
-    dealt = [{"params": list(model.parameters())[i :: len(factors)]} for i in range(len(factors))]
-    optimizer = torch.optim.SGD(dealt, lr=1.0, **settings)
+    groups = [{"params": list(model.parameters())[i :: len(factors)]} for i in range(len(factors))]
+    optimizer = torch.optim.SGD(groups, lr=1.0, **settings)
     worker = thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
     for step, rate in enumerate(rates):
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
@@ -206,7 +206,7 @@ def watched(
     see: Callable[[Replica], Tensor] = lambda r: r.x,
     **settings: Any,
 ) -> Tensor:
-    """What `see` shows of n threads' replicas after every step: (steps, n, ...)."""
+    """What `see` returns for n threads' replicas after every step: (steps, n, ...)."""
 
     def body(comm: Comm) -> Tensor:
         seen: list[Tensor] = []

@@ -531,16 +531,16 @@ def test_detach_removes_every_hook_and_leaves_a_model_that_trains_alone() -> Non
     def work(comm: Comm) -> tuple[float, Tensor]:
         worker = steps(attach(comm, AllReduce()), batches(comm.rank, 2))
         worker.detach()
-        spoken = comm.meter.payload_bytes
+        sent = comm.meter.payload_bytes
         steps(worker, batches(comm.rank, 2))
         assert not worker.optimizer._optimizer_step_pre_hooks
         assert not worker.optimizer._optimizer_step_post_hooks
         assert not any(p._post_accumulate_grad_hooks for p in worker.model.parameters())
         assert worker.step == 2
-        return comm.meter.payload_bytes - spoken, flat(worker.model)
+        return comm.meter.payload_bytes - sent, flat(worker.model)
 
-    (spoken, x), (other_spoken, y) = run_threads(2, work)
-    assert spoken == other_spoken == 0
+    (sent, x), (other_sent, y) = run_threads(2, work)
+    assert sent == other_sent == 0
     assert not torch.equal(x, y)
 
 
@@ -576,7 +576,7 @@ def test_sparse_parameters_are_refused_by_name() -> None:
         thinwire.attach(model, torch.optim.SGD([model.table], lr=0.1), AllReduce())
 
 
-def test_several_workers_without_a_process_group_are_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_workers_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = net()
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 but no process group: call torch.distributed"):

@@ -1,4 +1,4 @@
-"""Gradients, gathered bucket by bucket, on the wire in one order."""
+"""Gradient buckets: gathered as they are final, sent in one order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def replica_of(sizes: list[int], comm: Comm | None = None) -> tuple[Replica, lis
 
 @dataclass
 class Recorder:
-    """Notes which parts are handed over, in which order."""
+    """Records which parts are exchanged, in which order."""
 
     parts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
@@ -50,7 +50,7 @@ def test_buckets_tile_the_vector_from_its_end(sizes: list[int], bucket_bytes: in
         assert (bucket.part.stop - bucket.part.start) * 4 - smallest < bucket_bytes
 
 
-def test_the_first_bucket_is_small_and_later_ones_grow_to_the_most() -> None:
+def test_the_first_bucket_is_small_and_later_ones_grow_to_the_limit() -> None:
     mega = 1 << 18
     replica, parameters = replica_of([mega] * 20)
     layout = lay_out([(str(i), p) for i, p in enumerate(parameters)])
@@ -68,7 +68,7 @@ def watched(sizes: list[int], bucket_bytes: int = 1) -> tuple[Backward, Recorder
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_buckets_are_launched_last_first_whatever_order_their_gradients_are_ready_in(order: list[int]) -> None:
+def test_buckets_are_sent_last_first_whatever_order_their_gradients_are_ready_in(order: list[int]) -> None:
     _, recorder, parameters, _ = watched([2, 3, 1, 4])
     total = torch.zeros((), requires_grad=True)
     for i in order:
@@ -77,7 +77,7 @@ def test_buckets_are_launched_last_first_whatever_order_their_gradients_are_read
     assert recorder.parts == [(6, 10), (5, 6), (2, 5), (0, 2)]
 
 
-def test_a_bucket_leaves_as_soon_as_it_and_those_before_it_are_final() -> None:
+def test_a_bucket_is_sent_as_soon_as_it_and_those_before_it_are_final() -> None:
     backward, recorder, parameters, _ = watched([2, 3, 1, 4])
     seen: list[int] = []
     parameters[0].register_post_accumulate_grad_hook(lambda _: seen.append(len(recorder.parts)))
@@ -99,7 +99,7 @@ def test_gradients_end_up_in_the_flat_vector_and_missing_ones_are_zero() -> None
     assert [p.grad.data_ptr() for p in parameters] == [g.data_ptr() for g in gradients]
 
 
-def test_nothing_is_launched_while_gradients_accumulate() -> None:
+def test_nothing_is_sent_while_gradients_accumulate() -> None:
     backward, recorder, parameters, replica = watched([2, 3])
     backward.syncing = False
     sum(p.sum() for p in parameters).backward()
@@ -147,7 +147,7 @@ def oracle_contrary(size: int) -> Tensor:
     return flat(model)
 
 
-def test_ranks_whose_layers_run_in_opposite_orders_still_meet() -> None:
+def test_ranks_whose_layers_run_in_opposite_orders_exchange_the_same_buckets() -> None:
     found = run_threads(3, contrary, timeout=20)
     assert all(torch.equal(found[0], x) for x in found)
     torch.testing.assert_close(found[0], oracle_contrary(3), rtol=1e-5, atol=1e-6)

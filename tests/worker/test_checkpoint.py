@@ -1,4 +1,4 @@
-"""Saving and going on: as if one had never stopped, to the last bit."""
+"""Saving and resuming: bit for bit as if the run had never stopped."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def two_rates(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def normed(seed: int = 0) -> nn.Sequential:
-    """With a frozen layer and statistics of its own."""
+    """With a frozen layer and batch statistics."""
     model = drawn(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)), seed)
     model[0].requires_grad_(False)
     return model
 
 
 def everything(worker: Worker) -> list[Tensor]:
-    """All that a run consists of, as tensors."""
+    """All state of a run, as tensors."""
     momenta = [x.float() for state in worker.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     states = [x for replica in worker.replicas for x in replica.state.values()]
     return [*(x.clone() for x in worker.model.state_dict().values()), *momenta, *states]
@@ -85,7 +85,7 @@ def equal(xs: list[Tensor], ys: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("optimizer", [momentum, adamw], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_going_on_from_a_state_is_bitwise_never_having_stopped(
+def test_resuming_from_a_state_dict_is_bitwise_the_uninterrupted_run(
     strategy: Strategy, optimizer: Callable[..., Any]
 ) -> None:
     def work(comm: Comm) -> bool:
@@ -106,7 +106,7 @@ def test_going_on_from_a_state_is_bitwise_never_having_stopped(
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(3), SlowMo(PushSum(Irregular()), period=3)], ids=repr)
-def test_models_of_several_dtypes_and_rates_go_on_bitwise(strategy: Strategy) -> None:
+def test_models_of_several_dtypes_and_rates_resume_bitwise(strategy: Strategy) -> None:
     def work(comm: Comm) -> bool:
         first = steps(attach(comm, strategy, model=drawn(Mixed()), optimizer=two_rates), batches(comm.rank, 4))
         state = first.state_dict()
@@ -141,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_going_on_from_files_is_bitwise_never_having_stopped(strategy: Strategy, tmp_path: Path) -> None:
+def test_resuming_from_files_is_bitwise_the_uninterrupted_run(strategy: Strategy, tmp_path: Path) -> None:
     def work(comm: Comm) -> bool:
         first = steps(attach(comm, strategy, model=normed(), optimizer=adamw), batches(comm.rank, 5))
         home = first.save(tmp_path / "run")
@@ -156,7 +156,7 @@ def test_going_on_from_files_is_bitwise_never_having_stopped(strategy: Strategy,
 
 
 def interrupted(folder: str, strategies: list[Strategy]) -> list[bool]:
-    """One rank: train, save, go on; then the same from the files, with dropout and a schedule."""
+    """One rank: train, save, continue; then the same from the files, with dropout and a schedule."""
     folders = [Path(folder) / str(i) for i in range(len(strategies))]
     return [resumes(home, strategy) for home, strategy in zip(folders, strategies, strict=True)]
 
@@ -167,29 +167,29 @@ def resumes(folder: Path, strategy: Strategy) -> bool:
         worker = attach(None, strategy, model=model, optimizer=adamw)
         return worker, torch.optim.lr_scheduler.CosineAnnealingLR(worker.optimizer, 12)
 
-    def go_on(worker: Worker, schedule: Any, first: int, count: int) -> list[Tensor]:
+    def train(worker: Worker, schedule: Any, first: int, count: int) -> list[Tensor]:
         for data in batches(worker.comm.rank, count, first=first):
             steps(worker, [data])
             schedule.step()
         return everything(worker)
 
     worker, schedule = begin(0)
-    go_on(worker, schedule, 0, 5)
+    train(worker, schedule, 0, 5)
     worker.save(folder, extra={"schedule": schedule.state_dict()})
-    expected = go_on(worker, schedule, 5, 5)
+    expected = train(worker, schedule, 5, 5)
     torch.rand(17)
     worker, schedule = begin(1)
     schedule.load_state_dict(worker.load(folder)["schedule"])
-    return equal(go_on(worker, schedule, 5, 5), expected)
+    return equal(train(worker, schedule, 5, 5), expected)
 
 
-def test_processes_with_dropout_and_a_schedule_go_on_bitwise(tmp_path: Path) -> None:
+def test_processes_with_dropout_and_a_schedule_resume_bitwise(tmp_path: Path) -> None:
     strategies = [AllReduce(), LocalSGD(3), SlowMo(PushSum(), period=3), Gossip(), PushSum(Irregular())]
     assert run_processes(3, interrupted, str(tmp_path), strategies) == [[True] * len(strategies)] * 3
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3)], ids=repr)
-def test_one_worker_with_dropout_goes_on_bitwise(strategy: Strategy, tmp_path: Path) -> None:
+def test_one_worker_with_dropout_resumes_bitwise(strategy: Strategy, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     try:
         assert resumes(tmp_path, strategy)
@@ -198,7 +198,7 @@ def test_one_worker_with_dropout_goes_on_bitwise(strategy: Strategy, tmp_path: P
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=repr)
-def test_what_the_caller_adds_comes_back(strategy: Strategy, tmp_path: Path) -> None:
+def test_extra_is_restored(strategy: Strategy, tmp_path: Path) -> None:
     def work(comm: Comm) -> bool:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         worker = attach(comm, strategy, scaler=scaler)
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_one_rank_has_not_finished_is_ignored(tmp_path: Path) 
     assert run_threads(2, work) == [3, 3]
 
 
-def test_what_a_killed_writer_left_is_ignored_and_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_ignored_and_removed(tmp_path: Path) -> None:
     worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
     worker.save(tmp_path)
     killed = tmp_path / "step-00000003"
@@ -338,7 +338,7 @@ def deeper() -> nn.Module:
     return model
 
 
-STRANGERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+OTHER_RUNS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "recipe": (
         lambda: {"strategy": LocalSGD(4)},
         r"the strategy is LocalSGD\(period=2\) in the checkpoint and .*=4\) in",
@@ -368,11 +368,11 @@ STRANGERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(STRANGERS))
+@pytest.mark.parametrize("kind", list(OTHER_RUNS))
 def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
         steps(other(comm), batches(comm.rank, 3)).save(tmp_path)
-        make, difference = STRANGERS[kind]
+        make, difference = OTHER_RUNS[kind]
         worker = other(comm, **make())
         before = everything(worker)
         with pytest.raises(CheckpointError, match=difference) as refused:
@@ -422,7 +422,7 @@ def test_parameters_that_are_not_finite_are_refused_and_the_last_good_checkpoint
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_strategy_s_vector_of_rates_goes_on(tmp_path: Path) -> None:
+def test_a_strategy_s_vector_of_rates_resumes(tmp_path: Path) -> None:
     def work(comm: Comm) -> bool:
         first = steps(attach(comm, SlowMo(Gossip(Hypercube()), period=3), optimizer=two_rates), batches(comm.rank, 4))
         first.save(tmp_path)

@@ -1,4 +1,4 @@
-"""Disks that fill up, files that rot, writers that are killed: the last good checkpoint is never lost."""
+"""Full disks, damaged files, killed writers: the last good checkpoint is never lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def saved(folder: Path, size: int = 2, count: int = 3) -> None:
 
 
 def load(comm: Comm, folder: Path) -> str | int:
-    """What loading says on this rank, and that a refusal changes nothing."""
+    """Load; returns the step, or the error's message after checking that nothing has changed."""
     worker = attach(comm, RECIPE, model=net(9))
     before = flat(worker.model)
     try:
@@ -48,7 +48,7 @@ def json_of(folder: Path, rank: int) -> Path:
     return folder / "step-00000003" / f"rank-{rank:04d}.json"
 
 
-# -- files that rot ----------------------------------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:
@@ -90,28 +90,28 @@ def test_damage_is_named_on_every_rank_and_nothing_is_loaded(kind: str, tmp_path
     saved(tmp_path)
     damage, words = DAMAGES[kind]
     damage(tmp_path)
-    told = run_threads(2, lambda comm: load(comm, tmp_path))
-    assert told[0] == told[1]
+    message = run_threads(2, lambda comm: load(comm, tmp_path))
+    assert message[0] == message[1]
     with pytest.raises(CheckpointError, match=words):
-        raise CheckpointError(told[0])
-    assert f"remove {tmp_path / 'step-00000003'}" in str(told[0])
+        raise CheckpointError(message[0])
+    assert f"remove {tmp_path / 'step-00000003'}" in str(message[0])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_flipped_bit_goes_unnoticed(seed: int, tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(seed: int, tmp_path: Path) -> None:
     saved(tmp_path, size=1)
     draw = random.Random(seed)
     path = draw.choice([json_of(tmp_path, 0), tensors_of(tmp_path, 0)])
     flip(path, draw.randrange(len(path.read_bytes())), draw.randrange(8))
-    (told,) = run_threads(1, lambda comm: load(comm, tmp_path))
-    assert path.name in str(told)
+    (message,) = run_threads(1, lambda comm: load(comm, tmp_path))
+    assert path.name in str(message)
 
 
-def test_going_on_from_the_checkpoint_before_is_a_matter_of_removing_the_damaged_one(tmp_path: Path) -> None:
+def test_without_the_damaged_checkpoint_the_one_before_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path, count=2)
     saved(tmp_path, count=3)
     flip(tensors_of(tmp_path, 0))
-    assert all("rank-0000" in str(told) for told in run_threads(2, lambda comm: load(comm, tmp_path)))
+    assert all("rank-0000" in str(message) for message in run_threads(2, lambda comm: load(comm, tmp_path)))
     for file in (tmp_path / "step-00000003").iterdir():
         file.unlink()
     assert run_threads(2, lambda comm: load(comm, tmp_path)) == [2, 2]
@@ -121,7 +121,7 @@ def test_going_on_from_the_checkpoint_before_is_a_matter_of_removing_the_damaged
 
 
 class Faulty:
-    """Lets a call through until its turn comes, in the threads that were chosen."""
+    """Fails at the given call of a function, counted in the chosen threads; other calls go through."""
 
     def __init__(self, call: Callable[..., Any], turn: int, error: int) -> None:
         self.call, self.turn, self.error = call, turn, error
@@ -172,19 +172,19 @@ def save_with_fault(comm: Comm, folder: Path, fault: Faulty) -> tuple[str, int, 
         fault.threads.add(threading.get_ident())
     try:
         worker.save(folder)
-        told = ""
+        message = ""
     except CheckpointError as error:
-        told = str(error)
+        message = str(error)
     fault.threads.clear()
     loaded = load(comm, folder)
     assert isinstance(loaded, int)
     own = sorted(path.name for path in folder.glob(f"*/*rank-{comm.rank:04d}*"))
-    return told, loaded, own
+    return message, loaded, own
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", list(CALLS))
-def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_is_named_on_every_rank(
+def test_a_failing_disk_leaves_the_checkpoint_before_and_is_named_on_every_rank(
     call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name = CALLS[call]
@@ -198,9 +198,9 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_before_and_is_named_on_every_
         found = run_threads(2, lambda comm, f=folder, w=fault: save_with_fault(comm, f, w))
         if not fault.struck:
             break
-        assert len({told for told, *_ in found}) == 1
-        told = found[0][0]
-        assert "rank 1" in told and os.strerror(error) in told and "step-00000004" in told
+        assert len({message for message, *_ in found}) == 1
+        message = found[0][0]
+        assert "rank 1" in message and os.strerror(error) in message and "step-00000004" in message
         assert len({loaded for _, loaded, _ in found}) == 1
         assert all(not name.startswith(".") for *_, own in found for name in own)
         halves.append((folder / "step-00000004" / "rank-0000.json").exists())
@@ -245,12 +245,12 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     def work(comm: Comm) -> str:
         worker = steps(attach(comm, RECIPE), batches(comm.rank, 3))
         with pytest.raises(CheckpointError) as refused:
-            worker.save(tmp_path, extra={"odd": object() if comm.rank == 1 else 0})
+            worker.save(tmp_path, extra={"thing": object() if comm.rank == 1 else 0})
         return str(refused.value)
 
-    told = run_threads(2, work)
-    assert told[0] == told[1]
-    assert "rank 1" in told[0] and "/extra/odd is a object" in told[0]
+    message = run_threads(2, work)
+    assert message[0] == message[1]
+    assert "rank 1" in message[0] and "/extra/thing is a object" in message[0]
     assert not list(tmp_path.glob("*/rank-*"))
 
 

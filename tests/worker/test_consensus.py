@@ -1,4 +1,4 @@
-"""The model that all workers agree on, and its buffers."""
+"""The consensus model and its buffers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_consensus_is_equal_on_all_ranks_and_is_put_back(strategy: Strategy) -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_looking_at_the_consensus_does_not_change_the_training(strategy: Strategy) -> None:
+def test_evaluating_at_consensus_does_not_change_the_training(strategy: Strategy) -> None:
     def work(comm: Comm, look: bool) -> Tensor:
         worker = attach(comm, strategy)
         for data in batches(comm.rank, 7):
@@ -73,7 +73,7 @@ def test_an_error_during_evaluation_still_puts_everything_back() -> None:
 
 
 class Halfway(Strategy):
-    """Fails in the midst of a consensus."""
+    """Fails while it computes the consensus."""
 
     def consensus(self, r: Replica) -> Tensor:
         if r.x.dtype == torch.float64:
@@ -120,7 +120,7 @@ def test_counters_in_the_consensus_are_those_of_rank_zero() -> None:
     assert run_threads(2, work) == [(10, 10), (10, 11)]
 
 
-def test_the_wire_carries_nothing_of_batch_statistics_while_training() -> None:
+def test_batch_statistics_are_not_sent_while_training() -> None:
     def work(comm: Comm) -> float:
         worker = attach(comm, AllReduce(), model=normed())
         before = comm.meter.payload_bytes

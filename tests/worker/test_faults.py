@@ -1,4 +1,4 @@
-"""Workers that are killed, stopped or lost: nobody waits for ever, and the error says for whom."""
+"""Workers that are killed, stopped or lost: the others end in time, with an error that names them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Report = tuple[str, str, float, str]
 def train(
     strategy: Strategy, victims: Sequence[int], sign: int, timeout: float, groups: Sequence[Sequence[int]] = ()
 ) -> Report:
-    """Train until something happens to the victims, in the midst of a backward pass; what is told to this rank."""
+    """Train until something happens to the victims, within a backward pass; returns the error on this rank."""
     rank = dist.get_rank()
     made = {tuple(members): dist.new_group(members) for members in groups}
     group = next((made[members] for members in made if rank in members), None)
@@ -49,11 +49,11 @@ def train(
 
 
 def stay_for_others(victims: Sequence[int]) -> None:
-    """Rank 0 hosts the store on which those who failed ask for each other, after its own group may have ended."""
+    """Rank 0 hosts the store that failed ranks query about each other; it must outlive them."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    store.set(f"told/{rank}", "1")
+    store.set(f"reported/{rank}", "1")
     if rank == 0:
-        others = [f"told/{other}" for other in range(dist.get_world_size()) if other not in victims]
+        others = [f"reported/{other}" for other in range(dist.get_world_size()) if other not in victims]
         store.wait(others, timedelta(seconds=30))
 
 
@@ -96,7 +96,7 @@ def absent() -> Report:
 
 
 def late() -> Report:
-    """Rank 1 comes to the second call after the others have given up."""
+    """Rank 1 makes the second call after the others have timed out."""
     comm = GroupComm(timeout=1.0)
     comm.all_reduce_(torch.ones(1)).wait()
     comm.step = 9
@@ -130,7 +130,7 @@ def around() -> Report:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens to whom."""
+    """What happens to which ranks."""
 
     size: int
     victims: Sequence[int]
@@ -165,8 +165,8 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, dict[int, Report]]:
-    """What the survivors of every scenario were told. Most of it is waiting, so several run at a time."""
+def failures() -> dict[str, dict[int, Report]]:
+    """The errors of the survivors of every scenario. Most of the time is waiting, so several run at once."""
     names = list(SCENARIOS)
     return {**survivors(names[:7]), **survivors(names[7:])}
 
@@ -186,10 +186,10 @@ def survivors(names: Sequence[str]) -> dict[str, dict[int, Report]]:
 
 
 @pytest.mark.parametrize("name", list(KILLED))
-def test_a_killed_rank_ends_all_others_within_five_seconds_by_its_name(
-    name: str, told: dict[str, dict[int, Report]]
+def test_a_killed_rank_ends_all_others_within_five_seconds_and_is_named(
+    name: str, failures: dict[str, dict[int, Report]]
 ) -> None:
-    for rank, (kind, text, seconds, again) in told[name].items():
+    for rank, (kind, text, seconds, again) in failures[name].items():
         assert kind == "PeerLostError"
         assert text.startswith(f"rank {rank}, step ")
         assert KILLED[name][1] in text
@@ -199,46 +199,48 @@ def test_a_killed_rank_ends_all_others_within_five_seconds_by_its_name(
 
 
 @pytest.mark.parametrize("name", list(STOPPED))
-def test_a_stopped_rank_ends_all_others_at_the_deadline_by_its_name(
-    name: str, told: dict[str, dict[int, Report]]
+def test_a_stopped_rank_ends_all_others_at_the_timeout_and_is_named(
+    name: str, failures: dict[str, dict[int, Report]]
 ) -> None:
-    for rank, (kind, text, seconds, _) in told[name].items():
+    for rank, (kind, text, seconds, _) in failures[name].items():
         assert kind == "CommTimeoutError"
         assert text.startswith(f"rank {rank}, step ")
         assert f"no answer within 1.5 s; rank {STOPPED[name][1]} is not answering" in text
         assert 1.2 < seconds < 10
 
 
-def test_a_lost_rank_ends_its_own_group_only_and_goes_by_both_its_ranks(told: dict[str, dict[int, Report]]) -> None:
-    reports = told["one group of two"]
+def test_a_lost_rank_ends_its_own_group_only_and_is_named_by_both_its_ranks(
+    failures: dict[str, dict[int, Report]],
+) -> None:
+    reports = failures["one group of two"]
     assert reports[1][0] == "PeerLostError"
     assert "rank 0, step 5, all_reduce: rank 1 (rank 3 of the whole job) is lost" in reports[1][1]
     assert reports[0][:2] == reports[2][:2] == ("nothing", "step 35")
 
 
-def test_a_rank_that_ends_with_an_error_of_its_own_ends_the_others(told: dict[str, dict[int, Report]]) -> None:
-    for kind, text, *_ in told["careless"].values():
+def test_a_rank_that_ends_with_an_error_of_its_own_ends_the_others(failures: dict[str, dict[int, Report]]) -> None:
+    for kind, text, *_ in failures["careless"].values():
         assert kind == "PeerLostError"
         assert "step 2, all_reduce: rank 1 is lost" in text
 
 
-def test_a_failure_reaches_ranks_that_are_no_neighbours_past_messages_in_flight(
-    told: dict[str, dict[int, Report]],
+def test_a_failure_reaches_ranks_that_are_not_neighbours_despite_messages_in_flight(
+    failures: dict[str, dict[int, Report]],
 ) -> None:
-    for kind, text, seconds, _ in told["around"].values():
+    for kind, text, seconds, _ in failures["around"].values():
         assert kind == "PeerLostError"
         assert "rank 2 is lost" in text
         assert seconds < 5
 
 
-def test_a_rank_that_never_attaches_is_named(told: dict[str, dict[int, Report]]) -> None:
-    for kind, text, *_ in told["absent"].values():
+def test_a_rank_that_never_attaches_is_named(failures: dict[str, dict[int, Report]]) -> None:
+    for kind, text, *_ in failures["absent"].values():
         assert kind == "CommTimeoutError"
         assert "connecting: no answer within 1.5 s; rank 1 is not answering" in text
 
 
-def test_a_rank_that_comes_too_late_learns_that_the_others_gave_up(told: dict[str, dict[int, Report]]) -> None:
-    reports = told["late"]
+def test_a_rank_that_is_too_late_fails_once_the_others_have_timed_out(failures: dict[str, dict[int, Report]]) -> None:
+    reports = failures["late"]
     for kind, text, *_ in reports.values():
         assert kind == "CommTimeoutError"
         assert "step 9, all_reduce: no answer within 1 s" in text

@@ -1,4 +1,4 @@
-"""Ranks that were started differently are told so before step 0."""
+"""Ranks that were started differently are refused before the first step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def split(first: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return make
 
 
-# What the odd rank does otherwise, what the others do, and the words of the difference.
+# The set-up of one rank, the set-up of the others, and what the error must match.
 MUTATIONS: dict[str, tuple[Setup, Setup, str]] = {
     "one more layer": (
         {"model": lambda: drawn(nn.Sequential(*net(), nn.Linear(2, 2)))},
@@ -141,9 +141,9 @@ MUTATIONS: dict[str, tuple[Setup, Setup, str]] = {
 }
 
 
-def refusal(comm: Comm | None, odd: bool, name: str) -> str:
-    """What one rank is told."""
-    setup = {"model": net, "optimizer": momentum, "strategy": AllReduce(), **MUTATIONS[name][0 if odd else 1]}
+def refusal(comm: Comm | None, different: bool, name: str) -> str:
+    """The error on one rank."""
+    setup = {"model": net, "optimizer": momentum, "strategy": AllReduce(), **MUTATIONS[name][0 if different else 1]}
     model, make, strategy = setup.pop("model")(), setup.pop("optimizer"), setup.pop("strategy")
     try:
         thinwire.attach(model, make(model), strategy, comm=comm, **setup)
@@ -153,31 +153,31 @@ def refusal(comm: Comm | None, odd: bool, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", list(MUTATIONS))
-def test_every_rank_is_told_two_ranks_and_the_first_difference(name: str) -> None:
-    told = run_threads(4, lambda comm: refusal(comm, comm.rank == 2, name), timeout=10)
-    assert len(set(told)) == 1
-    assert told[0].startswith("ranks 0 and 2 were started differently: ")
-    assert re.search(MUTATIONS[name][2], told[0]), told[0]
+def test_the_error_names_two_ranks_and_the_first_difference_on_every_rank(name: str) -> None:
+    errors = run_threads(4, lambda comm: refusal(comm, comm.rank == 2, name), timeout=10)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("ranks 0 and 2 were started differently: ")
+    assert re.search(MUTATIONS[name][2], errors[0]), errors[0]
 
 
 def several_mutations(names: list[str]) -> list[str]:
     """One rank's refusals, one after the other; then the same with another version of thinwire on rank 2."""
     import torch.distributed as dist
 
-    odd = dist.get_rank() == 2
-    told = [refusal(None, odd, name) for name in names]
-    if odd:
+    different = dist.get_rank() == 2
+    errors = [refusal(None, different, name) for name in names]
+    if different:
         thinwire.worker.handshake.__version__ = "0.0.0"
     try:
         thinwire.attach(model := net(), momentum(model), AllReduce())
     except MismatchError as error:
-        told.append(str(error))
+        errors.append(str(error))
     thinwire.worker.handshake.__version__ = thinwire.__version__
     thinwire.attach(model := net(), momentum(model), AllReduce())
-    return told
+    return errors
 
 
-def test_processes_are_told_too_and_may_try_again() -> None:
+def test_processes_are_refused_too_and_may_try_again() -> None:
     names = ["one more layer", "another dtype", "another seed", "tied weights"]
     found = run_processes(3, several_mutations, names)
     assert found[0] == found[1] == found[2]
@@ -187,7 +187,7 @@ def test_processes_are_told_too_and_may_try_again() -> None:
     assert f"the thinwire version is {thinwire.__version__} on rank 0 and 0.0.0 on rank 2" in found[0][-1]
 
 
-def test_ranks_that_agree_are_told_nothing_and_send_one_hash() -> None:
+def test_ranks_that_agree_send_one_hash() -> None:
     def work(comm: Comm) -> float:
         agree(comm, [("the seed", "1"), ("parameter a", "2x3 float32")], torch.device("cpu"))
         return comm.meter.payload_bytes

@@ -1,4 +1,4 @@
-"""Uneven numbers of batches: a rank whose data has ended keeps answering."""
+"""Uneven numbers of batches: a rank without data keeps taking part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire import AllReduce, Bf16, Comm, Gossip, Local, LocalSGD, PushSum, Sl
 from thinwire.worker.joining import step_without_batch
 
 LENGTHS = [3, 5, 4]
-EVERYONE = [
+STRATEGIES = [
     AllReduce(),
     LocalSGD(2),
     LocalSGD(3),
@@ -51,7 +51,7 @@ def joined(comm: Comm, strategy: Strategy, lengths: list[int], kind: str, **sett
 
 
 @pytest.mark.parametrize("kind", ["known", "unknown", "partly known"])
-@pytest.mark.parametrize("strategy", EVERYONE, ids=repr)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_every_rank_takes_every_step_and_sees_its_own_batches(strategy: Strategy, kind: str) -> None:
     found = run_threads(3, lambda c: joined(c, strategy, LENGTHS, kind), timeout=20)
     assert [seen for _, seen, _ in found] == LENGTHS
@@ -84,7 +84,7 @@ def test_a_rank_without_any_batch_takes_part() -> None:
         assert torch.equal(found[0][0], found[2][0])
 
 
-def test_nobody_has_a_batch_and_nobody_takes_a_step() -> None:
+def test_without_any_batch_no_rank_takes_a_step() -> None:
     found = run_threads(3, lambda c: joined(c, AllReduce(), [0, 0, 0], "unknown"))
     assert [step for *_, step in found] == [0, 0, 0]
 
@@ -147,7 +147,7 @@ def test_several_dtypes_take_part() -> None:
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2), PushSum()], ids=repr)
-def test_scalers_stay_equal_on_ranks_that_only_answer(strategy: Strategy) -> None:
+def test_scalers_stay_equal_on_ranks_without_data(strategy: Strategy) -> None:
     def work(comm: Comm) -> tuple[Tensor, float, int]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         worker = attach(comm, strategy, scaler=scaler)

@@ -38,8 +38,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def go(step_model: nn.Module, optimizer: torch.optim.Optimizer, quiet: Callable[[], Any], parts: int) -> list[Tensor]:
-    """Twenty steps of any user's loop, in so many parts each; the parameters."""
+def train(
+    step_model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any], parts: int
+) -> list[Tensor]:
+    """Twenty steps of a user's loop, each in `parts` batches; returns the parameters."""
     rank = dist.get_rank()
     for step in range(20):
         if isinstance(picky := getattr(step_model, "module", step_model), Picky):
@@ -47,7 +49,7 @@ def go(step_model: nn.Module, optimizer: torch.optim.Optimizer, quiet: Callable[
         optimizer.zero_grad()
         x, y = batch(rank, step, rows=8)
         for i, (inputs, targets) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            with quiet() if i < parts - 1 else nullcontext():
+            with no_sync() if i < parts - 1 else nullcontext():
                 ((step_model(inputs) - targets).square().mean() / parts).backward()
         optimizer.step()
     return [p.detach().clone() for p in step_model.parameters()]
@@ -55,12 +57,12 @@ def go(step_model: nn.Module, optimizer: torch.optim.Optimizer, quiet: Callable[
 
 def with_ddp(make_model: Callable[[], nn.Module], make: Make, parts: int, **settings: Any) -> list[Tensor]:
     model = DistributedDataParallel(drawn(make_model()), broadcast_buffers=False, **settings)
-    return go(model, make(model), model.no_sync, parts)
+    return train(model, make(model), model.no_sync, parts)
 
 
 def with_thinwire(make_model: Callable[[], nn.Module], make: Make, parts: int, **settings: Any) -> list[Tensor]:
     worker = attach(None, settings.pop("strategy", AllReduce()), model=drawn(make_model()), optimizer=make, **settings)
-    return go(worker.model, worker.optimizer, worker.no_sync, parts)
+    return train(worker.model, worker.optimizer, worker.no_sync, parts)
 
 
 def apart(xs: list[Tensor], ys: list[Tensor]) -> float:
@@ -68,7 +70,7 @@ def apart(xs: list[Tensor], ys: list[Tensor]) -> float:
 
 
 def beside_ddp() -> dict[str, float]:
-    """How far apart the parameters are after twenty steps."""
+    """The largest differences of parameters after twenty steps."""
     ddp = with_ddp(Pictures, momentum, 1)
     found = {
         "momentum": apart(with_thinwire(Pictures, momentum, 1), ddp),
@@ -111,7 +113,7 @@ def agreed(worker: Worker) -> list[float]:
 
 
 def the_rest() -> dict[str, Any]:
-    """What needs no yardstick but the other ranks."""
+    """Results that are compared between ranks only."""
     rank = dist.get_rank()
     comm = thinwire.GroupComm(timeout=20)
     strategies = [AllReduce(), LocalSGD(2), SlowMo(PushSum(), period=3), Gossip(), Gossip(order="after"), PushSum()]

@@ -1,4 +1,4 @@
-"""A checkpoint goes on with another number of workers, and nothing that is owed is lost on the way."""
+"""A checkpoint is resumed with another number of workers, and no residual is lost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from thinwire.strategies.gradients.sketched import SketchedSGD
 from thinwire.strategies.gradients.zero_one import ZeroOne
 from thinwire.worker.resizing import load, same, saved_size
 
-Owed = Callable[[list[dict[str, Tensor]]], Tensor]
+Residual = Callable[[list[dict[str, Tensor]]], Tensor]
 SGD = torch.optim.SGD
 
 
-def owed_by_codes(states: list[dict[str, Tensor]]) -> Tensor:
-    """The mean of what workers owe, and what servers owe."""
+def residual_of_codec(states: list[dict[str, Tensor]]) -> Tensor:
+    """The mean of the workers' residuals, plus those of the pieces of the sum."""
     total = torch.stack([state["error"] for state in states]).mean(0).double()
     for state in states:
         for name, x in state.items():
@@ -50,17 +50,17 @@ def nothing(states: list[dict[str, Tensor]]) -> Tensor:
     return torch.zeros(1)
 
 
-CASES: dict[str, tuple[Strategy, Any, Owed]] = {
-    "1-bit LAMB": (CompressedMomentum(OneBit(block=8), warmup_steps=3), OneBitLamb, owed_by_codes),
+CASES: dict[str, tuple[Strategy, Any, Residual]] = {
+    "1-bit LAMB": (CompressedMomentum(OneBit(block=8), warmup_steps=3), OneBitLamb, residual_of_codec),
     "1-bit Adam, overlapped": (
         CompressedMomentum(OneBit(block=8), warmup_steps=3, overlap=True),
         OneBitAdam,
-        owed_by_codes,
+        residual_of_codec,
     ),
     "0/1 Adam": (
         ZeroOne(OneBit(block=8), variance_steps=3, local_doubling=100),
         ZeroOneAdam,
-        owed_by_codes,
+        residual_of_codec,
     ),
     "Sketched SGD": (SketchedSGD(0.1, columns=4, rows=1, dense_below=0, recovery="sketch"), SGD, residual),
     "FetchSGD": (FetchSGD(0.1, columns=4, conserving=True), SGD, residual),
@@ -69,9 +69,9 @@ CASES: dict[str, tuple[Strategy, Any, Owed]] = {
 
 
 def stage(
-    size: int, case: tuple[Strategy, Any, Owed], folder: Path, first: int, last: int, resume: bool
+    size: int, case: tuple[Strategy, Any, Residual], folder: Path, first: int, last: int, resume: bool
 ) -> dict[str, Any]:
-    """Train from a step to another, in a world of that size; what was there at the beginning and at the end."""
+    """Train from one step to another with that many workers; returns their state at the start and at the end."""
     strategy, kind, _ = case
     problem = Regression(4, 40, torch.float32)
 
@@ -82,7 +82,7 @@ def stage(
         found = {"extra": extra, "before": memory(worker)}
         taken(worker, problem, first, last)
         found["after"] = memory(worker)
-        worker.save(folder, extra={"told": size})
+        worker.save(folder, extra={"size": size})
         worker.detach()
         return found
 
@@ -96,14 +96,14 @@ def stage(
 
 
 def memory(worker: Worker) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """A rank's strategy state, parameters and what its optimizer remembers."""
+    """A rank's strategy state, parameters and optimizer state."""
     moments = [x.reshape(-1).float() for s in worker.optimizer.state.values() for x in s.values() if x is not None]
     state = {name: x.clone() for name, x in worker.replicas[0].state.items()}
     return state, parameters_of(worker).clone(), torch.cat([torch.zeros(1), *moments])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_four_workers_become_two_and_four_again_and_owe_what_they_owed(name: str, tmp_path: Path) -> None:
+def test_four_workers_become_two_and_four_again_with_the_same_residual(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     residual = case[2]
     four = stage(4, case, tmp_path, 0, 8, resume=False)
@@ -118,7 +118,7 @@ def test_four_workers_become_two_and_four_again_and_owe_what_they_owed(name: str
             assert (after[f"{kind} before"] == after[f"{kind} before"][0]).all()
         assert (after["x after"] == after["x after"][0]).all()
         assert not torch.equal(after["x after"], after["x before"])
-    assert [each["told"] for each in last["extra"]] == [2] * 4
+    assert [each["size"] for each in last["extra"]] == [2] * 4
     if residual is not nothing:
         assert residual(four["after"]).abs().max() > 1e-4, "there must be something to lose"
 
@@ -131,14 +131,14 @@ def test_with_the_same_number_it_is_bitwise_the_uninterrupted_run(tmp_path: Path
     assert torch.equal(whole["x after"], parts["x after"])
 
 
-def test_workers_that_differ_refuse_to_become_more_or_fewer(tmp_path: Path) -> None:
+def test_the_number_of_workers_cannot_change_where_their_parameters_differ(tmp_path: Path) -> None:
     case = (LocalSGD(period=5), SGD, nothing)
     stage(2, case, tmp_path, 0, 8, resume=False)
     with pytest.raises(CheckpointError, match="parameters differ between workers at step 8"):
         stage(4, case, tmp_path, 8, 9, resume=True)
 
 
-def test_a_missing_part_is_one_message(tmp_path: Path) -> None:
+def test_a_missing_file_is_one_error(tmp_path: Path) -> None:
     case = CASES["SGD"]
     stage(4, case, tmp_path, 0, 2, resume=False)
     (tmp_path / "step-00000002" / "rank-0003.json").unlink()
@@ -150,7 +150,7 @@ def trained(folder: Path, fields: dict[str, Any], resume: bool) -> Any:
     return work(Settings.from_json(fields), folder, resume=resume)
 
 
-def test_whole_runs_go_on_with_fewer_workers_and_with_more(tmp_path: Path) -> None:
+def test_runs_are_resumed_with_fewer_workers_and_with_more(tmp_path: Path) -> None:
     asked = {"task": "digits", "model": "mlp", "strategy": "CompressedMomentum(warmup_steps=4)", "batch_size": 4}
     more = {"optimizer": "onebit-lamb", "lr": 0.02, "save_every": 6, "eval_every": 6}
     for i, workers in enumerate((4, 2, 4)):
@@ -161,7 +161,7 @@ def test_whole_runs_go_on_with_fewer_workers_and_with_more(tmp_path: Path) -> No
 
 
 def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
-    """Workers of whom every one has a momentum that is no number."""
+    """Workers that each have a NaN in their momentum."""
 
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
@@ -176,13 +176,13 @@ def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
     return thinwire.run_threads(size, body, timeout=20)
 
 
-def test_what_is_no_number_on_every_worker_is_the_same_on_all(tmp_path: Path) -> None:
+def test_nan_on_every_worker_counts_as_equal(tmp_path: Path) -> None:
     before, after = diverged(2, tmp_path, False)[0], diverged(3, tmp_path, True)
     assert before.isnan().sum() == 1
     assert all(torch.equal(each.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0)) for each in after)
 
 
-def test_trees_are_the_same_where_numbers_are_and_where_both_have_none() -> None:
+def test_trees_are_the_same_where_numbers_are_equal_or_both_are_nan() -> None:
     nan = float("nan")
     tree = {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)}
     assert same(tree, {"a": torch.tensor([1.0, nan]), "b": [nan, (2, "c")], "d": torch.tensor(3)})

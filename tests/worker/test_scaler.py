@@ -95,17 +95,17 @@ def test_one_scaler_serves_other_optimizers_alone() -> None:
     assert run_threads(2, work) == [0.0, 0.0]
 
 
-def test_detach_gives_the_scaler_back() -> None:
+def test_detach_restores_the_scaler() -> None:
     def work(comm: Comm) -> bool:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         worker = attach(comm, LocalSGD(2), scaler=scaler)
         worker.detach()
-        spoken = comm.meter.payload_bytes
+        sent = comm.meter.payload_bytes
         x, y = batch(comm.rank, 0)
         scaler.scale((worker.model(x) - y).square().mean() * (float("inf") if comm.rank else 1.0)).backward()
         before = flat(worker.model)
         scaler.step(worker.optimizer)
-        assert comm.meter.payload_bytes == spoken
+        assert comm.meter.payload_bytes == sent
         return torch.equal(before, flat(worker.model))
 
     assert run_threads(2, work) == [False, True]
