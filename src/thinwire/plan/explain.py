@@ -148,6 +148,7 @@ def explain(
     def dry(recipe: Strategy, rank: int) -> DryRun:
         return DryRun(recipe, sizes, workers=workers, rank=rank, dtype=dtype, bucket_bytes=bucket_bytes)
 
+    # Where ranks differ, the one with most to carry sets the pace.
     rank = busiest(strategy, workers)
     run = dry(strategy, rank)
     steps = run.period()

@@ -117,6 +117,7 @@ class BaselineEngine:
         parameters = [p.detach() for p in module.parameters()]
         layout = lay_out([("", p) for p in parameters])
         own = flatten(parameters, layout)
+        # Only methods that average parameters let them differ between ranks.
         if self.average is not None:
             mean = self.control.all_reduce_(own.clone()).wait().div_(self.control.size)
             copy_each_(parameters, views(mean, layout))

@@ -87,6 +87,7 @@ def compare(
             begin(recipe, number * len(recipes) + place)
             own_settings = replace(settings, strategy=recipe, seed=settings.seed + number)
             summaries[place].append(launch(own_settings, folder / _round_name(name, number), listener=listener))
+            # After every run: a comparison that is interrupted can still be reported.
             _write_comparison(home, names, summaries, title)
     return Comparison(folder, tuple(recipes), tuple(tuple(each) for each in summaries))
 
@@ -105,6 +106,7 @@ def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence
 
 def _median_round(summaries: Sequence[Fields]) -> Fields:
     ordered = sorted(summaries, key=lambda summary: summary["seconds_per_step"] or 0.0)
+    # The lower one of an even number: a report shows a run that took place, not a mean of two.
     return ordered[(len(ordered) - 1) // 2]
 
 
@@ -125,6 +127,7 @@ def _folder_names(recipes: Sequence[str]) -> list[str]:
 def short_name(recipe: str) -> str:
     """The names in a recipe without its arguments: `SlowMo-PushSum` for `SlowMo(base=PushSum(...), ...)`."""
     words = re.findall(r"[A-Za-z][\w+]*(?:-[\w+]+)*(?=\(|$)", recipe.replace("codec=None", ""))
+    # Defaults, which would make every name longer and distinguish little.
     usual = {"Local", "OnePeerExponential", "Ring"}
     kept = [word for word in words if word not in usual] or ["run"]
     return re.sub(r"[^\w+.-]", "-", "-".join(kept)).replace("+", "-")

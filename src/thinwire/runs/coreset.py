@@ -117,6 +117,7 @@ class ChosenData:
         self._draws = Stream((seed, rank, 0xA06))
         labels = self.examples.census.labels
         assert labels is not None
+        # Only of this shard: what other ranks hold is not known here.
         points = Points(self._read, torch.from_numpy(labels[shard.indices]), model, optimizer)
         self.selector = Selector(policy, points, seed=seed_of(seed, rank))
         self.sampler = CraigSampler(self.selector, seed=seed_of(seed, rank))

@@ -99,6 +99,7 @@ def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:
         filled["steps"] = _STEPS
     if filled.keys().isdisjoint({"steps", "seconds"}):
         filled["seconds"] = _TARGET_SECONDS
+    # Where a clock or a target may end the run, evaluations follow the clock instead.
     if "eval_every" not in filled and filled.keys().isdisjoint({"seconds", "target_loss"}):
         filled["eval_every"] = max(1, filled["steps"] // _EVALUATIONS)
     return filled

@@ -145,6 +145,7 @@ class ThinwireEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass, in which some strategies exchange gradients."""
+        # Errors and intervals of messages sent within the pass name this step.
         self.worker.comm.step = self.step
         loss.backward()
 

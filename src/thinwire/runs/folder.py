@@ -78,6 +78,7 @@ class RunFolder:
         """The lines of a JSON-lines file; an incomplete last line is dropped."""
         path = self.path / name
         rows = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        # What follows the last newline is empty, or a line that a killed writer did not finish.
         return [json.loads(row) for row in rows[:-1] if row]
 
     def rewind(self, step: int) -> list[Record]:

@@ -200,5 +200,6 @@ def read_settings(path: Path) -> Settings:
 
 
 def _at_least(name: str, value: float | None, least: int) -> None:
+    # `not >=` instead of `<`, to refuse NaN too.
     if value is not None and not value >= least:
         raise ConfigError(f"{name}={value}: must be at least {least}")

@@ -156,6 +156,7 @@ def tensor_parallel_engine(
     rows, columns = settings.mesh_shape
     vocabulary = model.get_submodule("embedding").get_parameter("weight").shape[0]
     mesh = mesh_3d((settings.copies, rows, columns), device=settings.device, timeout=settings.timeout)
+    # Copies draw different dropout masks; the ranks of one copy must draw the same ones.
     parallelize_2d(model, mesh.block, seed=settings.seed + mesh.data.rank)
     optimizer: Optimizer = make_optimizer(model, settings)
     if settings.optimizer == "lamb":

@@ -62,6 +62,7 @@ def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bo
         CheckpointError: there is nothing to resume.
         NonFiniteError: the loss is NaN or infinite.
     """
+    # Restored at the end: several runs may take place in one process.
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:

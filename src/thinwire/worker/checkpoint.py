@@ -41,6 +41,7 @@ def state_of(worker: WorkerState) -> dict[str, Any]:
                 "x": replica.x.detach().clone(),
                 "step": replica.step,
                 "state": {name: x.clone() for name, x in replica.state.items()},
+                # Saved as what was received: the resumed run collects it as if it had just arrived.
                 "inflight": {name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items()},
             }
             for replica in worker.replicas
@@ -177,7 +178,7 @@ def whole_steps(folder: Path, rank: int) -> list[int]:
 
 
 def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
-    """The result of `work` on this rank; an error on any rank is raised on all of them.
+    """Do `work` on every rank and return this rank's result; an error on any rank is raised on all of them.
 
     Raises:
         CheckpointError: naming the rank, and the first error where several failed.
@@ -204,6 +205,7 @@ def _refuse_non_finite(worker: WorkerState) -> None:
         if not torch.isfinite(segment.of(replica.x)).all()
     ]
     device = worker.replicas[0].x.device
+    # Shared, so that all ranks refuse together: one that went on to write would wait for this one.
     everyone = [json.loads(row) for row in gather_texts(worker.comm, json.dumps(bad).encode(), device)]
     for rank, names in enumerate(everyone):
         if names:

@@ -76,6 +76,7 @@ def facts_of(
     ]
     return [
         ("the thinwire version", __version__),
+        # Without the build, such as +cpu: machines with different accelerators may train together.
         ("the torch version", torch.__version__.split("+")[0]),
         *((name, str(value)) for name, value in settings.items()),
         ("the optimizer", type(optimizer).__name__),
@@ -91,6 +92,7 @@ def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
     lengths = [int(n.item()) for n in comm.all_gather(length).wait()]
     if not any(lengths):
         return [b""] * len(lengths)
+    # Ranks' tensors must have the same size in an all-gather.
     padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     rows = comm.all_gather(padded.to(device)).wait()
     return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]

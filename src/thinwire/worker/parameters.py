@@ -72,6 +72,7 @@ def learning_rate(
     indices = [group_of[id(p)] for p in parameters]
     sizes = torch.tensor([segment.size for segment in segments], device=x.device)
 
+    # Read anew at every call: schedulers replace the number in the group.
     def read() -> float | Tensor:
         rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
         if len(set(rates)) == 1:
