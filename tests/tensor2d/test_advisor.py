@@ -1,4 +1,4 @@
-"""What the advisor predicts of a mesh is what happens on it, and the mesh it names is the fastest that fits."""
+"""What the advisor predicts is what is counted on a mesh, and its best mesh is the fastest that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder, gpt, mesh_loss, run
+from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder
+from tests.tensor2d.helpers import gpt, mesh_loss, run
 from thinwire import ConfigError
 from thinwire.comm.threads import run_threads
 from thinwire.tasks.models.base import build
@@ -46,7 +47,7 @@ def test_bytes_messages_and_parameters_are_those_that_are_counted(rows: int, col
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (1, 4), (4, 1)])
 def test_a_tied_table_of_many_words_is_counted_too(rows: int, columns: int) -> None:
-    """GPT-2's head, padded, and tokens that travel because there are fewer of them than words."""
+    """GPT-2's padded head, and an embedding that sends tokens because there are fewer of them than words."""
     torch_gpt2 = pytest.importorskip("transformers")
     config = torch_gpt2.GPT2Config(
         n_layer=1, n_embd=24, n_head=4, vocab_size=99, n_positions=8, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
@@ -81,7 +82,7 @@ def test_activations_kept_are_those_predicted_within_a_twentieth(
     tapes: dict[int, list[tape.Tape]] = {}
 
     class Counted(tape.Tape):
-        """Checkpointed blocks keep their tapes beside autograd."""
+        """A tape that can be found again: what it keeps is not among autograd's saved tensors."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +113,7 @@ def test_activations_kept_are_those_predicted_within_a_twentieth(
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.is_floating_point()}
         return sum(nbytes for pointer, nbytes in storages.items() if pointer not in own)
 
-    logits = wanted.tokens * 64 / 4  # their gradient comes later
+    logits = wanted.tokens * 64 / 4  # the logits' gradient is not there yet
     for held in run(2, 2, work):
         predicted = wanted.activations_held(2, 2, checkpointed=checkpointed) - logits
         assert held / 4 == pytest.approx(predicted, rel=0.05)
@@ -132,8 +133,8 @@ def test_the_best_mesh_is_the_fastest_and_the_reason_names_the_next() -> None:
     assert advice.best is ordered[0]
     assert f"{ordered[1].rows}x{ordered[1].columns}, the next" in advice.reason
     for cost in advice.costs:
-        assert cost.seconds == cost.talk_seconds + cost.compute_seconds
-        assert cost.talk_seconds == pytest.approx(cost.messages * 1e-4 + cost.sent_bytes * 8e-9)
+        assert cost.seconds == cost.communication_seconds + cost.compute_seconds
+        assert cost.communication_seconds == pytest.approx(cost.messages * 1e-4 + cost.sent_bytes * 8e-9)
     assert len({cost.compute_seconds for cost in advice.costs}) == 1
 
 
@@ -171,9 +172,9 @@ def test_checkpointing_and_less_state_need_less_memory() -> None:
     assert least.parameter_bytes == LARGE.parameters_held(1, 1) * 8
 
 
-def test_what_a_mesh_cannot_cut_is_said_with_the_divisor() -> None:
-    odd = replace(SMALL, samples=3, heads=6)
-    advice = advise(odd, 4, LAN)
+def test_a_refused_mesh_names_the_size_and_the_divisor() -> None:
+    indivisible = replace(SMALL, samples=3, heads=6)
+    advice = advise(indivisible, 4, LAN)
     refusals = {(cost.rows, cost.columns): cost.refusal for cost in advice.costs}
     assert refusals[1, 4] == "6 heads % 4 must be 0"
     assert refusals[2, 2] == "3 samples % 2 must be 0"

@@ -1,4 +1,4 @@
-"""The cost formulas say what the papers say, and which scheme wins where."""
+"""The cost formulas are those of the papers, and show where each scheme sends least."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_dimensions_win_from_the_number_of_tokens_that_the_paper_s_formulas_
 def test_two_by_two_beats_one_dimension_where_tokens_are_eight_times_the_hidden_size() -> None:
     layer = Layer(tokens=8 * 1024, hidden=1024, rows=2, columns=2)
     assert layer_elements(layer) < 0.75 * one_dimensional_elements(layer)
-    # The paper's storage moves as much as half again.
+    # The paper's storage moves half as much again.
     assert layer_elements(layer, layout="AB") > 1.5 * layer_elements(layer)
 
 

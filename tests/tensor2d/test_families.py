@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.oracles.tensor2d import drawn, gradients, run, serial_gradients
+from tests.oracles.tensor2d import drawn, serial_gradients
+from tests.tensor2d.helpers import gradients, run
 from thinwire import ConfigError
 from thinwire.tensor2d import Mesh2D, parallelize_2d, read_safetensors_, whole_activation, whole_state
 

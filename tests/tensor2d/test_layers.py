@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.oracles.tensor2d import MESHES, Rotary, block_of, drawn, gradients, joined, run, serial_gradients
+from tests.oracles.tensor2d import MESHES, Rotary, drawn, joined, serial_gradients
+from tests.tensor2d.helpers import block_of, gradients, run
 from thinwire import ConfigError
 from thinwire.tensor2d import (
     Attention2D,

@@ -15,11 +15,11 @@ from reproductions.optimus.scaling import scaling
 from reproductions.optimus.transformer_layers import SCHEMES, Stem
 from reproductions.optimus.worker import Race, run
 from tests.oracles.tensor2d import drawn
-from tests.oracles.tensor2d import run as run_threads
 from tests.pool import run_processes
+from tests.tensor2d.helpers import run as run_threads
 from thinwire.tensor2d import Mesh2D, Pace, Panels, multiply_ab, multiply_abt, parallelize_2d
+from thinwire.tensor2d.advisor import choose_panels_
 from thinwire.tensor2d.costs import Layer, activations_held, most_tokens, parameters_held, step_peak
-from thinwire.tensor2d.tuning import choose_panels_
 
 RACE = Race(Stem(layers=2, hidden=64, heads=4, length=32, sequences=16), rows=2, columns=2, rounds=0)
 

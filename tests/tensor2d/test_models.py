@@ -11,21 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from tests.oracles.tensor2d import (
-    BATCH,
-    LENGTH,
-    MESHES,
-    VOCABULARY,
-    Encoder,
-    gpt,
-    gradients,
-    laid_out,
-    mesh_loss,
-    run,
-    serial_gradients,
-    serial_loss,
-    tokens,
-)
+from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder, serial_gradients, serial_loss, tokens
+from tests.tensor2d.helpers import gpt, gradients, mesh_loss, parallelized, run
 from thinwire import ConfigError
 from thinwire.tensor2d import (
     Dropout2D,
@@ -75,7 +62,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
     loss.backward()
 
     def work(mesh: Mesh2D) -> tuple[Tensor, dict[str, Tensor]]:
-        model = laid_out(mesh)
+        model = parallelized(mesh)
         ours = mesh_loss(model, mesh)
         ours.backward()
         return ours.detach(), gradients(model, mesh)
@@ -94,7 +81,7 @@ def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns
     wanted = train(serial, serial_loss, lambda model: clip_grad_norm_(model.parameters(), 0.5))
 
     def work(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        model = laid_out(mesh)
+        model = parallelized(mesh)
         losses = train(model, lambda m, step: mesh_loss(m, mesh, step), lambda m: clip_gradient_norm_(m, 0.5, mesh))
         vectors = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 1 or "table" in name}
         return losses, whole_state(model, mesh), vectors
@@ -117,7 +104,7 @@ def test_the_gradient_norm_counts_every_parameter_once(rows: int, columns: int) 
     wanted = torch.nn.utils.get_total_norm([p.grad for p in serial.parameters() if p.grad is not None])
 
     def work(mesh: Mesh2D) -> Tensor:
-        model = laid_out(mesh, Encoder().double())
+        model = parallelized(mesh, Encoder().double())
         mesh_loss(model, mesh).backward()
         return gradient_norm(model, mesh)
 
@@ -137,7 +124,7 @@ def test_torch_s_encoder_with_masks_and_a_tied_head_is_laid_out(rows: int, colum
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
     def work(mesh: Mesh2D) -> tuple[Tensor, dict[str, Tensor]]:
-        model = laid_out(mesh, Encoder().double().train(mode == "train"))
+        model = parallelized(mesh, Encoder().double().train(mode == "train"))
         assert isinstance(model.lm_head, TiedHead2D)
         ours = model(mesh.rows_of(ids), mask, mesh.rows_of(padding))
         cross_entropy_2d(ours, mesh.rows_of(targets), mesh).backward()
@@ -158,7 +145,7 @@ def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
     loss.backward()
 
     def work(mesh: Mesh2D) -> tuple[Tensor, dict[str, Tensor]]:
-        model = laid_out(mesh, Encoder(vocabulary=31).double())
+        model = parallelized(mesh, Encoder(vocabulary=31).double())
         logits = model(mesh.rows_of(ids))
         ours = cross_entropy_2d(logits, mesh.rows_of(targets), mesh, vocabulary=31)
         ours.backward()
@@ -172,7 +159,7 @@ def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
 
 def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
     def work(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor]]:
-        model = laid_out(mesh, Encoder(dropout=0.3).double(), seed=5)
+        model = parallelized(mesh, Encoder(dropout=0.3).double(), seed=5)
         losses = train(model, lambda m, step: mesh_loss(m, mesh, step), lambda m: None)
         return losses, whole_state(model, mesh)
 
@@ -189,9 +176,9 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (2, 3)])
-def test_checkpointed_blocks_give_the_same_bits_and_say_nothing_twice(rows: int, columns: int) -> None:
+def test_checkpointed_blocks_give_the_same_bits_and_send_nothing_twice(rows: int, columns: int) -> None:
     def work(mesh: Mesh2D, checkpointed: bool) -> tuple[list[Tensor], dict[str, Tensor], float, int]:
-        model = laid_out(mesh, Encoder(dropout=0.2).double())
+        model = parallelized(mesh, Encoder(dropout=0.2).double())
         if checkpointed:
             for layer in model.encoder.layers:
                 checkpoint_(layer)
@@ -210,7 +197,7 @@ def test_checkpointed_blocks_give_the_same_bits_and_say_nothing_twice(rows: int,
 
 def test_a_checkpointed_block_keeps_less() -> None:
     def saved(mesh: Mesh2D, checkpointed: bool) -> int:
-        model = laid_out(mesh, gpt())
+        model = parallelized(mesh, gpt())
         if checkpointed:
             for block in model.blocks:
                 checkpoint_(block)
@@ -235,7 +222,7 @@ def test_a_training_step_sends_exactly_the_bytes_of_the_formulas(rows: int, colu
     layer = Layer(tokens=BATCH * LENGTH, hidden=24, rows=rows, columns=columns)
 
     def work(mesh: Mesh2D) -> tuple[float, float]:
-        model = laid_out(mesh, gpt(), plan={"embedding": Lookup("table")})
+        model = parallelized(mesh, gpt(), plan={"embedding": Lookup("table")})
         loss = mesh_loss(model, mesh)
         forward = mesh.payload_bytes
         loss.backward()
@@ -255,7 +242,7 @@ def test_a_training_step_sends_exactly_the_bytes_of_the_formulas(rows: int, colu
 
 def test_gradients_of_vectors_travel_in_one_message() -> None:
     def work(mesh: Mesh2D) -> float:
-        model = laid_out(mesh, gpt())
+        model = parallelized(mesh, gpt())
         mesh_loss(model, mesh).backward()
         sums = mesh.along_column.meter
         return sums.by_operation["all_reduce"] / 8
@@ -287,7 +274,7 @@ def test_a_gradient_is_accumulated_over_several_passes() -> None:
         serial_loss(serial, step).backward()
 
     def work(mesh: Mesh2D) -> dict[str, Tensor]:
-        model = laid_out(mesh)
+        model = parallelized(mesh)
         for step in range(2):
             mesh_loss(model, mesh, step).backward()
         return gradients(model, mesh)
@@ -315,7 +302,7 @@ def test_a_model_in_bf16_errs_at_most_twice_as_much_as_the_serial_one(autocast: 
         serial_loss(serial).backward()
 
     def work(mesh: Mesh2D) -> dict[str, Tensor]:
-        model = laid_out(mesh, gpt().to(kind))
+        model = parallelized(mesh, gpt().to(kind))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = mesh_loss(model, mesh)
         assert loss.dtype == torch.float32
@@ -328,7 +315,7 @@ def test_a_model_in_bf16_errs_at_most_twice_as_much_as_the_serial_one(autocast: 
 # -- plans and refusals -----------------------------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
+class Unknown(nn.Module):
     def __init__(self, features: int = 24, extra: bool = False) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(24, features), nn.GELU(), nn.Linear(features, 24), nn.Dropout(0.1))
@@ -336,9 +323,9 @@ class Odd(nn.Module):
             self.curve = nn.PReLU(24)
 
 
-def test_a_plan_says_how_modules_are_laid_out() -> None:
+def test_a_plan_chooses_the_style_of_modules() -> None:
     def work(mesh: Mesh2D) -> list[str]:
-        model = parallelize_2d(Odd(), mesh, {"body.*2": Dense("AB"), "body.1": Untouched()}, seed=4)
+        model = parallelize_2d(Unknown(), mesh, {"body.*2": Dense("AB"), "body.1": Untouched()}, seed=4)
         assert isinstance(model.body[3], Dropout2D) and model.body[3].seed == 4
         return [layer.layout for layer in model.modules() if isinstance(layer, Linear2D)]
 
@@ -348,10 +335,10 @@ def test_a_plan_says_how_modules_are_laid_out() -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (lambda: Odd(26), {}, r"body\.0.*26 % 6 must be 0.*2x3"),
-        (lambda: Odd(extra=True), {}, "curve is a PReLU with parameters"),
-        (lambda: Odd(), {"bodi.*": Dense()}, "'bodi.*' is the name of no module"),
-        (lambda: Odd(), {"body.1": Dense()}, "body.1 is a GELU without weight"),
+        (lambda: Unknown(26), {}, r"body\.0.*26 % 6 must be 0.*2x3"),
+        (lambda: Unknown(extra=True), {}, "curve is a PReLU with parameters"),
+        (lambda: Unknown(), {"bodi.*": Dense()}, "no module has the name 'bodi.*'"),
+        (lambda: Unknown(), {"body.1": Dense()}, "body.1 is a GELU without weight"),
         (lambda: nn.Linear(24, 24), {}, "wrap it"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 4, batch_first=True)), {}, r"0 of 4 heads: 4 % 3"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 6)), {}, "batch_first=True"),
@@ -383,9 +370,9 @@ def test_cross_attention_is_refused() -> None:
         run(2, 2, work)
 
 
-def test_a_copy_of_a_model_talks_over_the_same_mesh() -> None:
+def test_a_copy_of_a_model_communicates_over_the_same_mesh() -> None:
     def work(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
-        model = laid_out(mesh)
+        model = parallelized(mesh)
         twin = deepcopy(model)
         return mesh_loss(model, mesh), mesh_loss(twin, mesh)
 
@@ -395,7 +382,7 @@ def test_a_copy_of_a_model_talks_over_the_same_mesh() -> None:
 
 def test_every_rank_has_the_same_names_and_a_part_of_every_parameter() -> None:
     def work(mesh: Mesh2D) -> dict[str, int]:
-        return {name: p.numel() for name, p in laid_out(mesh).named_parameters()}
+        return {name: p.numel() for name, p in parallelized(mesh).named_parameters()}
 
     found = run(2, 3, work)
     assert all(each == found[0] for each in found)

@@ -1,4 +1,4 @@
-"""What is under way while something is multiplied, and what one message serves twice."""
+"""Messages overlap with arithmetic, and one gather serves two products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.tensor2d import MESHES, block_of, drawn, joined, run
+from tests.oracles.tensor2d import MESHES, drawn, joined
+from tests.tensor2d.helpers import block_of, run
 from thinwire.comm.work import Work
 from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
 from thinwire.tensor2d.costs import backward_elements, product_elements
@@ -18,42 +19,42 @@ HOW = [Panels(), Panels(2), Panels(3, overlap=False)]
 
 
 class Watched:
-    """A comm that notes what is sent and what is waited for."""
+    """A comm that records what is sent and what is waited for."""
 
-    def __init__(self, inner: Any, name: str, notes: list[str]) -> None:
-        self._inner, self._name, self._notes = inner, name, notes
+    def __init__(self, inner: Any, name: str, calls: list[str]) -> None:
+        self._inner, self._name, self._calls = inner, name, calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        return self._noted("all_gather", self._inner.all_gather(x))
+        return self._recorded("all_gather", self._inner.all_gather(x))
 
     def all_to_all(self, xs: Any, sizes: Any) -> Work[list[Tensor]]:
-        return self._noted("all_to_all", self._inner.all_to_all(xs, sizes))
+        return self._recorded("all_to_all", self._inner.all_to_all(xs, sizes))
 
-    def _noted(self, what: str, work: Work[list[Tensor]]) -> Work[list[Tensor]]:
-        self._notes.append(f"{what} {self._name}")
+    def _recorded(self, what: str, work: Work[list[Tensor]]) -> Work[list[Tensor]]:
+        self._calls.append(f"{what} {self._name}")
 
         def finish() -> list[Tensor]:
-            self._notes.append(f"wait {what} {self._name}")
+            self._calls.append(f"wait {what} {self._name}")
             return work.wait()
 
         return Work(finish)
 
 
-def notes_of_backward(multiply: Any, panels: Panels) -> list[str]:
+def calls_of_backward(multiply: Any, panels: Panels) -> list[str]:
     second = (K, N) if multiply is multiply_ab else (N, K)
 
     def work(mesh: Mesh2D) -> list[str]:
-        notes: list[str] = []
+        calls: list[str] = []
         a, b = block_of(drawn(M, K), mesh).requires_grad_(), block_of(drawn(*second), mesh).requires_grad_()
-        row: Any = Watched(mesh.along_row, "row", notes)
-        column: Any = Watched(mesh.along_column, "column", notes)
+        row: Any = Watched(mesh.along_row, "row", calls)
+        column: Any = Watched(mesh.along_column, "column", calls)
         c = multiply(a, b, Mesh2D(row, column, mesh.whole, panels=panels))
-        notes.clear()
+        calls.clear()
         c.sum().backward()
-        return notes
+        return calls
 
     found = run(2, 2, work)
     assert all(each == found[0] for each in found)
@@ -61,22 +62,22 @@ def notes_of_backward(multiply: Any, panels: Panels) -> list[str]:
 
 
 def test_the_weight_s_operand_travels_while_the_input_s_gradient_is_multiplied() -> None:
-    assert notes_of_backward(multiply_ab, Panels()) == [
+    assert calls_of_backward(multiply_ab, Panels()) == [
         *("all_gather column", "all_gather row"),  # of B for the input, of A for the weight
-        *("wait all_gather column", "all_to_all row"),  # the input's terms are on their way
+        *("wait all_gather column", "all_to_all row"),  # the input's partial sums are in flight
         *("wait all_gather row", "all_to_all column", "wait all_to_all row", "wait all_to_all column"),
     ]
 
 
-def test_without_overlap_one_message_is_under_way_at_a_time() -> None:
-    assert notes_of_backward(multiply_ab, Panels(overlap=False)) == [
+def test_without_overlap_one_message_is_in_flight_at_a_time() -> None:
+    assert calls_of_backward(multiply_ab, Panels(overlap=False)) == [
         *("all_gather column", "wait all_gather column", "all_to_all row", "wait all_to_all row"),
         *("all_gather row", "wait all_gather row", "all_to_all column", "wait all_to_all column"),
     ]
 
 
 def test_one_gather_of_the_output_s_gradient_serves_both_of_its_products() -> None:
-    assert notes_of_backward(multiply_abt, Panels()) == [
+    assert calls_of_backward(multiply_abt, Panels()) == [
         *("all_gather row", "all_gather column", "wait all_gather row", "wait all_gather column"),
         *("all_to_all column", "wait all_to_all column"),
     ]

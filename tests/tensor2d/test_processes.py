@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.oracles.tensor2d import Encoder, block_of, drawn, gpt, joined, laid_out, mesh_loss, run, serial_loss
+from tests.oracles.tensor2d import Encoder, drawn, joined, serial_loss
 from tests.pool import run_processes
+from tests.tensor2d.helpers import block_of, gpt, mesh_loss, parallelized, run
 from tests.tensor2d.test_products import PRODUCTS, K, M, N, operands, product_and_gradients
 from thinwire import ConfigError
 from thinwire.tensor2d import (
@@ -39,7 +40,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def steps(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], float, float]:
     """Three checkpointed steps with dropout, a tied head and clipping; their losses, parameters, norm and bytes."""
-    model = laid_out(mesh, Encoder(dropout=0.1).double(), seed=7)
+    model = parallelized(mesh, Encoder(dropout=0.1).double(), seed=7)
     for layer in model.encoder.layers:
         checkpoint_(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -82,10 +83,10 @@ def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
     ]
     products_equal_dtensor_s(mesh)
     found = steps(mesh)
-    model = laid_out(mesh)
+    model = parallelized(mesh)
     load_whole_(model, gpt(seed=5).state_dict(), mesh)
     write_blocks(model, Path(folder), mesh)
-    again = laid_out(mesh)
+    again = parallelized(mesh)
     read_blocks_(again, Path(folder), mesh)
     assert torch.equal(mesh_loss(model, mesh), mesh_loss(again, mesh))
     for kind in (torch.bfloat16, torch.float16):
@@ -109,7 +110,7 @@ def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> No
 
 
 def on_meshes(shapes: list[tuple[int, int]]) -> list[tuple[Arrays, dict[str, float], float, Arrays]]:
-    """On each mesh in turn: the products with their gradients, what they sent, and one step of a model."""
+    """On each mesh: the products with their gradients, what they sent, and one step of a model."""
     return [on_mesh(mesh_2d(shape, panels=Panels(2), timeout=20)) for shape in shapes]
 
 
@@ -122,7 +123,7 @@ def on_mesh(mesh: Mesh2D) -> tuple[Arrays, dict[str, float], float, Arrays]:
         found = product_and_gradients(kind, mesh, Panels(2), torch.float64)
         sent[kind] = mesh.payload_bytes - before
         products.update({f"{kind}{place}": block.numpy() for place, block in enumerate(found)})
-    model = laid_out(mesh)
+    model = parallelized(mesh)
     loss = mesh_loss(model, mesh)
     loss.backward()
     clip_gradient_norm_(model, 0.5, mesh)
@@ -141,10 +142,10 @@ def serial_step() -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("shapes", [[(1, 1)], [(1, 4), (4, 1), (2, 2)], [(2, 3), (3, 2)]], ids=repr)
 def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[int, int]]) -> None:
-    everyone = run_processes(shapes[0][0] * shapes[0][1], on_meshes, shapes)
+    all_ranks = run_processes(shapes[0][0] * shapes[0][1], on_meshes, shapes)
     loss, state = serial_step()
     for place, (rows, columns) in enumerate(shapes):
-        found = [each[place] for each in everyone]
+        found = [each[place] for each in all_ranks]
         for kind, (_, _, _, multiply) in PRODUCTS.items():
             a, b, weight = operands(kind)
             a.requires_grad_(), b.requires_grad_()
@@ -162,7 +163,7 @@ def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[
                 torch.testing.assert_close(torch.tensor(parameters[name]), whole, rtol=1e-10, atol=1e-12)
 
 
-def odd_meshes() -> None:
+def wrong_meshes() -> None:
     for shape in ((3, 1), (2, 2), (0, 2)):
         try:
             mesh_2d(shape)
@@ -181,5 +182,5 @@ def odd_meshes() -> None:
         raise AssertionError("a mesh of one dimension was taken")
 
 
-def test_a_mesh_comes_from_devices_and_refuses_what_does_not_fit() -> None:
-    run_processes(2, odd_meshes)
+def test_a_mesh_is_made_from_a_device_mesh_and_checks_its_shape() -> None:
+    run_processes(2, wrong_meshes)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.oracles.tensor2d import MESHES, block_of, drawn, joined, run
+from tests.oracles.tensor2d import MESHES, drawn, joined
+from tests.tensor2d.helpers import block_of, run
 from thinwire import ConfigError
 from thinwire.tensor2d import Mesh2D, Pace, Panels, choose_panels, multiply_ab, multiply_abt, multiply_atb
 from thinwire.tensor2d.costs import panels_held, product_elements
@@ -196,7 +197,7 @@ def test_the_next_panel_travels_while_one_is_multiplied() -> None:
 
     for overlap in (True, False):
         panels = Panels(2, overlap=overlap)
-        for cut, _ in panels.arriving(panels.cuts(2), launches):
+        for cut, _ in panels.pipeline(panels.cuts(2), launches):
             order.append(f"multiply {cut[0]}")
     assert order == [
         *("send row0", "send column0", "send row1", "send column1"),

@@ -1,4 +1,4 @@
-"""Copies of a model, each on a mesh: any strategy trains them as it would train whole ones."""
+"""Copies of a model, each on a mesh, train under a strategy as whole models do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.oracles.tensor2d import BATCH, LENGTH, VOCABULARY, gpt, laid_out, mesh_loss, serial_loss
+from tests.oracles.tensor2d import BATCH, LENGTH, VOCABULARY, serial_loss
 from tests.pool import run_processes
+from tests.tensor2d.helpers import gpt, mesh_loss, parallelized
 from thinwire import ConfigError, MismatchError
 from thinwire.codecs.cast import Bf16
 from thinwire.codecs.one_bit import OneBit
@@ -30,8 +31,7 @@ from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
 from thinwire.strategies.push_sum.push_sum import PushSum
 from thinwire.tensor2d import clip_gradient_norm_, whole_state
 from thinwire.tensor2d.lamb import Lamb2D
-from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d
-from thinwire.tensor2d.threads import run_mesh_3d_threads
+from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d, run_mesh_3d_threads
 from thinwire.worker.worker import attach
 
 STEPS = 5
@@ -89,7 +89,7 @@ def trained(
 
 
 def whole(recipe: str, comm: Comm) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, this copy's parameters, and what all copies agree on, of a model that nobody cuts."""
+    """Losses, this copy's parameters, and what all copies agree on, of a model that is not split."""
     strategy, make = RECIPES[recipe]
     model = gpt()
     optimizer = make(model, None)
@@ -109,7 +109,7 @@ def whole(recipe: str, comm: Comm) -> tuple[list[Tensor], dict[str, Tensor], dic
 def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """The same of a model of which every rank holds a block."""
     strategy, make = RECIPES[recipe]
-    model = laid_out(mesh.block)
+    model = parallelized(mesh.block)
     optimizer = make(model, mesh.block)
     worker = attach(model, optimizer, strategy, mesh=mesh)
     losses = trained(
@@ -168,9 +168,9 @@ def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns:
         assert_equal([_as_tensors(each[k]) for each in found], wanted, 2)
 
 
-def test_what_rows_hold_alike_keeps_the_same_bits_under_a_codec_with_scales() -> None:
+def test_replicated_parameters_keep_the_same_bits_under_a_codec_with_scales() -> None:
     def work(mesh: Mesh3D) -> tuple[dict[str, Tensor], Tensor]:
-        model = laid_out(mesh.block)
+        model = parallelized(mesh.block)
         optimizer = one_bit_adam(model, mesh.block)
         attach(model, optimizer, CompressedMomentum(codec=OneBit(norm="l2"), warmup_steps=2), mesh=mesh)
         trained(model, optimizer, lambda step: mesh_loss(model, mesh.block, step), lambda: None, copy=mesh.data.rank)
@@ -184,9 +184,9 @@ def test_what_rows_hold_alike_keeps_the_same_bits_under_a_codec_with_scales() ->
         assert torch.equal(everything, found[rank % 4][1])  # copies agree on every bit of their blocks
 
 
-def test_blocks_say_to_other_copies_their_share_of_the_model() -> None:
+def test_a_block_sends_other_copies_its_share_of_the_model() -> None:
     def work(mesh: Mesh3D) -> tuple[float, float]:
-        model = laid_out(mesh.block)
+        model = parallelized(mesh.block)
         optimizer = sgd(model, None)
         attach(model, optimizer, AllReduce(), mesh=mesh)
         before = mesh.data.meter.payload_bytes
@@ -204,10 +204,10 @@ def test_blocks_say_to_other_copies_their_share_of_the_model() -> None:
     assert (BATCH, VOCABULARY) == (12, 36)
 
 
-def test_a_run_goes_on_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_resumes_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     def work(mesh: Mesh3D) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
         def fresh() -> tuple[nn.Module, Optimizer, Any]:
-            model = laid_out(mesh.block)
+            model = parallelized(mesh.block)
             optimizer = sgd(model, None)
             return model, optimizer, attach(model, optimizer, SlowMo(LocalSGD(2), period=2), mesh=mesh)
 
@@ -247,9 +247,9 @@ def test_a_run_goes_on_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Pa
         (AllReduce(), lambda model, _: Lamb(model.parameters()), "use Lamb2D"),
     ],
 )
-def test_what_would_tear_blocks_apart_is_refused(strategy: Strategy, make: Make, message: str) -> None:
+def test_what_would_make_blocks_differ_is_refused(strategy: Strategy, make: Make, message: str) -> None:
     def work(mesh: Mesh3D) -> None:
-        model = laid_out(mesh.block)
+        model = parallelized(mesh.block)
         attach(model, make(model, None), strategy, mesh=mesh)
 
     with pytest.raises(ConfigError, match=message):
@@ -258,7 +258,7 @@ def test_what_would_tear_blocks_apart_is_refused(strategy: Strategy, make: Make,
 
 def test_a_scaler_is_refused_on_blocks() -> None:
     def work(mesh: Mesh3D) -> None:
-        model = laid_out(mesh.block)
+        model = parallelized(mesh.block)
         attach(model, sgd(model, None), AllReduce(), mesh=mesh, scaler=torch.amp.GradScaler("cpu"))
 
     with pytest.raises(ConfigError, match="train in bf16"):
@@ -267,7 +267,7 @@ def test_a_scaler_is_refused_on_blocks() -> None:
 
 def test_blocks_of_one_copy_must_be_started_alike() -> None:
     def work(mesh: Mesh3D) -> None:
-        model = laid_out(mesh.block)
+        model = parallelized(mesh.block)
         attach(model, sgd(model, None), AllReduce(), mesh=mesh, seed=mesh.block.row)
 
     with pytest.raises(MismatchError, match="the seed"):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.oracles.tensor2d import Rotary, drawn, run
+from tests.oracles.tensor2d import Rotary, drawn
 from tests.pool import run_processes
+from tests.tensor2d.helpers import run
 from thinwire import ConfigError
 from thinwire.tensor2d import Attention2D, Mesh2D, checkpoint_
 from thinwire.tensor2d.ring import positions_of, ring_attend, ring_elements
@@ -25,12 +26,12 @@ def operands(key_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]
 
 
 def serial(key_heads: int, causal: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """What torch's own attention hears, and the gradients of queries, keys and values."""
+    """The output of torch's own attention, and the gradients of queries, keys and values."""
     *inputs, back = operands(key_heads, dtype)
     inputs = [x.requires_grad_() for x in inputs]
     query, key, value = inputs
-    heard = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-    return [heard.detach(), *torch.autograd.grad(heard, inputs, back)]
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+    return [output.detach(), *torch.autograd.grad(output, inputs, back)]
 
 
 def block(x: Tensor, mesh: Mesh2D) -> Tensor:
@@ -42,14 +43,14 @@ def block(x: Tensor, mesh: Mesh2D) -> Tensor:
 def ringed(mesh: Mesh2D, key_heads: int, causal: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     *inputs, back = (block(x, mesh) for x in operands(key_heads, dtype))
     inputs = [x.requires_grad_() for x in inputs]
-    heard = ring_attend(inputs[0], inputs[1], inputs[2], mesh.along_column, causal=causal)
-    return [heard.detach(), *torch.autograd.grad(heard, inputs, back)]
+    output = ring_attend(inputs[0], inputs[1], inputs[2], mesh.along_column, causal=causal)
+    return [output.detach(), *torch.autograd.grad(output, inputs, back)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize(("rows", "columns"), RINGS)
-def test_what_is_heard_and_every_gradient_are_those_of_whole_attention(
+def test_ring_attention_and_its_gradients_are_those_of_whole_attention(
     rows: int, columns: int, key_heads: int, causal: bool
 ) -> None:
     wanted = serial(key_heads, causal)
@@ -67,9 +68,9 @@ def test_a_ring_sends_the_bytes_of_its_formula(rows: int, columns: int) -> None:
 
     def work(mesh: Mesh2D, dtype: torch.dtype) -> tuple[float, float]:
         *inputs, back = (block(x, mesh).to(dtype).requires_grad_() for x in operands(2))
-        heard = ring_attend(inputs[0], inputs[1], inputs[2], mesh.along_column)
+        output = ring_attend(inputs[0], inputs[1], inputs[2], mesh.along_column)
         sent = mesh.payload_bytes
-        heard.backward(back)
+        output.backward(back)
         return sent, mesh.payload_bytes - sent
 
     for dtype, size in ((torch.float64, 8), (torch.bfloat16, 2)):
@@ -91,14 +92,14 @@ def test_bf16_errs_at_most_twice_as_much_as_whole_attention(causal: bool) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_rows_hold_every_position_once_and_have_equally_much_to_do(rows: int) -> None:
+def test_rows_hold_every_position_once_and_have_equal_work(rows: int) -> None:
     places = [positions_of(LENGTH, row, rows) for row in range(rows)]
     assert torch.equal(torch.cat(places).sort().values, torch.arange(LENGTH))
-    heard = {int((each + 1).sum()) for each in places}
-    assert len(heard) == 1
+    work = {int((each + 1).sum()) for each in places}
+    assert len(work) == 1
 
 
-def turned_layer(mesh: Mesh2D | None, seed: int = 3) -> Any:
+def rotary_layer(mesh: Mesh2D | None, seed: int = 3) -> Any:
     """Rotary positions, shared key heads and a causal mask."""
     whole = Rotary(24, 4, 2).double()
     with torch.no_grad():
@@ -112,16 +113,16 @@ def turned_layer(mesh: Mesh2D | None, seed: int = 3) -> Any:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(2, 1), (2, 2), (4, 1)])
-def test_a_layer_that_goes_round_is_the_serial_layer(rows: int, columns: int, checkpointed: bool) -> None:
+def test_a_layer_with_ring_attention_is_the_serial_layer(rows: int, columns: int, checkpointed: bool) -> None:
     stream, back = drawn(SAMPLES, LENGTH, 24, seed=1), drawn(SAMPLES, LENGTH, 24, seed=2)
     whole = stream.clone().requires_grad_()
-    heard = turned_layer(None)(whole)
-    heard.backward(back)
+    output = rotary_layer(None)(whole)
+    output.backward(back)
     wanted = whole.grad
     assert wanted is not None
 
     def work(mesh: Mesh2D) -> float:
-        layer = turned_layer(mesh)
+        layer = rotary_layer(mesh)
         if checkpointed:
             checkpoint_(layer)
         places = positions_of(LENGTH, mesh.row, rows)
@@ -129,7 +130,7 @@ def test_a_layer_that_goes_round_is_the_serial_layer(rows: int, columns: int, ch
         ours = layer(mine)
         ours.backward(mesh.columns_of(back[:, places]))
         assert mine.grad is not None
-        torch.testing.assert_close(ours.detach(), mesh.columns_of(heard.detach()[:, places]), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(ours.detach(), mesh.columns_of(output.detach()[:, places]), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(mine.grad, mesh.columns_of(wanted[:, places]), rtol=1e-11, atol=1e-11)
         return mesh.payload_bytes
 
@@ -144,7 +145,7 @@ def in_processes() -> list[Any]:
     return [x.numpy() for x in ringed(mesh, 2, True)]
 
 
-def test_processes_hear_what_threads_do() -> None:
+def test_processes_compute_what_threads_do() -> None:
     wanted = run(2, 2, lambda mesh: ringed(mesh, 2, True))
     for found, theirs in zip(run_processes(4, in_processes), wanted, strict=True):
         for ours, other in zip(found, theirs, strict=True):
@@ -152,17 +153,17 @@ def test_processes_hear_what_threads_do() -> None:
 
 
 def test_sequences_and_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 chunks of 2 rows must share it evenly; use 8"):
+    with pytest.raises(ConfigError, match=r"4 chunks of 2 rows must divide it; use 8"):
         positions_of(6, 0, 2)
 
-    def odd(mesh: Mesh2D) -> None:
+    def odd_length(mesh: Mesh2D) -> None:
         x = torch.zeros(1, 2, 3, 4)
         ring_attend(x, x, x, mesh.along_column)
 
     with pytest.raises(ConfigError, match="a sequence of 6 over 2 rows"):
-        run(2, 1, odd)
+        run(2, 1, odd_length)
     x = torch.zeros(1, 3, 4, 4)
     with pytest.raises(ConfigError, match="3 query heads and 2 key heads"):
         run(1, 1, lambda mesh: ring_attend(x, x[:, :2], x[:, :2], mesh.along_column))
     with pytest.raises(ConfigError, match="ring"):
-        run(2, 1, lambda mesh: turned_layer(mesh)(torch.zeros(1, 4, 24).double(), torch.ones(4, 4).bool()))
+        run(2, 1, lambda mesh: rotary_layer(mesh)(torch.zeros(1, 4, 24).double(), torch.ones(4, 4).bool()))

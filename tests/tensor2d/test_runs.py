@@ -1,4 +1,4 @@
-"""`thinwire train --tensor-parallel`: workers with blocks train as whole models do, are saved, and go on."""
+"""`thinwire train --tensor-parallel`: workers with blocks train as whole models do, are saved, and resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(run: Settings, folder: str, *, resume: bool = False) -> None:
 
 
 def several(folder: str) -> None:
-    """Two copies in two rows each: uninterrupted, and saved after two steps and gone on with."""
+    """Two copies in two rows each: uninterrupted, and saved after two steps and resumed."""
     run = settings(4, tensor_parallel="2x1")
     trained(run, f"{folder}/cut")
     half = replace(run, steps=2, save_every=2)
@@ -50,7 +50,7 @@ def several(folder: str) -> None:
     trained(replace(with_lamb, model="1m"), f"{folder}/lamb")
 
 
-def whole_ones(folder: str) -> None:
+def uncut_runs(folder: str) -> None:
     trained(settings(2), f"{folder}/whole")
 
 
@@ -58,9 +58,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return RunFolder(folder).lines("metrics.jsonl")
 
 
-def test_copies_that_are_cut_train_like_whole_ones_and_go_on_where_they_were_saved(tmp_path: Path) -> None:
+def test_split_copies_train_like_whole_ones_and_resume_where_they_were_saved(tmp_path: Path) -> None:
     run_processes(4, several, str(tmp_path))
-    run_processes(2, whole_ones, str(tmp_path))
+    run_processes(2, uncut_runs, str(tmp_path))
     cut, half, whole = (lines(tmp_path / name) for name in ("cut", "half", "whole"))
     losses = [[line["loss"] for line in found if "loss" in line] for found in (cut, half, whole)]
     assert losses[0] == losses[1]
@@ -117,7 +117,7 @@ def test_the_command_trains_a_model_that_is_cut(tmp_path: Path, capsys: pytest.C
     assert "the run to resume has '2x2', which cannot change" in capsys.readouterr().err
 
 
-def test_chosen_examples_and_blocks_do_not_go_together() -> None:
+def test_chosen_examples_and_blocks_cannot_be_combined() -> None:
     run = replace(settings(4, tensor_parallel="4x1"), coreset="Craig(fraction=0.5)")
     with pytest.raises(ConfigError, match="choosing asks whole models"):
         check_cut(run, load("text"), AllReduce())

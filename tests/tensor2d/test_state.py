@@ -1,4 +1,4 @@
-"""Models go to a mesh, from it, and between meshes; files hold what they should and errors say what is wrong."""
+"""Saving and loading models on meshes, between meshes and without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.oracles.tensor2d import MESHES, Encoder, drawn, gpt, laid_out, mesh_loss, run, tokens
+from tests.oracles.tensor2d import MESHES, Encoder, drawn, tokens
+from tests.tensor2d.helpers import gpt, mesh_loss, parallelized, run
 from thinwire import CheckpointError
 from thinwire.tensor2d import (
     Axis,
@@ -61,12 +62,12 @@ def trained(mesh: Mesh2D, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [gpt, lambda: Encoder(vocabulary=37).double()], ids=["gpt", "padded and tied"])
-def test_a_model_trained_on_one_mesh_goes_on_anywhere(make: type[nn.Module], tmp_path: Path) -> None:
+def test_a_model_trained_on_one_mesh_continues_on_any_other(make: type[nn.Module], tmp_path: Path) -> None:
     ids, _ = tokens()
     path = tmp_path / "whole.safetensors"
 
     def work(mesh: Mesh2D) -> tuple[dict[str, Tensor], Tensor]:
-        model = trained(mesh, laid_out(mesh, make()))
+        model = trained(mesh, parallelized(mesh, make()))
         write_whole(model, path, mesh)
         return whole_state(model, mesh), whole_activation(model(mesh.rows_of(ids)), mesh)
 
@@ -80,9 +81,9 @@ def test_a_model_trained_on_one_mesh_goes_on_anywhere(make: type[nn.Module], tmp
     assert {id(p) for p in serial.parameters()} == {id(dict(serial.named_parameters())[name]) for name in file}
 
     def other(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
-        blank = laid_out(mesh, make())
+        blank = parallelized(mesh, make())
         load_whole_(blank, state, mesh)
-        again = laid_out(mesh, make())
+        again = parallelized(mesh, make())
         read_safetensors_(again, path, mesh)
         found = (whole_activation(model(mesh.rows_of(ids)), mesh) for model in (blank, again))
         first, second = (each[..., : logits.shape[-1]] for each in found)
@@ -94,7 +95,7 @@ def test_a_model_trained_on_one_mesh_goes_on_anywhere(make: type[nn.Module], tmp
             assert torch.equal(first, second)
 
 
-def test_reading_takes_only_the_own_block_from_files(tmp_path: Path) -> None:
+def test_only_the_rank_s_own_blocks_are_read_from_files(tmp_path: Path) -> None:
     state = {name: value.contiguous() for name, value in gpt(seed=3).state_dict().items()}
     names = list(state)
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
@@ -106,7 +107,7 @@ def test_reading_takes_only_the_own_block_from_files(tmp_path: Path) -> None:
         with torch.device("meta"):
             blank = gpt()
         assert next(blank.parameters()).is_meta
-        model = laid_out(mesh, blank)
+        model = parallelized(mesh, blank)
         read = read_safetensors_(model, paths, mesh, rename=other.__getitem__)
         return read, 8 * sum(p.numel() for p in model.parameters()), whole_state(model, mesh)
 
@@ -117,10 +118,10 @@ def test_reading_takes_only_the_own_block_from_files(tmp_path: Path) -> None:
 
 def test_blocks_are_saved_and_found_again_with_dropout_s_counters(tmp_path: Path) -> None:
     def work(mesh: Mesh2D) -> bool:
-        model = trained(mesh, laid_out(mesh, Encoder(dropout=0.2).double()))
+        model = trained(mesh, parallelized(mesh, Encoder(dropout=0.2).double()))
         write_blocks(model, tmp_path, mesh)
         mesh.whole.all_reduce_(torch.zeros(1)).wait()
-        again = laid_out(mesh, Encoder(dropout=0.2).double())
+        again = parallelized(mesh, Encoder(dropout=0.2).double())
         read_blocks_(again, tmp_path, mesh)
         return torch.equal(mesh_loss(model, mesh), mesh_loss(again, mesh))
 
@@ -128,14 +129,14 @@ def test_blocks_are_saved_and_found_again_with_dropout_s_counters(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 4
 
     def wrong_mesh(mesh: Mesh2D) -> None:
-        read_blocks_(laid_out(mesh, Encoder().double()), tmp_path, mesh)
+        read_blocks_(parallelized(mesh, Encoder().double()), tmp_path, mesh)
 
     with pytest.raises(CheckpointError, match="2x2 mesh and this one is 1x2"):
         run(1, 2, wrong_mesh)
     with pytest.raises(CheckpointError, match="not there"):
-        run(2, 2, lambda mesh: read_blocks_(laid_out(mesh), tmp_path / "elsewhere", mesh))
+        run(2, 2, lambda mesh: read_blocks_(parallelized(mesh), tmp_path / "elsewhere", mesh))
     with pytest.raises(CheckpointError, match="another model"):
-        run(2, 2, lambda mesh: read_blocks_(laid_out(mesh), tmp_path, mesh))
+        run(2, 2, lambda mesh: read_blocks_(parallelized(mesh), tmp_path, mesh))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
         save_file(bad, path)
 
         def work(mesh: Mesh2D, bad: dict[str, Tensor] = bad) -> None:
-            model = laid_out(mesh)
+            model = parallelized(mesh)
             before = [p.detach().clone() for p in model.parameters()]
             try:
                 load_whole_(model, bad, mesh)
@@ -157,9 +158,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
         with pytest.raises(CheckpointError, match=message):
             run(2, 2, work)
         with pytest.raises(CheckpointError, match=message):
-            run(2, 2, lambda mesh, path=path: read_safetensors_(laid_out(mesh), path, mesh))
+            run(2, 2, lambda mesh, path=path: read_safetensors_(parallelized(mesh), path, mesh))
 
 
-def test_rank_0_alone_keeps_the_whole_where_asked() -> None:
-    found = run(2, 2, lambda mesh: len(whole_state(laid_out(mesh), mesh, everywhere=False)))
+def test_the_whole_state_can_be_kept_on_rank_0_alone() -> None:
+    found = run(2, 2, lambda mesh: len(whole_state(parallelized(mesh), mesh, everywhere=False)))
     assert found == [len(gpt().state_dict()), 0, 0, 0]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.oracles.tensor2d import block_of, drawn, gradients, joined, run
+from tests.oracles.tensor2d import drawn, joined
+from tests.tensor2d.helpers import block_of, gradients, run
 from thinwire.tensor2d import Embedding2D, Mesh2D, Panels, TiedHead2D, cross_entropy_2d
 from thinwire.tensor2d.costs import embedding_elements, head_elements, id_elements, loss_elements
 
@@ -21,7 +22,7 @@ SHAPES = [(1, 1), (2, 2), (2, 3), (3, 2), (1, 4), (4, 1)]
 @pytest.mark.parametrize("algorithm", ["table", "tokens"])
 @pytest.mark.parametrize("vocabulary", [36, 29])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_both_ways_to_look_tokens_up_are_the_serial_embedding(
+def test_both_algorithms_of_an_embedding_are_the_serial_embedding(
     rows: int, columns: int, vocabulary: int, algorithm: Any
 ) -> None:
     table = drawn(vocabulary, H).requires_grad_()

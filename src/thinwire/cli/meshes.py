@@ -67,7 +67,7 @@ def _show(advice: Advice) -> None:
         f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n",
         markup=False,
     )
-    table = Table("mesh", "kind", "sent a step", "messages", "memory", "talk", "compute")
+    table = Table("mesh", "kind", "sent a step", "messages", "memory", "communication", "compute")
     for cost in advice.costs:
         name = f"{cost.rows}x{cost.columns}" + " *" * (cost is advice.best)
         if cost.refusal and not cost.memory_bytes:
@@ -79,7 +79,7 @@ def _show(advice: Advice) -> None:
             nbytes(cost.sent_bytes),
             str(cost.messages),
             nbytes(cost.memory_bytes),
-            seconds(cost.talk_seconds),
+            seconds(cost.communication_seconds),
             seconds(cost.compute_seconds),
         )
     out.print(table)

@@ -1,15 +1,30 @@
-"""Transformers on a mesh of ranks: parameters and activations are both cut by rows and by columns."""
+"""Two-dimensional tensor parallelism: parameters and activations are split over the rows and columns of a mesh."""
 
-from thinwire.tensor2d.advisor import Advice, MeshCost, Precision, advise, describe_transformer, measure_pace
+from thinwire.tensor2d.advisor import (
+    Advice,
+    MeshCost,
+    Precision,
+    advise,
+    choose_panels_,
+    describe_transformer,
+    measure_pace,
+)
 from thinwire.tensor2d.attention import Attention2D, MultiheadAttention2D
 from thinwire.tensor2d.clipping import clip_gradient_norm_, gradient_norm
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.embedding import Embedding2D, PositionTable2D
-from thinwire.tensor2d.feed_forward import FeedForward2D
 from thinwire.tensor2d.lamb import Lamb2D
-from thinwire.tensor2d.linear import Linear2D, TiedHead2D, linear_2d
+from thinwire.tensor2d.linear import FeedForward2D, Linear2D, TiedHead2D, linear_2d
 from thinwire.tensor2d.loss import cross_entropy_2d
-from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, Place, mesh_2d, mesh_3d
+from thinwire.tensor2d.mesh import (
+    Mesh2D,
+    Mesh3D,
+    Place,
+    mesh_2d,
+    mesh_3d,
+    run_mesh_3d_threads,
+    run_mesh_threads,
+)
 from thinwire.tensor2d.norms import LayerNorm2D, RMSNorm2D
 from thinwire.tensor2d.panels import Pace, Panels, choose_panels
 from thinwire.tensor2d.parallelize import parallelize_2d, whole_activation
@@ -18,9 +33,7 @@ from thinwire.tensor2d.products import multiply_ab, multiply_abt, multiply_atb
 from thinwire.tensor2d.ring import positions_of, ring_attend
 from thinwire.tensor2d.state import load_whole_, read_blocks_, read_safetensors_, whole_state, write_blocks, write_whole
 from thinwire.tensor2d.tape import checkpoint_, checkpoint_2d
-from thinwire.tensor2d.threads import run_mesh_3d_threads, run_mesh_threads
 from thinwire.tensor2d.transformer import Transformer
-from thinwire.tensor2d.tuning import choose_panels_
 
 __all__ = [
     "Advice",

@@ -1,7 +1,7 @@
-"""Which mesh to take: every r x c of so many ranks, with its bytes, memory and time, and the best of them.
+"""Which mesh to use, and how many panels: predicted bytes, memory and time of every mesh, and the fastest one.
 
-One row is tensor parallelism by columns, as in Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053; one column keeps
-activations where they are and gathers weights, as in Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054. Between them
+One row is one-dimensional tensor parallelism, as in Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053; one column
+gathers weights and does not send activations, as in Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054. Between them
 lie the meshes of Xu et al., 2021, arXiv:2104.05343.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import nn
 
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
-from thinwire.tensor2d.panels import Pace
+from thinwire.tensor2d.costs import panels_held, product_elements
+from thinwire.tensor2d.linear import Linear2D
+from thinwire.tensor2d.panels import Pace, Panels, choose_panels
 from thinwire.tensor2d.transformer import Transformer
 from thinwire.validation import check_kinds
 
@@ -25,12 +28,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of what a rank keeps.
+    """Bytes per element, and whether activations are checkpointed.
 
     Args:
-        element_nbytes: of a parameter, a gradient and an activation: 4 in fp32, 2 in bf16.
-        state_nbytes: of the optimizer's state for each parameter: 8 of AdamW, 4 of SGD with momentum.
-        checkpointed: whether blocks run under `checkpoint_`, and keep only what came over the wire.
+        element_nbytes: bytes of a parameter, a gradient or an activation: 4 in fp32, 2 in bf16.
+        state_nbytes: bytes of optimizer state per parameter: 8 for AdamW, 4 for SGD with momentum.
+        checkpointed: whether blocks run under `checkpoint_`, and keep only the results of collectives.
     """
 
     element_nbytes: int = 4
@@ -46,18 +49,18 @@ class Precision:
 
 @dataclass(frozen=True)
 class MeshCost:
-    """What one mesh costs a rank, a step.
+    """What a training step on one mesh costs each rank.
 
     Attributes:
-        rows: r.
-        columns: c.
-        refusal: why the model cannot be cut so, or does not fit; empty where it can and does.
-        sent_bytes: in a forward and a backward pass.
-        messages: calls in them that send anything.
-        parameter_bytes: of parameters, gradients and the optimizer's state.
-        activation_bytes: kept for the backward pass, and in transit at most.
-        talk_seconds: of messages, one after the other.
-        compute_seconds: of products and attention.
+        rows: rows, r.
+        columns: columns, c.
+        refusal: why the mesh cannot split the model, or does not fit into memory; empty if it can be used.
+        sent_bytes: bytes sent in a forward and a backward pass.
+        messages: collective calls in them that send something.
+        parameter_bytes: bytes of parameters, gradients and optimizer state.
+        activation_bytes: bytes of activations kept for the backward pass, and of gathered operands.
+        communication_seconds: time of all messages, one after the other.
+        compute_seconds: time of products and attention.
     """
 
     rows: int
@@ -67,22 +70,22 @@ class MeshCost:
     messages: int = 0
     parameter_bytes: float = 0.0
     activation_bytes: float = 0.0
-    talk_seconds: float = 0.0
+    communication_seconds: float = 0.0
     compute_seconds: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
-        """Everything together."""
+        """Bytes of parameters and activations together."""
         return self.parameter_bytes + self.activation_bytes
 
     @property
     def seconds(self) -> float:
-        """A step in which nothing overlaps; panels can hide the smaller of the two parts at best."""
-        return self.talk_seconds + self.compute_seconds
+        """Time of a step without overlap; with panels the larger of the two parts is a lower bound."""
+        return self.communication_seconds + self.compute_seconds
 
     @property
     def kind(self) -> str:
-        """What such a mesh is called."""
+        """The kind of parallelism, in words."""
         if self.rows == self.columns == 1:
             return "one rank"
         if self.rows == 1:
@@ -92,14 +95,14 @@ class MeshCost:
 
 @dataclass(frozen=True)
 class Advice:
-    """Every mesh of so many ranks, and the one to take.
+    """The costs of every mesh of a number of ranks, and the best mesh.
 
     Attributes:
-        model: and its batch.
-        pace: of the machine and its links.
-        costs: of every mesh, from one row on.
-        best: the fastest that fits; None where none does.
-        reason: why that one, in words.
+        model: sizes of the model and its batch.
+        pace: speed of the machine and its links.
+        costs: one entry per mesh, in the order of rows.
+        best: the fastest mesh that fits; None if none does.
+        reason: why it is the best, in words.
     """
 
     model: Transformer
@@ -119,15 +122,15 @@ def advise(
 ) -> Advice:
     """Predict bytes, memory and time of a training step on every mesh of `ranks`, and name the best.
 
-    Bytes are exact for a model without shared key heads. Times are of messages and arithmetic one after the other, so
-    that they rank meshes; what overlaps makes all of them shorter.
+    Bytes are exact for a model without grouped queries. Times add up messages and arithmetic without overlap: they are
+    meant to rank meshes, and overlap shortens all of them.
 
     Args:
-        model: and its batch.
-        ranks: p, of which every divisor can be the rows.
-        pace: given, or from `measure_pace`.
-        precision: bytes of what is kept.
-        limit_nbytes: memory that a rank has; None is no limit.
+        model: sizes of the model and its batch.
+        ranks: number of ranks, p; every divisor of it is a possible number of rows.
+        pace: speed of the machine, such as from `measure_pace`.
+        precision: bytes per element, and whether activations are checkpointed.
+        limit_nbytes: memory of a rank; None is no limit.
 
     Raises:
         ConfigError: fewer than one rank, or a limit that is not positive.
@@ -164,13 +167,13 @@ def _cost(
         messages=messages,
         parameter_bytes=parameters,
         activation_bytes=activations,
-        talk_seconds=messages * pace.seconds_per_message + 8 * sent / pace.bits_per_second,
+        communication_seconds=messages * pace.seconds_per_message + 8 * sent / pace.bits_per_second,
         compute_seconds=model.flops / (rows * columns) / pace.flops_per_second,
     )
 
 
 def _reason(costs: tuple[MeshCost, ...], best: MeshCost | None) -> str:
-    """Why that mesh, beside the next."""
+    """Why `best` is the best, compared with the next best mesh."""
     if best is None:
         return "no mesh fits: " + "; ".join(f"{cost.rows}x{cost.columns}: {cost.refusal}" for cost in costs)
     name = f"{best.rows}x{best.columns} ({best.kind})"
@@ -188,21 +191,23 @@ def _reason(costs: tuple[MeshCost, ...], best: MeshCost | None) -> str:
 
 
 def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats: int = 3) -> Pace:
-    """How fast these ranks talk and multiply, from a few messages and products; all of them call together.
+    """Measure latency, bandwidth and matrix products on these ranks; a collective call.
 
-    The least time of several counts. All ranks get the same figures, those of the slowest.
+    Each figure is the fastest of several repeats, on the slowest rank; all ranks get the same figures.
 
     Args:
         comm: the ranks, such as `mesh.whole`.
-        nbytes: of the large message.
-        width: of the square matrices.
-        repeats: of each.
+        nbytes: size of the large message.
+        width: size of the square matrices.
+        repeats: repeats of each measurement.
 
     Raises:
-        ConfigError: one rank alone, which has no link, or no repeats.
+        ConfigError: there is only one rank, or `repeats` is less than 1.
     """
     if comm.size == 1 or repeats < 1:
-        raise ConfigError(f"{comm.size} ranks, repeats={repeats}: a pace is measured between 2 ranks, at least once")
+        raise ConfigError(
+            f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
+        )
     small, large = torch.zeros(1), torch.zeros(nbytes // 4)
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
@@ -213,12 +218,12 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
 
 
 def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
-    """Floating-point operations a second of this process, multiplying square matrices in fp32."""
+    """Floating-point operations per second of this process, in products of square fp32 matrices."""
     return 2 * width**3 / min(_seconds_of_product(width) for _ in range(repeats))
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.all_reduce_(torch.zeros(1)).wait()  # nobody is late
+    comm.all_reduce_(torch.zeros(1)).wait()  # a barrier, so that waiting for a late rank is not measured
     start = time.perf_counter()
     comm.all_gather(x).wait()
     return time.perf_counter() - start
@@ -232,15 +237,15 @@ def _seconds_of_product(width: int) -> float:
 
 
 def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Transformer:
-    """What the advisor needs to know of thinwire's GPT, or of a GPT-2 or Llama of `transformers`.
+    """The sizes of thinwire's GPT, or of a GPT-2 or Llama of `transformers`, for `advise`.
 
     Args:
-        model: the serial one; its parameters may be on the meta device.
-        samples: of the whole batch.
-        length: tokens of a sample.
+        model: the serial model; its parameters may be on the meta device.
+        samples: samples of the whole batch.
+        length: tokens per sample.
 
     Raises:
-        ConfigError: another kind of model.
+        ConfigError: another type of model.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
@@ -274,8 +279,8 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
         )
     if blocks is None or table is None:
         raise ConfigError(
-            f"{type(model).__name__}: the advisor knows thinwire's GPT, and GPT-2 and Llama of transformers; give a "
-            "Transformer(...) of the same sizes"
+            f"{type(model).__name__}: the advisor knows thinwire's GPT, and GPT-2 and Llama of transformers; pass a "
+            "Transformer(...) with the model's sizes instead"
         )
     return Transformer(
         layers=len(blocks),
@@ -286,3 +291,39 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
         length=length,
         positions=table.shape[0],
     )
+
+
+def choose_panels_(
+    model: nn.Module, pace: Pace, *, tokens: int, limit_nbytes: float = inf, element_size: int = 4
+) -> dict[str, Panels]:
+    """Set the number of panels of every linear layer to the fastest one within a limit; returns them by layer name.
+
+    One panel gathers each operand in one message, which is best where latency is high or arithmetic is short. More
+    panels overlap communication with arithmetic and take less memory. All ranks must pass the same pace, such as that
+    of `measure_pace(mesh.whole)`.
+
+    Args:
+        model: a model after `parallelize_2d`.
+        pace: speed of the machine.
+        tokens: tokens of the whole batch.
+        limit_nbytes: the most bytes that the gathered operands of one product may occupy.
+        element_size: bytes of an activation and of a weight.
+
+    Raises:
+        ConfigError: not even the narrowest panels of a layer fit.
+    """
+    chosen: dict[str, Panels] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear2D):
+            continue
+        inputs, outputs, mesh = layer.in_features, layer.out_features, layer.mesh
+        shape = tokens, inputs, outputs, mesh.rows, mesh.columns
+        layer.panels = chosen[name] = choose_panels(
+            nbytes=element_size * product_elements(*shape, layout=layer.layout),
+            flops=2.0 * tokens * inputs * outputs / (mesh.rows * mesh.columns),
+            gathered_nbytes=element_size * panels_held(*shape, count=1, layout=layer.layout),
+            limit_nbytes=limit_nbytes,
+            width=max(1, (inputs if layer.layout == "AB" else outputs) // mesh.slices),
+            pace=pace,
+        )
+    return chosen

@@ -1,4 +1,4 @@
-"""Attention on whole local heads: every column has its own, every row its own samples, and nobody talks."""
+"""Attention on a mesh: each column computes its own heads on its row's samples, without communication."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.dropout import Dropout2D
-from thinwire.tensor2d.linear import Linear2D
+from thinwire.tensor2d.linear import Linear2D, fused_linear
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D
 from thinwire.tensor2d.ring import positions_of, ring_attend
 
 
 class Attention2D(nn.Module):
-    """Self-attention of a stream [b / r, s, h / c], with shared key heads and rotary positions where asked for.
+    """Self-attention on a stream [b / r, s, h / c], with optional grouped queries and rotary positions.
 
-    Queries, keys and values are one linear layer, so that all ranks meet its messages in the same order. Where there
-    are fewer key heads than columns, keys and values are gathered along the row, and each column takes those it needs.
+    Queries, keys and values are computed by one linear layer. Where there are fewer key heads than columns, keys and
+    values have layers of their own, whose outputs are gathered along the row; each column then takes the heads it
+    needs.
 
     Grouped queries: Ainslie et al., GQA, EMNLP 2023, arXiv:2305.13245. Rotary positions: Su et al., RoFormer, 2021,
     arXiv:2104.09864.
 
     Args:
-        query: [n d, h], the whole weight; its bias beside it, or None.
-        key: [k d, h], likewise.
-        value: [k d, h], likewise.
-        out: [h, n d], likewise.
+        query: the whole weight [n d, h] and its bias, or None.
+        key: the whole weight [k d, h] and its bias, or None.
+        value: the whole weight [k d, h] and its bias, or None.
+        out: the whole weight [h, n d] and its bias, or None.
         mesh: the ranks.
-        heads: of the queries, n.
-        causal: no position hears a later one.
-        rotary_base: of the angles of rotary positions; None is no such positions.
-        dropout: probability with which what is heard is dropped.
-        ring: the rows hold parts of the sequence, `positions_of` each, and not samples: [b, s / r, h / c].
-        seed: of dropout.
+        heads: number of query heads, n.
+        causal: whether a position attends only to itself and to earlier ones.
+        rotary_base: base of the rotary angles; None leaves rotary positions out.
+        dropout: probability with which an attention weight is dropped.
+        ring: split the sequence over the rows instead of the samples: [b, s / r, h / c], with the positions that
+            `positions_of` returns.
+        seed: seed of dropout.
         layer: number of this layer, for dropout.
 
     Raises:
-        ConfigError: columns that cannot share the heads, or a ring with dropout.
+        ConfigError: the columns do not divide the heads, or `ring` with dropout.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Attention2D(nn.Module):
     ) -> None:
         super().__init__()
         if ring and dropout:
-            raise ConfigError(f"dropout={dropout} with ring=True: weights are never whole there; use dropout=0.0")
+            raise ConfigError(
+                f"dropout={dropout} with ring=True: a ring never forms all attention weights at once; use dropout=0.0"
+            )
         check_divides(heads, mesh.columns, f"attention of {heads} heads", f"the mesh has {mesh.columns} columns")
         self.size = query[0].shape[0] // heads
         key_heads = key[0].shape[0] // self.size
@@ -72,7 +76,7 @@ class Attention2D(nn.Module):
             self.value: Linear2D | None = gathered_heads(value, mesh, heads=heads, key_heads=key_heads, size=self.size)
             self.projection: Linear2D | None = None
         else:
-            self.projection = fused([query, key, value], mesh)
+            self.projection = fused_linear([query, key, value], mesh)
             self.query = self.key = self.value = None
         self.out = Linear2D(*out, mesh)
         self.dropout = Dropout2D(dropout, mesh, seed=seed, layer=layer, dimension=1)
@@ -81,25 +85,29 @@ class Attention2D(nn.Module):
         """[b / r, s, h / c] to the same.
 
         Args:
-            stream: who asks and is asked.
-            mask: bool, broadcast to [b / r, n / c, s, s], False where nothing is to be heard; or added to the scores.
+            stream: the input of queries, keys and values.
+            mask: bool, broadcast to [b / r, n / c, s, s], False where a position is not attended to; or a float mask
+                that is added to the scores.
 
         Raises:
-            ConfigError: a mask in a ring.
+            ConfigError: a mask with `ring`.
         """
         if self.ring and mask is not None:
-            raise ConfigError("a mask with ring=True: no rank sees all scores; use causal=True, or samples over rows")
+            raise ConfigError(
+                "a mask with ring=True: no rank has all scores; use causal=True, or split samples over the rows"
+            )
         query, key, value = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self._project(stream))
         rows = self.out.mesh.along_column
         if self.rotary_base is not None:
             length = stream.shape[1]
-            places = positions_of(length * rows.size, rows.rank, rows.size) if self.ring else torch.arange(length)
-            query, key = (rotated(x, self.rotary_base, places.to(x.device)) for x in (query, key))
+            whole = length * rows.size
+            positions = positions_of(whole, rows.rank, rows.size) if self.ring else torch.arange(length)
+            query, key = (apply_rotary(x, self.rotary_base, positions.to(x.device)) for x in (query, key))
         if self.ring:
-            heard = ring_attend(query, key, value, rows, causal=self.causal)
+            output = ring_attend(query, key, value, rows, causal=self.causal)
         else:
-            heard = attend(query, key, value, mask=mask, causal=self.causal, dropout=self.dropout)
-        return self.out(heard.transpose(1, 2).flatten(2))
+            output = attend(query, key, value, mask=mask, causal=self.causal, dropout=self.dropout)
+        return self.out(output.transpose(1, 2).flatten(2))
 
     def _project(self, stream: Tensor) -> tuple[Tensor, ...]:
         if self.projection is not None:
@@ -110,34 +118,35 @@ class Attention2D(nn.Module):
 
 
 class MultiheadAttention2D(Module2D):
-    """A `torch.nn.MultiheadAttention` of a stream to itself, with its parameters' names and its call.
+    """Self-attention with the parameter names and the call of `torch.nn.MultiheadAttention`.
 
     Args:
         layer: the serial layer, made with `batch_first=True`.
         mesh: the ranks.
-        seed: of dropout.
-        number: of this layer, for dropout.
-        name: of the layer, for messages.
+        seed: seed of dropout.
+        number: number of this layer, for dropout.
+        name: name of the layer, for error messages.
 
     Raises:
-        ConfigError: a layer with other sizes for keys and values, or with biases of its own for them.
+        ConfigError: keys and values have other sizes, or `add_bias_kv` or `add_zero_attn` is set.
     """
 
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
-    batch_first = False  # so that torch's encoder layers call `forward` instead of reading the weights themselves
+    # With False, torch's encoder layers call `forward`; with True their fast path would read the weights themselves.
+    batch_first = False
 
     def __init__(self, layer: nn.MultiheadAttention, mesh: Mesh2D, *, seed: int, number: int, name: str) -> None:
         super().__init__(mesh)
         weight = cast("Tensor | None", layer.in_proj_weight)
         if weight is None or layer.bias_k is not None or layer.add_zero_attn or not layer.batch_first:
             raise ConfigError(
-                f"{name}: only attention to itself with batch_first=True, without kdim, vdim, add_bias_kv and "
-                "add_zero_attn, can be cut"
+                f"{name}: only self-attention with batch_first=True, without kdim, vdim, add_bias_kv and "
+                "add_zero_attn, can be split"
             )
         self.heads, size = layer.num_heads, layer.embed_dim
         check_divides(self.heads, mesh.columns, f"{name} of {self.heads} heads", f"the mesh has {mesh.columns} columns")
-        # Its blocks bear the serial names, so it holds them itself.
+        # The list hides the layer from `named_parameters`: its blocks are registered here, under the serial names.
         self._inner = [Linear2D(weight, layer.in_proj_bias, mesh, sections=(size,) * 3, name=name)]
         for ours in ("weight", "bias"):
             self.register_parameter(f"in_proj_{ours}", getattr(self._inner[0], ours))
@@ -157,14 +166,14 @@ class MultiheadAttention2D(Module2D):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """[b / r, s, h / c] to the same; masks as torch's, True where nothing is to be heard.
+        """[b / r, s, h / c] to the same; masks as torch's, True where a position is not attended to.
 
         Raises:
-            ConfigError: attention to something else.
+            ConfigError: cross attention.
         """
         if key is not query or value is not query:
             raise ConfigError(
-                "MultiheadAttention2D: query, key and value must be one tensor; cross attention is not cut"
+                "MultiheadAttention2D: query, key and value must be the same tensor; cross attention is not supported"
             )
         inner = self._inner[0]
         inner.weight, inner.bias = self.in_proj_weight, self.in_proj_bias
@@ -175,8 +184,8 @@ class MultiheadAttention2D(Module2D):
         if key_padding_mask is not None:
             padding = _as_scores(key_padding_mask, q)[:, None, None, :]  # pyright: ignore[reportOptionalSubscript]
             mask = padding if mask is None else mask + padding
-        heard = attend(q, k, v, mask=mask, causal=is_causal and attn_mask is None, dropout=self.dropout)
-        return self.out_proj(heard.transpose(1, 2).flatten(2)), None
+        output = attend(q, k, v, mask=mask, causal=is_causal and attn_mask is None, dropout=self.dropout)
+        return self.out_proj(output.transpose(1, 2).flatten(2)), None
 
 
 def attend(
@@ -190,7 +199,8 @@ def attend(
 ) -> Tensor:
     """[b / r, n / c, s, d] of queries and [b / r, k, s, d] of keys and values to [b / r, n / c, s, d].
 
-    Torch's fused attention, or where something is dropped the plain one, because masks are keyed by place.
+    Uses torch's fused attention. With dropout the scores are written out, because torch's kernel draws its own mask,
+    and `Dropout2D` makes one that does not depend on the mesh.
     """
     if dropout is None or not dropout.training or dropout.p == 0:
         grouped = query.shape[1] != key.shape[1]
@@ -206,25 +216,15 @@ def attend(
     return dropout(scores.softmax(-1)) @ value
 
 
-def rotated(x: Tensor, base: float, places: Tensor) -> Tensor:
-    """Rotate pairs (k, k + d / 2) of [..., s, d] by angles that grow with the position; `places` are s of these."""
+def apply_rotary(x: Tensor, base: float, positions: Tensor) -> Tensor:
+    """Rotate the pairs (k, k + d / 2) of x [..., s, d] by angles proportional to their `positions` [s]."""
     half = x.shape[-1] // 2
     exact = torch.promote_types(x.dtype, torch.float32)
     rates = base ** (-torch.arange(half, device=x.device, dtype=exact) / half)
-    angles = places.to(exact)[:, None] * rates
+    angles = positions.to(exact)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-
-
-def fused(parts: list[tuple[Tensor, Tensor | None]], mesh: Mesh2D) -> Linear2D:
-    """Several linear layers of one input as one, of which each column has its share of every part."""
-    weight = torch.cat([weight.detach() for weight, _ in parts])
-    biases = [bias.detach() for _, bias in parts if bias is not None]
-    sizes = tuple(part.shape[0] for part, _ in parts)
-    return Linear2D(
-        weight.requires_grad_(), torch.cat(biases).requires_grad_() if biases else None, mesh, sections=sizes
-    )
 
 
 def gathered_heads(
@@ -236,10 +236,10 @@ def gathered_heads(
     size: int,
     name: str = "Attention2D",
 ) -> Linear2D:
-    """A layer of keys or values that gives each column the whole heads that its queries ask.
+    """A layer of keys or values that gives each column every key head that its query heads attend to.
 
     Raises:
-        ConfigError: a column's queries ask parts of several heads.
+        ConfigError: the query heads of a column would need parts of several key heads.
     """
     own, group = heads // mesh.columns, heads // key_heads
     if group % own and own % group:
@@ -248,11 +248,11 @@ def gathered_heads(
             "fewer columns"
         )
     first = mesh.column * own // group
-    return Linear2D(*part, mesh, head_size=size, kept=(first, first + max(1, own // group)), name=name)
+    return Linear2D(*part, mesh, head_size=size, heads_kept=(first, first + max(1, own // group)), name=name)
 
 
 def _as_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to scores for a mask of torch's: minus infinity where a bool one is True."""
+    """A mask of torch's as a float mask that is added to scores: minus infinity where a bool mask is True."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(like.dtype)
     return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill_(mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""The norm of a model's gradient, every parameter counted once, and clipping by it."""
+"""The norm of a model's whole gradient, and clipping by it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.module import placed
-from thinwire.tensor2d.products import exact_dtype
+from thinwire.tensor2d.products import accumulation_dtype
 
 
 @torch.no_grad()
 def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
     """The Euclidean norm of the whole gradient, the same on all ranks, in fp32 at least.
 
-    What all rows hold alike counts in the first row only; shared parameters count once.
+    Parameters that are replicated over the rows are counted in the first row only; tied parameters are counted once.
 
     Args:
-        model: on the mesh.
+        model: a model on the mesh.
         mesh: the ranks.
     """
     counted = [
@@ -26,7 +26,8 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
         if parameter.grad is not None and not (placement.replicated and mesh.row > 0)
     ]
     first = next(model.parameters())
-    total = torch.zeros(1, dtype=exact_dtype(first.dtype), device=first.device)
+    # A rank without any counted gradient adds zero: the sums below need every rank.
+    total = torch.zeros(1, dtype=accumulation_dtype(first.dtype), device=first.device)
     for grad in counted:
         total += grad.to(total.dtype).square().sum()
     mesh.along_row.all_reduce_(total).wait()
@@ -38,11 +39,11 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
 def clip_gradient_norm_(model: nn.Module, max_norm: float, mesh: Mesh2D) -> Tensor:
     """Scale the gradient so that its norm over the whole mesh is at most `max_norm`; returns the norm it had.
 
-    As `torch.nn.utils.clip_grad_norm_` on the serial model.
+    Does what `torch.nn.utils.clip_grad_norm_` does on the serial model.
 
     Args:
-        model: on the mesh.
-        max_norm: of the whole gradient.
+        model: a model on the mesh.
+        max_norm: the largest norm of the whole gradient.
         mesh: the ranks.
     """
     norm = gradient_norm(model, mesh)

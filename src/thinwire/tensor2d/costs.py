@@ -1,8 +1,8 @@
-r"""What a transformer layer moves and holds, in elements, for any r x c and for one-dimensional tensor parallelism.
+r"""Elements that a transformer layer sends and holds, on any r x c mesh and in one-dimensional tensor parallelism.
 
 T is the number of tokens of a batch, h the hidden size, f = 4 h the inner size of the feed-forward part, p = r c. Every
-scheme multiplies equally much. Figures are per rank, and per layer unless they say otherwise; collectives count as a
-bandwidth-optimal algorithm's.
+scheme does equally many multiplications. Figures are per rank, and per layer unless stated otherwise; collectives are
+counted as bandwidth-optimal algorithms send them.
 
 Costs of one-dimensional tensor parallelism after Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, and Korthikanti
 et al., Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv:2205.05198; of the two-dimensional
@@ -24,14 +24,14 @@ Scheme = Literal["1d", "1d+sequence", "2d"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A pre-norm transformer layer and the batch that goes through it.
+    """A pre-norm transformer layer, its batch and its mesh.
 
     Args:
-        tokens: of the whole batch, T.
-        hidden: size of the stream, h.
-        inner: size of the feed-forward part, f; 0 is four times the stream.
-        rows: of the mesh, r.
-        columns: of the mesh, c.
+        tokens: tokens of the whole batch, T.
+        hidden: hidden size, h.
+        rows: rows of the mesh, r.
+        columns: columns of the mesh, c.
+        inner: inner size of the feed-forward part, f; 0 is 4 h.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def ranks(self) -> int:
-        """Of the mesh, p."""
+        """Number of ranks of the mesh, p."""
         return self.rows * self.columns
 
 
@@ -62,12 +62,12 @@ def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns:
     """Elements that a rank sends in one product of a linear layer, forward or either backward one.
 
     Args:
-        tokens: of the whole batch.
-        inputs: of the linear layer.
-        outputs: of the linear layer.
-        rows: of the mesh.
-        columns: of the mesh.
-        layout: "AB", "ABT", or "auto" for the better of them.
+        tokens: tokens of the whole batch.
+        inputs: input features of the linear layer.
+        outputs: output features of the linear layer.
+        rows: rows of the mesh.
+        columns: columns of the mesh.
+        layout: "AB", "ABT", or "auto" for the one that sends less.
     """
     side = {"AB": inputs, "ABT": outputs, "auto": min(inputs, outputs)}[layout]
     return tokens * side * (columns - 1) / (rows * columns) + inputs * outputs * (rows - 1) / (rows * columns)
@@ -78,16 +78,16 @@ def backward_elements(
 ) -> float:
     """Elements that a rank sends in the two backward products of a linear layer, for its input and for its weight.
 
-    In the storage "ABT" both need the output's gradient from along the row, and one gather serves them: T out
+    In the layout "ABT" both products need the output's gradient gathered along the row, and share one gather: T out
     activations fewer than twice `product_elements`.
 
     Args:
-        tokens: of the whole batch.
-        inputs: of the linear layer.
-        outputs: of the linear layer.
-        rows: of the mesh.
-        columns: of the mesh.
-        layout: "AB", "ABT", or "auto" for the better of them forward.
+        tokens: tokens of the whole batch.
+        inputs: input features of the linear layer.
+        outputs: output features of the linear layer.
+        rows: rows of the mesh.
+        columns: columns of the mesh.
+        layout: "AB", "ABT", or "auto" for the one that sends less forward.
     """
     shared = layout == "ABT" or (layout == "auto" and inputs > outputs)
     saved = tokens * outputs * (columns - 1) / (rows * columns) if shared else 0.0
@@ -97,9 +97,9 @@ def backward_elements(
 def layer_elements(layer: Layer, direction: Direction = "both", *, layout: str = "auto") -> float:
     """Elements that a rank sends in the four linear layers; forward (4 T h (c - 1) + 12 h^2 (r - 1)) / p with f = 4 h.
 
-    `layout="AB"` is the paper's, with 7 T h in place of 4 T h. The backward pass moves twice the forward's, less T h
-    that one gather saves. What else a layer says, about its norms, is `norm_elements`; the sum of vectors' gradients
-    is `vector_elements`.
+    `layout="AB"` is the paper's, with 7 T h in place of 4 T h. The backward pass sends twice as much as the forward
+    pass, less the T h (c - 1) / p that a shared gather saves. Norms are counted by `norm_elements`, the gradients of
+    biases and gains by `vector_elements`.
     """
     mesh = layer.rows, layer.columns
     forward = sum(product_elements(layer.tokens, *sizes, *mesh, layout=layout) for sizes in layer.linear_sizes)
@@ -124,23 +124,23 @@ def vector_elements(layer: Layer) -> float:
 
 
 def vectors_held(layer: Layer) -> float:
-    """Elements of biases and gains that a rank holds: four of the norms' and one for each linear output."""
+    """Elements of biases and gains that a rank holds: four vectors of the norms, and the bias of each linear layer."""
     return (4 * layer.hidden + sum(outputs for _, outputs in layer.linear_sizes)) / layer.columns
 
 
 def embedding_elements(tokens: int, vocabulary: int, hidden: int, rows: int, columns: int, *, algorithm: str) -> float:
-    """Elements that a rank sends forward, and again backward, to look tokens up; ids are counted by `id_elements`."""
-    travelling = vocabulary if algorithm == "table" else tokens
-    return travelling * hidden / columns * (rows - 1) / rows
+    """Elements that a rank sends forward, and again backward, for an embedding; ids are counted by `id_elements`."""
+    sent = vocabulary if algorithm == "table" else tokens
+    return sent * hidden / columns * (rows - 1) / rows
 
 
 def id_elements(tokens: int, rows: int) -> float:
-    """Ids of four bytes that a rank sends forward, and again backward, where tokens travel to the table."""
+    """Ids of four bytes that a rank sends forward, and again backward, with the algorithm "tokens"."""
     return tokens / rows * (rows - 1)
 
 
 def head_elements(tokens: int, vocabulary: int, hidden: int, rows: int, columns: int, *, tied: bool) -> float:
-    """Elements that a rank off a square mesh's diagonal sends forward to make logits; a tied table is swapped too."""
+    """Elements that a rank sends forward for the logits; with `tied`, a rank off the diagonal of a square mesh."""
     product = product_elements(tokens, hidden, vocabulary, rows, columns, layout="AB")
     return product + (vocabulary * hidden / (rows * columns) if tied else 0)
 
@@ -153,11 +153,11 @@ def loss_elements(tokens: int, rows: int, columns: int) -> float:
 def one_dimensional_elements(
     layer: Layer, direction: Direction = "both", *, sequence_parallel: bool = False, keeps_gathered: bool = False
 ) -> float:
-    """The same for tensor parallelism over p ranks: 4 T h (p - 1) / p in each direction.
+    """The same for one-dimensional tensor parallelism over p ranks: 4 T h (p - 1) / p in each direction.
 
-    With the sequence split between blocks sums become a gather and a scatter of equal bytes, and the backward pass
-    gathers the two layer inputs once more. An implementation that keeps them whole instead (torch's does) sends no
-    more than without the split.
+    Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter of the same bytes, and the
+    backward pass gathers the two layer inputs once more. An implementation that keeps the gathered inputs instead
+    (torch's does) sends no more than without sequence parallelism.
     """
     p, volume = layer.ranks, layer.tokens * layer.hidden
     once = 4 * volume * (p - 1) / p
@@ -171,22 +171,22 @@ def parameters_held(layer: Layer) -> float:
 
 
 def one_dimensional_parameters_held(layer: Layer) -> float:
-    """The same in one dimension, with norms and the biases of sums whole on every rank: 12 h^2 / p + 7 h / p + 6 h."""
+    """The same in one dimension, where norms and output biases are replicated: 12 h^2 / p + 7 h / p + 6 h."""
     (h, wide), f = layer.linear_sizes[0], layer.linear_sizes[2][1]
     weights = sum(inputs * outputs for inputs, outputs in layer.linear_sizes)
     return (weights + wide + f) / layer.ranks + 6 * h
 
 
 def checkpoints_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
-    """Elements of a layer's input that a rank keeps for the backward pass: T h / p, or T h without a split sequence."""
+    """Elements of a layer's input that a rank keeps with checkpointing: T h / p, or T h with scheme "1d"."""
     return layer.tokens * layer.hidden / (1 if scheme == "1d" else layer.ranks)
 
 
 def activations_held(layer: Layer, heads: int, *, scheme: Scheme = "2d") -> float:
-    """Elements that a layer with GELU and fused attention keeps for its backward pass, without checkpoints.
+    """Elements that a layer with GELU and fused attention keeps for its backward pass, without checkpointing.
 
-    With V = T h: 16 V / p in two dimensions; 4 V + 12 V / p in one; 2 V + 14 V / p with a split sequence, where the
-    gathered inputs of linear layers are kept. Beside it are statistics of norms and attention.
+    With V = T h: 16 V / p in two dimensions; 4 V + 12 V / p in one; 2 V + 14 V / p with sequence parallelism, where
+    the gathered inputs of linear layers are kept. Statistics of norms and attention are added to it.
     """
     whole, part = float(layer.tokens * layer.hidden), layer.tokens * layer.hidden / layer.ranks
     attention = layer.tokens * heads / layer.ranks
@@ -197,12 +197,12 @@ def activations_held(layer: Layer, heads: int, *, scheme: Scheme = "2d") -> floa
     return 16 * part + 4 * layer.tokens / layer.rows + attention
 
 
-def passing_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
-    """The most elements that come and go while the last of several layers is worked on, with one panel per product.
+def transient_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
+    """Peak elements of temporary tensors in the last layer's forward and backward pass, with one panel per product.
 
-    In one dimension these are a partial sum, its copy on the wire and what is made of them. In two it is the most of
-    three moments: partial sums under way in the last forward product; gradients, what was gathered and partial sums in
-    the backward products of the last linear layer; and of the one before it.
+    In one dimension these are a partial sum, its copy in the message, and the result. In two dimensions it is the
+    largest of three moments: partial sums in the last forward product; gradients, gathered operands and partial sums
+    in the backward products of the last linear layer; and the same for the linear layer before it.
     """
     whole, part = float(layer.tokens * layer.hidden), layer.tokens * layer.hidden / layer.ranks
     if scheme == "1d":
@@ -222,29 +222,29 @@ def passing_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
 def step_peak(
     layer: Layer, layers: int, heads: int, *, scheme: Scheme = "2d", copies: int = 2, ends: bool = True
 ) -> float:
-    """The most elements a rank holds in a training step of several layers, whose gradients are born in it.
+    """Peak elements that a rank holds in a training step of several layers that starts without gradients.
 
-    The most is reached where the forward pass turns: all activations are kept, no gradient of a weight is there yet.
+    The peak is where the forward pass ends: all activations are kept, and no weight has a gradient yet.
 
     Args:
-        layer: one of them, and the batch.
-        layers: how many.
-        heads: of attention.
-        scheme: two dimensions, or one as torch has it.
-        copies: parameters and the optimizer's states of their size; 2 is SGD with momentum.
-        ends: count the stack's input and target too.
+        layer: one layer, and the batch.
+        layers: number of layers.
+        heads: attention heads.
+        scheme: two dimensions, or one dimension as torch implements it.
+        copies: tensors of the parameters' size, the parameters included; 2 is SGD with momentum.
+        ends: whether to count the input and the target of the first and last layer.
     """
     held = parameters_held(layer) if scheme == "2d" else one_dimensional_parameters_held(layer)
     volume = layer.tokens * layer.hidden
     end = {"1d": float(volume), "1d+sequence": volume / layer.ranks, "2d": 2 * volume / layer.ranks}[scheme]
     kept = activations_held(layer, heads, scheme=scheme)
-    return layers * (copies * held + kept) + passing_held(layer, scheme=scheme) + (end if ends else 0.0)
+    return layers * (copies * held + kept) + transient_held(layer, scheme=scheme) + (end if ends else 0.0)
 
 
 def most_tokens(
     layer: Layer, layers: int, heads: int, limit_nbytes: float, *, scheme: Scheme = "2d", element_size: int = 4
 ) -> int:
-    """The largest batch, in tokens, whose step fits a limit; `layer.tokens` does not count. 0 where none does."""
+    """The largest batch, in tokens, whose step fits into `limit_nbytes`; 0 if none does. `layer.tokens` is ignored."""
 
     def fits(tokens: int) -> bool:
         return element_size * step_peak(replace(layer, tokens=tokens), layers, heads, scheme=scheme) <= limit_nbytes
@@ -260,9 +260,9 @@ def most_tokens(
 
 
 def panels_held(tokens: int, inputs: int, outputs: int, rows: int, columns: int, *, count: int, layout: str) -> float:
-    """The most elements of travelling operands and partial results that a rank has at once in a forward product.
+    """Peak elements of gathered operands and partial results on a rank in a forward product.
 
-    One panel where it is gathered in one message, two of each with more: one that is multiplied, one that travels.
+    With one panel it is the whole operand. With more it is two panels: one is multiplied while the next is received.
     """
     weight = inputs * outputs / columns
     other = tokens / rows * (inputs if layout == "AB" else outputs)
@@ -270,5 +270,5 @@ def panels_held(tokens: int, inputs: int, outputs: int, rows: int, columns: int,
 
 
 def best_rows(layer: Layer) -> float:
-    r"""$\sqrt{T p / 3 h}$ within [1, p]: the rows that move least forward, between cut columns and gathered weights."""
+    r"""The number of rows for which the forward pass sends least: $\sqrt{T p / 3 h}$, within [1, p]."""
     return min(max(sqrt(layer.tokens * layer.ranks / (3 * layer.hidden)), 1.0), float(layer.ranks))

@@ -1,4 +1,4 @@
-"""Embeddings whose table is cut by vocabulary and by feature, and tables of positions."""
+"""Embeddings whose table is split by vocabulary and by features, and tables of positions."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from thinwire.tensor2d.exchanges import sum_parts
+from thinwire.tensor2d.collectives import reduce_scatter
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D
 from thinwire.tensor2d.placement import Axis, Placement
-from thinwire.tensor2d.products import exact_dtype
-from thinwire.tensor2d.tape import kept
+from thinwire.tensor2d.products import accumulation_dtype
+from thinwire.tensor2d.tape import recorded
 
 Algorithm = Literal["auto", "table", "tokens"]
 
 
 class Embedding2D(Module2D):
-    """Row `id` of a table of which rank (i, j) holds [v / r, h / c], for ids [b / r, s] of row i.
+    """An embedding of ids [b / r, s] with a table of which rank (i, j) holds [v / r, h / c].
 
-    "table" gathers this column's part of the table, a panel at a time, and looks the row's own tokens up; it moves
-    v h / c (r - 1) / r elements however many tokens there are. "tokens" gathers all rows' ids and sums what each part
-    of the table knows of them; it moves T h / c (r - 1) / r. The backward pass goes the same way back.
+    The algorithm "table" gathers this column's part of the table, a panel at a time, and looks up the row's own
+    tokens; it sends v h / c (r - 1) / r elements, however many tokens there are. "tokens" gathers the ids of all rows,
+    looks them up in each part of the table and reduce-scatters the results; it sends T h / c (r - 1) / r elements. The
+    backward pass sends as much.
 
-    On a CPU an id that is not in the table is an IndexError.
+    On a CPU an id outside the table raises IndexError.
 
     Args:
         weight: the whole table, [v, h].
         mesh: the ranks.
         algorithm: "auto" takes "tokens" where a batch has fewer tokens than the table has rows.
-        padding: an id whose row has no gradient; None is none.
-        name: of the layer, for messages.
+        padding: the id whose row has no gradient, or None.
+        name: name of the layer, for error messages.
 
     Raises:
-        ConfigError: the columns cannot share the features evenly.
+        ConfigError: the mesh does not divide the features.
     """
 
     weight: Tensor
@@ -62,27 +63,30 @@ class Embedding2D(Module2D):
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [b / r, s], the same in all columns, to [b / r, s, h / c]."""
+        # Not on a GPU: reading the range back would wait for the device at every call.
         if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
-            _check_ids(ids, self.num_embeddings)
-        return cast(Tensor, _Lookup.apply(self.weight, ids, self.mesh, self._choose(ids), self.padding))
-
-    def _choose(self, ids: Tensor) -> str:
-        if self.algorithm != "auto":
-            return self.algorithm
-        return "tokens" if ids.numel() * self.mesh.rows < self.num_embeddings else "table"
+            low, high = ids.aminmax()
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"token ids from {int(low)} to {int(high)}: they must lie in 0..{self.num_embeddings - 1}"
+                )
+        algorithm: str = self.algorithm
+        if algorithm == "auto":
+            algorithm = "tokens" if ids.numel() * self.mesh.rows < self.num_embeddings else "table"
+        return cast(Tensor, _Lookup.apply(self.weight, ids, self.mesh, algorithm, self.padding))
 
 
 class PositionTable2D(Module2D):
-    """A table of which each column holds its features, alike in all rows: positions, or kinds of token.
+    """A table split by features and replicated over the rows: of positions, or of token types.
 
     Args:
         weight: the whole table, [n, h].
         mesh: the ranks.
         parameter: the name of the table in the serial layer.
-        added: whether the layer adds its first s rows to a stream, instead of looking ids up.
+        added: whether the layer adds the table's first s rows to a stream, instead of looking up ids.
 
     Raises:
-        ConfigError: the columns cannot share the features evenly.
+        ConfigError: the columns do not divide the features.
     """
 
     def __init__(self, weight: Tensor, mesh: Mesh2D, *, parameter: str = "weight", added: bool = False) -> None:
@@ -93,84 +97,83 @@ class PositionTable2D(Module2D):
         self.place_(parameter, Placement((Axis(rows), Axis(size, "columns"))), weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids [...] to [..., h / c]; or a stream [b / r, s, h / c] to the same."""
+        """Ids [...] to [..., h / c]; with `added`, a stream [b / r, s, h / c] to the same."""
         table = self.shared(self._parameter)
         assert table is not None, "the table was placed when the layer was made"
         return x + table[: x.shape[1]] if self._added else F.embedding(x, table)
 
 
 def padded_size(vocabulary: int, mesh: Mesh2D) -> int:
-    """The vocabulary after padding, so that rows and columns can cut it; 0 where nothing is to be padded."""
+    """The vocabulary padded so that rows and columns divide it; 0 where they do already."""
     return -(-vocabulary // mesh.slices) * mesh.slices if vocabulary % mesh.slices else 0
-
-
-def _check_ids(ids: Tensor, vocabulary: int) -> None:
-    low, high = ids.aminmax()
-    if low < 0 or high >= vocabulary:
-        raise IndexError(f"token ids from {int(low)} to {int(high)}: they must lie in 0..{vocabulary - 1}")
 
 
 class _Lookup(Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh2D, algorithm: str, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.how, ctx.table_shape = (mesh, algorithm, padding), table.shape
-        find = _by_tokens if algorithm == "tokens" else _by_table
-        return kept(lambda: find(table, ids, mesh))
+        ctx.settings, ctx.table_shape = (mesh, algorithm, padding), table.shape
+        look_up = _gather_ids if algorithm == "tokens" else _gather_table
+        return recorded(lambda: look_up(table, ids, mesh))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (ids,), (mesh, algorithm, padding) = ctx.saved_tensors, ctx.how
-        spread = _back_to_tokens if algorithm == "tokens" else _back_to_table
-        return spread(grads[0], ids, ctx.table_shape, mesh, padding), None, None, None, None
+        (ids,), (mesh, algorithm, padding) = ctx.saved_tensors, ctx.settings
+        table_gradient = _gradient_from_ids if algorithm == "tokens" else _gradient_of_gathered_table
+        return table_gradient(grads[0], ids, ctx.table_shape, mesh, padding), None, None, None, None
 
 
-def _by_table(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
+def _gather_table(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
     height = table_vh.shape[0]
     found = table_vh.new_zeros((*ids.shape, table_vh.shape[1]))
     panels = mesh.panels
-    arriving = panels.arriving(
+    gathered = panels.pipeline(
         panels.cuts(height), lambda cut: [lambda: mesh.along_column.all_gather(table_vh[cut[0] : cut[1]].contiguous())]
     )
-    for (start, stop), (pieces,) in arriving:
+    for (start, stop), (pieces,) in gathered:
         for row, piece in enumerate(pieces):
-            here, mine = _within(ids - row * height - start, stop - start)
-            found = torch.where(mine, piece[here], found)
+            local, inside = _within(ids - row * height - start, stop - start)
+            found = torch.where(inside, piece[local], found)
     return found
 
 
-def _back_to_table(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, padding: int | None) -> Tensor:
+def _gradient_of_gathered_table(
+    grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, padding: int | None
+) -> Tensor:
     height = shape[0]
     total = grad.new_empty(shape)
     for start, stop in mesh.panels.cuts(height):
         parts = [_sum_rows(grad, ids - row * height - start, stop - start, padding, ids) for row in range(mesh.rows)]
-        total[start:stop] = sum_parts(parts, mesh.along_column)
+        total[start:stop] = reduce_scatter(parts, mesh.along_column)
     return total
 
 
-def _by_tokens(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
-    everyone = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
-    here, mine = _within(everyone - mesh.row * table_vh.shape[0], table_vh.shape[0])
-    return sum_parts(list(torch.where(mine, table_vh[here], 0)), mesh.along_column)
+def _gather_ids(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
+    all_ids = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
+    local, inside = _within(all_ids - mesh.row * table_vh.shape[0], table_vh.shape[0])
+    return reduce_scatter(list(torch.where(inside, table_vh[local], 0)), mesh.along_column)
 
 
-def _back_to_tokens(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, padding: int | None) -> Tensor:
-    everyone = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
+def _gradient_from_ids(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2D, padding: int | None) -> Tensor:
+    all_ids = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
     grads = torch.stack(mesh.along_column.all_gather(grad.contiguous()).wait())
-    return _sum_rows(grads, everyone - mesh.row * shape[0], shape[0], padding, everyone).to(grad.dtype)
+    return _sum_rows(grads, all_ids - mesh.row * shape[0], shape[0], padding, all_ids).to(grad.dtype)
 
 
-def _sum_rows(grad: Tensor, here: Tensor, height: int, padding: int | None, ids: Tensor) -> Tensor:
-    """[height, h / c]: the gradients of those rows of a table that `here` names, added up in fp32 at least."""
-    here, mine = _within(here, height)
+def _sum_rows(grad: Tensor, local: Tensor, height: int, padding: int | None, ids: Tensor) -> Tensor:
+    """[height, h / c]: the gradient of a part of the table whose rows are numbered `local`, summed in fp32 at least."""
+    local, inside = _within(local, height)
     if padding is not None:
-        mine = mine & (ids != padding).unsqueeze(-1)
-    total = grad.new_zeros((height, grad.shape[-1]), dtype=exact_dtype(grad.dtype))
-    rows = torch.where(mine, grad, 0).flatten(0, -2).to(total.dtype)
-    return total.index_add_(0, here.flatten(), rows).to(grad.dtype)
+        inside = inside & (ids != padding).unsqueeze(-1)
+    total = grad.new_zeros((height, grad.shape[-1]), dtype=accumulation_dtype(grad.dtype))
+    rows = torch.where(inside, grad, 0).flatten(0, -2).to(total.dtype)
+    return total.index_add_(0, local.flatten(), rows).to(grad.dtype)
 
 
-def _within(here: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """Rows that exist, and [..., 1] whether they are the ones asked for; without waiting for a GPU to say how many."""
-    return here.clamp(0, height - 1), ((here >= 0) & (here < height)).unsqueeze(-1)
+def _within(local: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    """Row numbers clamped into [0, height), and a mask [..., 1] of those that were inside.
+
+    Masks instead of indexing by a condition, whose result size a GPU would have to report to the CPU.
+    """
+    return local.clamp(0, height - 1), ((local >= 0) & (local < height)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""LAMB on a mesh: trust ratios of whole tensors, of which each rank holds a block."""
+"""LAMB on a mesh: trust ratios are computed from the norms of whole tensors, of which each rank holds a block."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from thinwire.tensor2d.module import placed
 
 
 class Lamb2D(Lamb):
-    r"""`Lamb`, with $|x|$ and $|u|$ taken over the whole mesh: every rank moves its block by the serial model's ratio.
+    r"""`Lamb` with $|x|$ and $|u|$ of whole tensors: every rank updates its block by the serial model's trust ratio.
 
-    All blocks' squares are added up, two numbers a tensor, in one message for each handful of tensors that moves at
-    once; what all rows hold alike counts in the first row only. Without a mesh this is `Lamb`, bit for bit.
+    The squared norms of all blocks are all-reduced, two numbers per tensor, in one message for each batch of tensors
+    that is updated together; replicated parameters are counted in the first row only. Without a mesh this is `Lamb`,
+    bit for bit.
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962,
     Algorithm 2.
 
     Args:
-        params: the parameters, all of them of `model`.
-        lr: as of `Lamb`.
-        model: on the mesh.
+        params: the parameters of `model`.
+        lr: learning rate, as in `Lamb`.
+        model: the model on the mesh.
         mesh: the ranks.
         settings: the other settings of `Lamb`, by name.
 
     Raises:
-        ConfigError: a value out of its range, or a model without a mesh.
+        ConfigError: a value out of its range, or a model without a mesh or a mesh without a model.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Lamb2D(Lamb):
         if (model is None) != (mesh is None):
             raise ConfigError("Lamb2D: model and mesh belong together; give both, or neither for Lamb")
         self.mesh = mesh
-        found = {} if model is None else placed(model)
-        self._replicated = {id(parameter) for parameter, placement in found.values() if placement.replicated}
+        parameters = {} if model is None else placed(model)
+        self._replicated = {id(parameter) for parameter, placement in parameters.values() if placement.replicated}
 
     def _move(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         if self.mesh is None:
@@ -70,12 +71,13 @@ class Lamb2D(Lamb):
     def _ratios(
         self, group: dict[str, Any], parameters: Sequence[Tensor], exact: list[Tensor], directions: list[Tensor]
     ) -> Tensor:
-        """How far each tensor goes along its direction."""
-        assert self.mesh is not None, "asked for where there is a mesh"
+        """The trust ratio of each tensor."""
+        assert self.mesh is not None, "called only where there is a mesh"
         squares = torch.stack([norms_of(exact), norms_of(directions)]).square()
         if self.mesh.row > 0:
-            elsewhere = torch.tensor([id(p) in self._replicated for p in parameters], device=squares.device)
-            squares.masked_fill_(elsewhere, 0)
-        lengths, reaches = self.mesh.whole.all_reduce_(squares).wait().sqrt()
-        bounded = (lengths / reaches).clamp(group["least_trust"], group["most_trust"])
-        return torch.where((lengths > 0) & (reaches > 0), bounded, torch.ones_like(bounded))
+            # The first row counts replicated parameters; a rank that left them out would send another shape.
+            counted_elsewhere = torch.tensor([id(p) in self._replicated for p in parameters], device=squares.device)
+            squares.masked_fill_(counted_elsewhere, 0)
+        norms, update_norms = self.mesh.whole.all_reduce_(squares).wait().sqrt()
+        bounded = (norms / update_norms).clamp(group["least_trust"], group["most_trust"])
+        return torch.where((norms > 0) & (update_norms > 0), bounded, torch.ones_like(bounded))

@@ -1,4 +1,4 @@
-"""Linear layers, in the storage that moves least, and heads that read logits off the stream."""
+"""Linear layers stored in the layout that sends least, output heads, and the feed-forward part of a block."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
+from thinwire.tensor2d.collectives import gather_over_columns, transpose_blocks
 from thinwire.tensor2d.embedding import Embedding2D
-from thinwire.tensor2d.exchanges import gathered_across, transposed
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D, under_autocast
 from thinwire.tensor2d.panels import Panels
@@ -17,31 +18,34 @@ from thinwire.tensor2d.placement import Axis, Placement
 from thinwire.tensor2d.products import multiply_ab, multiply_abt
 
 Layout = Literal["auto", "AB", "ABT"]
+Weights = tuple[Tensor, Tensor | None]
+"""A weight and its bias, or None."""
 
 
 class Linear2D(Module2D):
     r"""$y = x W^T + b$ on activations of which rank (i, j) holds [b / r, ..., in / c].
 
-    "AB" stores W as [in / r, out / c] and moves the input; "ABT" stores it as [out / r, in / c] and moves partial
-    outputs. Every one of the three products of a step moves T min(in, out) activations in the better of them, where T
-    is the number of tokens. The bias is a part for each column, alike in all rows.
+    "AB" stores W as [in / r, out / c] and sends inputs; "ABT" stores it as [out / r, in / c] and sends partial outputs.
+    In the better layout each of the three products of a step sends T min(in, out) activations, where T is the number
+    of tokens. The bias is split over the columns and replicated over the rows.
 
     Args:
         weight: the whole weight, [out, in], or [in, out] with `stored="in,out"`.
         bias: the whole bias, [out], or None.
         mesh: the ranks.
         layout: "auto" takes "AB" where in <= out.
-        sections: sizes of parts of the output that are cut one by one: queries, keys and values, or gate and value.
-        stored: how the serial layer keeps its weight; GPT-2's keep it the other way round.
-        padded: outputs after padding, where the serial layer's number of them cannot be cut; 0 is none.
-        head_size: features of one head, where every column shall have the heads `kept` of the whole output instead of
-            its share of it; 0 is no such thing.
-        kept: the heads [first, last) that this column works on.
-        panels: how operands travel; the mesh's where None.
-        name: of the layer, for messages.
+        sections: sizes of parts of the output that are split separately (queries, keys and values, or gate and value),
+            so that each column has its share of every part.
+        stored: the dimension order of the serial layer's weight; GPT-2's `Conv1D` has "in,out".
+        padded: outputs after padding, where the mesh does not divide their number; 0 is no padding.
+        head_size: features of one head: gather the output and keep the heads `heads_kept` in this column; 0 keeps this
+            column's share.
+        heads_kept: the heads [first, last) of the whole output that this column keeps.
+        panels: how operands are sent; None uses the mesh's setting.
+        name: name of the layer, for error messages.
 
     Raises:
-        ConfigError: a size that the mesh cannot cut.
+        ConfigError: a size that the mesh does not divide.
     """
 
     weight: Tensor
@@ -58,7 +62,7 @@ class Linear2D(Module2D):
         stored: Literal["out,in", "in,out"] = "out,in",
         padded: int = 0,
         head_size: int = 0,
-        kept: tuple[int, int] = (0, 0),
+        heads_kept: tuple[int, int] = (0, 0),
         panels: Panels | None = None,
         name: str = "Linear2D",
     ) -> None:
@@ -68,8 +72,15 @@ class Linear2D(Module2D):
         self.layout = choose_layout(self.in_features, self.out_features) if layout == "auto" else layout
         self.panels = panels
         self.sections = sections
-        self._head_size, self._kept = head_size, kept
-        self._check(name, sections, padded)
+        self._head_size, self._heads_kept = head_size, heads_kept
+        because = f"the mesh is {mesh.rows}x{mesh.columns}"
+        check_divides(self.in_features, mesh.slices, f"{name} with {self.in_features} inputs", because)
+        num_outputs = padded or self.out_features
+        check_divides(num_outputs, mesh.slices, f"{name} with {num_outputs} outputs", because)
+        for size in sections:
+            check_divides(size, mesh.columns, f"{name} with sections of {sections} outputs", because)
+        if sections and sum(sections) != self.out_features:
+            raise ConfigError(f"{name}: sections={sections} must add up to its {self.out_features} outputs")
         outputs = Axis(self.out_features, "columns" if self.layout == "AB" else "rows", sections, padded)
         inputs = Axis(self.in_features, "rows" if self.layout == "AB" else "columns")
         axes = (outputs, inputs) if straight else (inputs, outputs)
@@ -79,47 +90,37 @@ class Linear2D(Module2D):
         else:
             self.place_("bias", Placement((Axis(self.out_features, "columns", sections, padded),)), bias)
 
-    def _check(self, name: str, sections: tuple[int, ...], padded: int) -> None:
-        because = f"the mesh is {self.mesh.rows}x{self.mesh.columns}"
-        check_divides(self.in_features, self.mesh.slices, f"{name} with {self.in_features} inputs", because)
-        outputs = padded or self.out_features
-        check_divides(outputs, self.mesh.slices, f"{name} with {outputs} outputs", because)
-        for size in sections:
-            check_divides(size, self.mesh.columns, f"{name} with sections of {sections} outputs", because)
-        if sections and sum(sections) != self.out_features:
-            raise ConfigError(f"{name}: sections={sections} must add up to its {self.out_features} outputs")
-
     def forward(self, x: Tensor) -> Tensor:
         """[b / r, ..., in / c] to [b / r, ..., out / c]."""
         y = self.project(x, self.shared("bias"))
         if not self._head_size:
             return y
-        first, last = self._kept
-        return gathered_across(y, self.mesh)[..., first * self._head_size : last * self._head_size]
+        first, last = self._heads_kept
+        return gather_over_columns(y, self.mesh)[..., first * self._head_size : last * self._head_size]
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product and the bias alone."""
+        """The product plus the bias, without gathering heads."""
         rows, weight = under_autocast(x.flatten(0, -2).contiguous(), self.weight)
         multiply = multiply_ab if self.layout == "AB" else multiply_abt
         y = multiply(rows, weight, self.mesh, self.panels)
         return (y if bias is None else y + bias.to(y.dtype)).unflatten(0, x.shape[:-1])
 
     def extra_repr(self) -> str:
-        """Sizes of the whole and the layout."""
+        """The whole layer's sizes and the layout."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layout={self.layout}"
 
 
 class TiedHead2D(Module2D):
-    """Logits [b / r, s, v / c] from an embedding's own table, whose transpose is made on the way.
+    """Logits [b / r, s, v / c] from an embedding's own table.
 
-    A table [v / r, h / c] would have to move T v activations. Exchanged across the diagonal it is a weight
-    [h / r, v / c] that moves T h of them.
+    A product with the table as it is stored, [v / r, h / c], would send T v activations. So the table is transposed
+    over the mesh first: as a weight [h / r, v / c] it sends only T h.
 
     Args:
         embedding: the layer whose `weight` is the table.
         bias: the whole bias, [v], or None.
         mesh: the ranks.
-        panels: how operands travel; the mesh's where None.
+        panels: how operands are sent; None uses the mesh's setting.
     """
 
     weight: Tensor
@@ -141,17 +142,71 @@ class TiedHead2D(Module2D):
     def forward(self, x: Tensor) -> Tensor:
         """[b / r, ..., h / c] to [b / r, ..., v / c]."""
         rows, table = under_autocast(x.flatten(0, -2).contiguous(), self.weight)
-        y = multiply_ab(rows, transposed(table, self.mesh), self.mesh, self.panels)
+        y = multiply_ab(rows, transpose_blocks(table, self.mesh), self.mesh, self.panels)
         bias = self.shared("bias")
         return (y if bias is None else y + bias.to(y.dtype)).unflatten(0, x.shape[:-1])
 
 
 def choose_layout(inputs: int, outputs: int) -> Literal["AB", "ABT"]:
-    """The storage in which a linear layer moves fewer activations."""
+    """The layout in which a linear layer sends fewer activations."""
     return "AB" if inputs <= outputs else "ABT"
 
 
 def linear_2d(layer: nn.Linear, mesh: Mesh2D, *, layout: Layout = "auto") -> Linear2D:
-    """The blocks of a serial linear layer."""
+    """A serial linear layer on the mesh."""
     bias: torch.Tensor | None = layer.bias
     return Linear2D(layer.weight, bias, mesh, layout=layout)
+
+
+def fused_linear(parts: list[Weights], mesh: Mesh2D) -> Linear2D:
+    """Several linear layers of one input as one layer, of which each column has its share of every part."""
+    weight = torch.cat([weight.detach() for weight, _ in parts])
+    biases = [bias.detach() for _, bias in parts if bias is not None]
+    sizes = tuple(part.shape[0] for part, _ in parts)
+    return Linear2D(
+        weight.requires_grad_(), torch.cat(biases).requires_grad_() if biases else None, mesh, sections=sizes
+    )
+
+
+class FeedForward2D(nn.Module):
+    """Two linear layers with an activation between them, or three with a gate, of [b / r, s, h / c].
+
+    With "swiglu" the gate and the value are one layer of h -> 2 f, of which each column has its share of both: one
+    product instead of two.
+
+    Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+
+    Args:
+        wide: the whole weight [f, h] and its bias, or None; with "swiglu" those of the value.
+        out: the whole weight [h, f] and its bias, or None.
+        mesh: the ranks.
+        activation: "gelu", or "swiglu" with a gate.
+        gate: the whole weight [f, h] and its bias, or None, for "swiglu".
+
+    Raises:
+        ConfigError: "swiglu" without a gate, or "gelu" with one.
+    """
+
+    def __init__(
+        self,
+        wide: Weights,
+        out: Weights,
+        mesh: Mesh2D,
+        *,
+        activation: Literal["gelu", "swiglu"] = "gelu",
+        gate: Weights | None = None,
+    ) -> None:
+        super().__init__()
+        if (activation == "swiglu") != (gate is not None):
+            raise ConfigError(f"activation={activation!r}: swiglu needs the weights of a gate, and gelu takes none")
+        self.activation = activation
+        self.wide = fused_linear([gate, wide] if gate is not None else [wide], mesh)
+        self.out = Linear2D(*out, mesh)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """[b / r, s, h / c] to the same."""
+        wide = self.wide(stream)
+        if self.activation == "gelu":
+            return self.out(F.gelu(wide))
+        gate, value = wide.chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)

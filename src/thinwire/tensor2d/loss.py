@@ -1,4 +1,4 @@
-"""Cross-entropy of logits of which every column holds a part of the vocabulary."""
+"""Cross-entropy of logits that are split over the columns by vocabulary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from thinwire.errors import ConfigError
-from thinwire.tensor2d.exchanges import total_down
+from thinwire.tensor2d.collectives import sum_over_rows
 from thinwire.tensor2d.mesh import Mesh2D
-from thinwire.tensor2d.products import exact_dtype
-from thinwire.tensor2d.tape import kept
+from thinwire.tensor2d.products import accumulation_dtype
+from thinwire.tensor2d.tape import recorded
 
 
 def cross_entropy_2d(
@@ -26,22 +26,23 @@ def cross_entropy_2d(
     reduction: Literal["mean", "sum", "none"] = "mean",
     tokens_at_a_time: int = 1024,
 ) -> Tensor:
-    """The cross-entropy over the whole batch, as every rank sees it: the loss to call `backward()` on.
+    """The cross-entropy over the whole batch, the same on all ranks: the loss to call `backward()` on.
 
-    Columns exchange three numbers per token: their largest logit, the sum of exponentials below it, and the target's
-    logit where they hold it. The mean is over all rows' tokens that are not ignored, not over this row's.
+    Logits are never gathered. Columns exchange three numbers per token: their largest logit, the sum of exponentials
+    relative to it, and the target's logit in the column that holds it. The mean is over the tokens of all rows that
+    are not ignored, not over this row's.
 
     Args:
         logits: [b / r, ..., v / c]; statistics are formed in fp32 at least.
         targets: int64 [b / r, ...], the same in all columns.
         mesh: the ranks.
-        vocabulary: entries that count, where the table was padded; None is all.
-        ignore_index: targets that have no loss.
+        vocabulary: number of entries before padding; None if the table was not padded.
+        ignore_index: the target value that is left out of the loss.
         reduction: "mean" over the batch's tokens, "sum" over them, or "none": this row's losses, [b / r, ...].
-        tokens_at_a_time: rows whose exponentials are in memory together.
+        tokens_at_a_time: tokens whose exponentials are in memory at once; more is faster and takes more memory.
 
     Raises:
-        ConfigError: shapes that do not belong together.
+        ConfigError: the shapes of logits and targets do not match.
     """
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: one target a token")
@@ -49,10 +50,10 @@ def cross_entropy_2d(
     losses = cast(Tensor, _TokenLosses.apply(flat, wanted, mesh, vocabulary, ignore_index, tokens_at_a_time))
     if reduction == "none":
         return losses.view(targets.shape)
-    total = total_down(losses.sum(), mesh)
+    total = sum_over_rows(losses.sum(), mesh)
     if reduction == "sum":
         return total
-    count = kept(lambda: mesh.along_column.all_reduce_((wanted != ignore_index).sum().to(losses.dtype)).wait())
+    count = recorded(lambda: mesh.along_column.all_reduce_((wanted != ignore_index).sum().to(losses.dtype)).wait())
     return total / count
 
 
@@ -68,12 +69,13 @@ class _TokenLosses(Function):
         tokens_at_a_time: int,
     ) -> Tensor:
         width = logits.shape[-1]
+        # A column may hold padding only: then `limit` is 0, and it still takes part in the exchange.
         limit = width if vocabulary is None else max(0, min(vocabulary - mesh.column * width, width))
         ctx.limit, ctx.tokens_at_a_time = limit, tokens_at_a_time
         here, counted = targets - mesh.column * width, targets != ignore_index
         valid = (here >= 0) & (here < limit) & counted
         here = here.clamp(0, max(limit - 1, 0))
-        log_total, wanted = kept(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
+        log_total, wanted = recorded(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
         ctx.save_for_backward(logits, log_total, here, valid, counted)
         return torch.where(counted, log_total - wanted, 0)
 
@@ -95,7 +97,7 @@ class _TokenLosses(Function):
 
 def _statistics(logits: Tensor, here: Tensor, valid: Tensor, mesh: Mesh2D, tokens_at_a_time: int) -> Tensor:
     """[2, tokens]: the logarithm of the sum of exponentials over the whole vocabulary, and the target's logit."""
-    parts = logits.new_zeros((3, logits.shape[0]), dtype=exact_dtype(logits.dtype))
+    parts = logits.new_zeros((3, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
     parts[0] = -torch.inf
     for start in range(0, logits.shape[0] if logits.shape[1] else 0, tokens_at_a_time):
         some = slice(start, start + tokens_at_a_time)

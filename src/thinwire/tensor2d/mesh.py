@@ -1,12 +1,13 @@
-"""Ranks in rows and columns, each of which can talk among itself.
+"""A mesh of ranks, with a communicator for this rank's row, for its column and for the whole mesh.
 
 Rank (i, j) of an r x c mesh is number i * c + j. Its row is (i, 0) .. (i, c - 1), its column (0, j) .. (r - 1, j).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,12 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm
+from thinwire.comm.threads import Hub, ThreadComm, run_threads
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.panels import Panels
 
+T = TypeVar("T")
+
 
 class Place(NamedTuple):
-    """Where a rank stands in a mesh."""
+    """The coordinates of a rank and the shape of its mesh."""
 
     row: int
     column: int
@@ -34,10 +38,10 @@ class Mesh2D:
         along_row: the c ranks of this row, in the order of columns.
         along_column: the r ranks of this column, in the order of rows.
         whole: all ranks, row by row.
-        panels: how operands travel where a layer does not say.
+        panels: how operands are sent in layers without a setting of their own.
 
     Raises:
-        ConfigError: the three do not make a mesh.
+        ConfigError: the ranks are not numbered row by row.
     """
 
     def __init__(self, along_row: Comm, along_column: Comm, whole: Comm, *, panels: Panels | None = None) -> None:
@@ -54,7 +58,7 @@ class Mesh2D:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh2D:
-        """Copies of a model talk over the same wires."""
+        """Return this mesh, so that copies of a model share its communicators."""
         return self
 
     def __repr__(self) -> str:
@@ -62,27 +66,27 @@ class Mesh2D:
 
     @property
     def rows(self) -> int:
-        """How many rows there are, r."""
+        """Number of rows, r."""
         return self.place.rows
 
     @property
     def columns(self) -> int:
-        """How many columns there are, c."""
+        """Number of columns, c."""
         return self.place.columns
 
     @property
     def row(self) -> int:
-        """This rank's row, i."""
+        """This rank's row index, i."""
         return self.place.row
 
     @property
     def column(self) -> int:
-        """This rank's column, j."""
+        """This rank's column index, j."""
         return self.place.column
 
     @property
     def slices(self) -> int:
-        """Into how many equal parts a dimension must fall that both rows and columns cut: their least multiple."""
+        """The number that must divide a dimension which both rows and columns split: lcm(r, c)."""
         return lcm(self.rows, self.columns)
 
     @property
@@ -92,18 +96,18 @@ class Mesh2D:
 
     @property
     def messages(self) -> int:
-        """Calls so far in which this rank sent anything."""
+        """Calls so far in which this rank sent something."""
         return sum(comm.meter.messages for comm in (self.along_row, self.along_column, self.whole))
 
     def rows_of(self, batch: Tensor) -> Tensor:
         """This row's share of a batch: [b, ...] to [b / r, ...].
 
         Raises:
-            ConfigError: the rows cannot share it evenly.
+            ConfigError: the rows do not divide it.
         """
         if batch.shape[0] % self.rows:
             raise ConfigError(
-                f"a batch of {batch.shape[0]}: {self.rows} rows must share it evenly; "
+                f"a batch of {batch.shape[0]}: {self.rows} rows must divide it; "
                 f"use {-(-batch.shape[0] // self.rows) * self.rows}"
             )
         return batch.chunk(self.rows)[self.row]
@@ -112,7 +116,7 @@ class Mesh2D:
         """This column's share of the last dimension: [..., h] to [..., h / c].
 
         Raises:
-            ConfigError: the columns cannot share it evenly.
+            ConfigError: the columns do not divide it.
         """
         check_divides(x.shape[-1], self.columns, "an activation", f"the mesh is {self.rows}x{self.columns}")
         return x.chunk(self.columns, dim=-1)[self.column].contiguous()
@@ -121,8 +125,8 @@ class Mesh2D:
 class Mesh3D:
     """One rank's view of a d x r x c mesh: d copies of a model, each on r x c ranks.
 
-    Rank (k, i, j) holds block (i, j) of copy k, and is number (k r + i) c + j. Copies talk along the first dimension
-    only, block (i, j) of one with block (i, j) of the others.
+    Rank (k, i, j) holds block (i, j) of copy k, and is number (k r + i) c + j. Copies communicate along the first
+    dimension only: block (i, j) of one copy with block (i, j) of the others.
 
     Args:
         data: the d ranks that hold this block, in the order of copies.
@@ -138,7 +142,7 @@ class Mesh3D:
 
     @property
     def folder(self) -> str:
-        """A name for this rank's block, the same in every copy."""
+        """The checkpoint folder of this rank's block, the same in every copy."""
         row, column, rows, columns = self.block.place
         return f"mesh-{rows}x{columns}-row-{row}-column-{column}"
 
@@ -149,10 +153,10 @@ class Mesh3D:
 
 
 def check_divides(size: int, divisor: int, what: str, because: str) -> None:
-    """Refuse a size that cannot be cut evenly.
+    """Check that a size can be split evenly.
 
     Raises:
-        ConfigError: naming the thing, its size and the divisor.
+        ConfigError: it cannot; the message names what it is the size of, and the divisor.
     """
     if size % divisor:
         raise ConfigError(
@@ -168,16 +172,16 @@ def mesh_2d(
     panels: Panels | None = None,
     timeout: float = 60.0,
 ) -> Mesh2D:
-    """The mesh of this process; all processes of the default group, or of the `DeviceMesh`, call together.
+    """The mesh of this process; a collective call of the default process group, or of the ranks of the `DeviceMesh`.
 
     Args:
         shape: rows and columns over the default group, or a `DeviceMesh` of two dimensions, the rows first.
-        device: the kind of device, where a shape is given.
-        panels: how operands travel where a layer does not say.
-        timeout: how long one wait may last.
+        device: the device type, where `shape` is not a `DeviceMesh`.
+        panels: how operands are sent in layers without a setting of their own.
+        timeout: the longest that one wait may take, in seconds.
 
     Raises:
-        ConfigError: the shape does not fit the number of processes, or the `DeviceMesh` has not two dimensions.
+        ConfigError: the shape does not match the number of processes, or the `DeviceMesh` does not have two dimensions.
     """
     if not isinstance(shape, DeviceMesh):
         rows, columns = shape
@@ -190,6 +194,7 @@ def mesh_2d(
         raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name two dimensions, as in mesh['row', 'column']")
     along_row, along_column = (GroupComm(shape.get_group(dimension), timeout=timeout) for dimension in (1, 0))
     ranks = [int(rank) for rank in shape.mesh.flatten()]
+    # Local synchronization: ranks outside this mesh do not take part in making the group.
     whole = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
     return Mesh2D(along_row, along_column, GroupComm(whole, timeout=timeout), panels=panels)
 
@@ -201,16 +206,17 @@ def mesh_3d(
     panels: Panels | None = None,
     timeout: float = 60.0,
 ) -> Mesh3D:
-    """The mesh of this process where several copies of a model train together; all processes call together.
+    """The mesh of this process where several copies of a model train in parallel; a collective call.
 
     Args:
         shape: copies, rows and columns over the default group, or a `DeviceMesh` of these three dimensions.
-        device: the kind of device, where a shape is given.
-        panels: how operands travel where a layer does not say.
-        timeout: how long one wait may last.
+        device: the device type, where `shape` is not a `DeviceMesh`.
+        panels: how operands are sent in layers without a setting of their own.
+        timeout: the longest that one wait may take, in seconds.
 
     Raises:
-        ConfigError: the shape does not fit the number of processes, or the `DeviceMesh` has not three dimensions.
+        ConfigError: the shape does not match the number of processes, or the `DeviceMesh` does not have three
+            dimensions.
     """
     names = ("data", "row", "column")
     if not isinstance(shape, DeviceMesh):
@@ -226,3 +232,85 @@ def mesh_3d(
     data, *block = shape.mesh_dim_names
     comm = GroupComm(shape.get_group(data), timeout=timeout)
     return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, timeout=timeout))
+
+
+def run_mesh_threads(
+    rows: int,
+    columns: int,
+    work: Callable[[Mesh2D], T],
+    *,
+    panels: Panels | None = None,
+    timeout: float = 60.0,
+) -> list[T]:
+    """Run `work(mesh)` on rows x columns threads of this process, and return the results row by row.
+
+    Args:
+        rows: rows of the mesh.
+        columns: columns of the mesh.
+        work: the function that each rank runs.
+        panels: how operands are sent in layers without a setting of their own.
+        timeout: the longest that one wait may take, in seconds.
+
+    Raises:
+        Exception: the first failure of any thread; it ends the other threads too.
+    """
+    return run_mesh_3d_threads(1, rows, columns, lambda mesh: work(mesh.block), panels=panels, timeout=timeout)
+
+
+def run_mesh_3d_threads(
+    copies: int,
+    rows: int,
+    columns: int,
+    work: Callable[[Mesh3D], T],
+    *,
+    panels: Panels | None = None,
+    timeout: float = 60.0,
+) -> list[T]:
+    """Run `work(mesh)` on copies x rows x columns threads, and return the results copy by copy, row by row.
+
+    Args:
+        copies: copies of the model.
+        rows: rows of each copy's mesh.
+        columns: columns of each copy's mesh.
+        work: the function that each rank runs.
+        panels: how operands are sent in layers without a setting of their own.
+        timeout: the longest that one wait may take, in seconds.
+
+    Raises:
+        Exception: the first failure of any thread; it ends the other threads too.
+    """
+    blocks = rows * columns
+    whole = [Hub(blocks) for _ in range(copies)]
+    across = [Hub(columns) for _ in range(copies * rows)]
+    down = [Hub(rows) for _ in range(copies * columns)]
+    data = [Hub(copies) for _ in range(blocks)]
+    # A failure makes other threads fail with a lost peer; the first in this list is the cause.
+    failures: list[BaseException] = []
+
+    def body(world: Comm) -> T:
+        copy, block = divmod(world.rank, blocks)
+        i, j = divmod(block, columns)
+
+        def comm_of(hub: Hub, rank: int) -> Comm:
+            return ThreadComm(hub, rank, timeout=timeout)
+
+        mesh = Mesh2D(
+            comm_of(across[copy * rows + i], j),
+            comm_of(down[copy * columns + j], i),
+            comm_of(whole[copy], block),
+            panels=panels,
+        )
+        try:
+            return work(Mesh3D(comm_of(data[block], copy), mesh))
+        except BaseException as error:
+            failures.append(error)
+            for hub in (*across, *down, *whole, *data):
+                hub.lose(world.rank, error)
+            raise
+
+    try:
+        return run_threads(copies * blocks, body, timeout=timeout)
+    except BaseException:
+        if failures:
+            raise failures[0] from None
+        raise

@@ -1,14 +1,14 @@
-"""What all layers on a mesh have in common: blocks of parameters, and where they belong."""
+"""The base class of layers on a mesh: blocks of parameters and their placements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.tensor2d.exchanges import shared_down
+from thinwire.tensor2d.collectives import sum_gradients_over_rows
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.placement import Placement
 
@@ -16,7 +16,8 @@ from thinwire.tensor2d.placement import Placement
 class Module2D(nn.Module):
     """A layer of which this rank holds blocks.
 
-    Parameters have the names of the serial layer's, and `placements` says which part of those they are.
+    Parameters have the same names as in the serial layer; `placements` maps each name to the block
+    that this rank holds.
 
     Args:
         mesh: the ranks.
@@ -28,57 +29,56 @@ class Module2D(nn.Module):
         self.placements: dict[str, Placement] = {}
         self._aliases: dict[str, Tensor] = {}
 
-    def place_(self, name: str, placement: Placement, whole: Tensor, *, train: bool = True) -> None:
-        """Make the parameter `name` from this rank's block of `whole`."""
+    def place_(self, name: str, placement: Placement, whole: Tensor) -> None:
+        """Register this rank's block of `whole` as the parameter `name`."""
         with torch.no_grad():
             block = placement.cut(whole.detach(), self.mesh.place)
-        self.register_parameter(name, nn.Parameter(block, requires_grad=train and whole.requires_grad))
+        self.register_parameter(name, nn.Parameter(block, requires_grad=whole.requires_grad))
         self.placements[name] = placement
 
     def shared(self, name: str) -> Tensor | None:
-        """A parameter that all rows hold alike, with gradients that are summed over them; None where there is none."""
+        """A parameter replicated over the rows, with its gradient summed over them; None if the layer has none."""
         if name in self._aliases:
             return self._aliases[name]
         parameter = getattr(self, name)
-        return parameter if parameter is None else shared_down([parameter], self.mesh)[0]
+        return parameter if parameter is None else sum_gradients_over_rows([parameter], self.mesh)[0]
 
 
 class SharedGradients:
-    """One message for the gradients of all parameters that rows hold alike, at the end of each backward pass.
+    """Sums the gradients of all parameters that are replicated over the rows in one message per backward pass.
 
-    Installed on a model, it hands its layers aliases of their parameters before each forward pass. Layers that run
-    outside of one send a message for each parameter, with the same result.
+    Hooks on the model give its layers aliases of these parameters for each forward pass; the aliases have one backward
+    node. A layer that runs outside the model's forward sends a message for each parameter, with the same result.
 
     Args:
-        model: whose forward pass is the whole pass.
+        model: the whole model, whose `forward` is called.
         mesh: the ranks.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh2D) -> None:
         self._mesh = mesh
-        model.register_forward_pre_hook(self._hand_out)
-        model.register_forward_hook(self._take_back, always_call=True)
+        model.register_forward_pre_hook(self._set_aliases)
+        model.register_forward_hook(self._clear_aliases, always_call=True)
 
-    def _hand_out(self, model: nn.Module, _: Any) -> None:
+    def _set_aliases(self, model: nn.Module, _: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for dtype in dict.fromkeys(p.dtype for _, _, p in self._found(model)):
-            found = [each for each in self._found(model) if each[2].dtype == dtype]
-            aliases = shared_down([parameter for _, _, parameter in found], self._mesh)
-            for (layer, name, _), alias in zip(found, aliases, strict=True):
-                layer._aliases[name] = alias  # pyright: ignore[reportPrivateUsage]
-
-    def _take_back(self, model: nn.Module, *_: Any) -> None:
-        for layer in layers_of(model):
-            layer._aliases.clear()  # pyright: ignore[reportPrivateUsage]
-
-    def _found(self, model: nn.Module) -> list[tuple[Module2D, str, Tensor]]:
-        return [
+        replicated = [
             (layer, name, parameter)
             for layer in layers_of(model)
             for name, parameter in layer.named_parameters(recurse=False)
             if layer.placements[name].replicated and parameter.requires_grad
         ]
+        # One message holds one dtype; norms may be kept in fp32 in a bf16 model.
+        for dtype in dict.fromkeys(parameter.dtype for _, _, parameter in replicated):
+            alike = [each for each in replicated if each[2].dtype == dtype]
+            aliases = sum_gradients_over_rows([parameter for _, _, parameter in alike], self._mesh)
+            for (layer, name, _), alias in zip(alike, aliases, strict=True):
+                layer._aliases[name] = alias  # pyright: ignore[reportPrivateUsage]
+
+    def _clear_aliases(self, model: nn.Module, *_: Any) -> None:
+        for layer in layers_of(model):
+            layer._aliases.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 def layers_of(model: nn.Module) -> Iterable[Module2D]:
@@ -87,10 +87,10 @@ def layers_of(model: nn.Module) -> Iterable[Module2D]:
 
 
 def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
-    """Every parameter by its name, with its placement; a shared one once, by its first name.
+    """Every parameter by its name, with its placement; a tied parameter once, under its first name.
 
     Raises:
-        KeyError: a parameter that belongs to no layer on a mesh.
+        KeyError: a parameter that does not belong to a `Module2D`.
     """
     known = {
         f"{prefix}.{name}".lstrip("."): placement
@@ -102,12 +102,9 @@ def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the dtype of an autocast region, and as they are outside of one."""
+    """Cast tensors to the dtype of the active autocast region; unchanged outside of one."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
-
-
-Make = Callable[[str, nn.Module, Mesh2D], nn.Module]

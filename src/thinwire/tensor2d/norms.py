@@ -1,4 +1,4 @@
-"""Norms of vectors of which every column holds a part, with statistics in fp32 at least."""
+"""Norms over features that are split over the columns, with statistics in fp32 at least."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.autograd.function import once_differentiable
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D
 from thinwire.tensor2d.placement import Axis, Placement
-from thinwire.tensor2d.products import exact_dtype
-from thinwire.tensor2d.tape import kept
+from thinwire.tensor2d.products import accumulation_dtype
+from thinwire.tensor2d.tape import recorded
 
 
 class LayerNorm2D(Module2D):
     r"""$y = g\,(x - m) / \sqrt{v + \epsilon} + b$ over all h features of a token.
 
-    Mean and sum of squared deviations of each column's part are gathered in one message of two numbers per token and
-    combined by Chan's formula, which does not subtract two large numbers. The backward pass sums two numbers per token.
+    Each column computes the mean and the sum of squared deviations of its part. One message gathers these two numbers
+    per token, and Chan's formula combines them without subtracting two large numbers. The backward pass all-reduces two
+    numbers per token.
 
     Ba, Kiros and Hinton, Layer Normalization, 2016, arXiv:1607.06450; Chan, Golub and LeVeque, 1979.
 
@@ -28,11 +29,11 @@ class LayerNorm2D(Module2D):
         weight: the whole gain, [h], or None.
         bias: the whole bias, [h], or None.
         mesh: the ranks.
-        size: features, h.
+        size: number of features, h.
         epsilon: added to the variance.
 
     Raises:
-        ConfigError: the columns cannot share the features evenly.
+        ConfigError: the columns do not divide the features.
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class LayerNorm2D(Module2D):
 class RMSNorm2D(Module2D):
     r"""$y = g\,x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$ over all h features of a token.
 
-    One sum of a number per token in each direction.
+    Each direction all-reduces one number per token.
 
     Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, arXiv:1910.07467.
 
     Args:
         weight: the whole gain, [h], or None.
         mesh: the ranks.
-        size: features, h.
+        size: number of features, h.
         epsilon: added to the mean square.
 
     Raises:
-        ConfigError: the columns cannot share the features evenly.
+        ConfigError: the columns do not divide the features.
     """
 
     def __init__(self, weight: Tensor | None, mesh: Mesh2D, *, size: int, epsilon: float = 1e-6) -> None:
@@ -92,8 +93,8 @@ def _place_vector_(layer: Module2D, name: str, whole: Tensor | None) -> None:
 class _Standardised(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
-        exact = x.to(exact_dtype(x.dtype))
-        mean, scale = kept(lambda: _mean_and_scale(exact, mesh, epsilon)).unsqueeze(-1)
+        exact = x.to(accumulation_dtype(x.dtype))
+        mean, scale = recorded(lambda: _mean_and_scale(exact, mesh, epsilon)).unsqueeze(-1)
         y = ((exact - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         ctx.mesh = mesh
@@ -112,9 +113,9 @@ class _Standardised(Function):
 class _Scaled(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
-        exact = x.to(exact_dtype(x.dtype))
+        exact = x.to(accumulation_dtype(x.dtype))
         size = x.shape[-1] * mesh.columns
-        scale = kept(
+        scale = recorded(
             lambda: (mesh.along_row.all_reduce_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()
         ).unsqueeze(-1)
         y = (exact * scale).to(x.dtype)
@@ -134,7 +135,7 @@ class _Scaled(Function):
 
 
 def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
-    """[2, ...]: the mean over all columns, and one over the deviation."""
+    """[2, ...]: the mean over all columns, and the reciprocal of the standard deviation."""
     own = x.mean(-1)
     squares = (x - own.unsqueeze(-1)).square().sum(-1)
     parts = torch.stack(mesh.along_row.all_gather(torch.stack([own, squares])).wait())

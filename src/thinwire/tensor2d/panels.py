@@ -1,4 +1,4 @@
-"""In how many pieces a product's operands travel, and how that is chosen."""
+"""In how many pieces the operands of a product are sent, and how that number is chosen."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Launch = Callable[[], Work[list[Tensor]]]
 
 @dataclass(frozen=True)
 class Panels:
-    """How the operands of a distributed product travel.
+    """How the operands of a distributed product are sent.
 
-    With `count=1` each operand is gathered by one message. With more, every rank contributes an equal slice of its
-    block to each panel, so that no link is idle, and panel t + 1 travels while panel t is multiplied. The bytes are
-    the same.
+    With `count=1` each operand is gathered in one message. With more, every rank contributes an equal slice of its
+    block to each panel, so that no link is idle, and panel t + 1 is sent while panel t is multiplied. The bytes are the
+    same.
 
     Args:
-        count: panels of a product; more of them need less memory and more messages. Where a block is narrower, it has
-            as many panels as columns.
-        overlap: False waits for each message before the next is sent, for networks on which calls on two groups must
-            not be under way together.
+        count: panels per product; more of them take less memory and more messages. A block with fewer columns has one
+            panel per column.
+        overlap: False waits for each message before the next one is sent, for backends that must not have collectives
+            of two groups in flight at once.
     """
 
     count: int = 1
@@ -42,35 +42,36 @@ class Panels:
             raise ConfigError(f"count={self.count}: a product has at least one panel; use 1 to gather in one message")
 
     def cuts(self, width: int) -> list[Cut]:
-        """The slices [start, stop) into which `width` columns are cut; they differ by one column at most."""
+        """The slices [start, stop) of `width` columns, one per panel; their widths differ by at most one."""
         count = max(1, min(self.count, width))
         return [(width * k // count, width * (k + 1) // count) for k in range(count)]
 
-    def arriving(
+    def pipeline(
         self, tasks: Sequence[T], launches: Callable[[T], Sequence[Launch]]
     ) -> Iterator[tuple[T, list[list[Tensor]]]]:
-        """Each task with what arrived for it; the messages of the next are under way meanwhile.
+        """Yield each task with the result of its messages, while the messages of the next task are in flight.
 
-        Every rank launches in the same order: a row's message first, then a column's.
+        Every rank must launch in the same order (the row's message first, then the column's), or collectives of two
+        groups could wait for each other.
         """
         if not self.overlap:
             yield from ((task, [launch().wait() for launch in launches(task)]) for task in tasks)
             return
-        under_way = [launch() for launch in launches(tasks[0])]
+        in_flight = [launch() for launch in launches(tasks[0])]
         for k, task in enumerate(tasks):
             following = [launch() for launch in launches(tasks[k + 1])] if k + 1 < len(tasks) else []
-            yield task, [work.wait() for work in under_way]
-            under_way = following
+            yield task, [work.wait() for work in in_flight]
+            in_flight = following
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast this machine talks and multiplies, as measured by the caller.
+    """Latency, bandwidth and arithmetic speed of one rank, given or from `measure_pace`.
 
     Args:
         seconds_per_message: latency of one collective call, in seconds.
-        bits_per_second: of one rank's link.
-        flops_per_second: of one rank, multiplying matrices.
+        bits_per_second: bandwidth of one rank's link.
+        flops_per_second: speed of one rank's matrix products.
     """
 
     seconds_per_message: float
@@ -85,34 +86,35 @@ class Pace:
 
 
 def product_seconds(count: int, *, nbytes: float, flops: float, pace: Pace) -> float:
-    """Seconds that a product of `count` panels takes: fill the pipe, then the slower of wire and arithmetic.
+    """Seconds that a product of `count` panels takes: a pipeline of communication and arithmetic.
 
     Args:
-        count: panels.
-        nbytes: what one rank sends in the whole product.
-        flops: what it multiplies.
-        pace: of the machine.
+        count: number of panels.
+        nbytes: bytes that one rank sends in the whole product.
+        flops: floating-point operations of one rank in the whole product.
+        pace: speed of the machine.
     """
-    talk = 2 * pace.seconds_per_message + 8 * nbytes / count / pace.bits_per_second
-    work = flops / count / pace.flops_per_second
-    return talk + (count - 1) * max(talk, work) + work
+    # The first panel is sent alone and the last multiplied alone; between them the slower of the two sets the pace.
+    communication = 2 * pace.seconds_per_message + 8 * nbytes / count / pace.bits_per_second
+    compute = flops / count / pace.flops_per_second
+    return communication + (count - 1) * max(communication, compute) + compute
 
 
 def choose_panels(
     *, nbytes: float, flops: float, gathered_nbytes: float, limit_nbytes: float, width: int, pace: Pace
 ) -> Panels:
-    """The number of panels that takes the least time within a limit of memory.
+    """The number of panels that takes least time within a memory limit.
 
     Args:
-        nbytes: what one rank sends in the whole product.
-        flops: what it multiplies.
-        gathered_nbytes: what the gathered operands would occupy in one piece.
-        limit_nbytes: what they may occupy; two panels are there at a time.
-        width: the columns of one slice, which is as many panels as there can be.
-        pace: of the machine.
+        nbytes: bytes that one rank sends in the whole product.
+        flops: floating-point operations of one rank in the whole product.
+        gathered_nbytes: bytes of the gathered operands in one piece.
+        limit_nbytes: the most bytes that they may occupy; with several panels two are in memory at once.
+        width: columns of one slice, which is the largest number of panels.
+        pace: speed of the machine.
 
     Raises:
-        ConfigError: not even the narrowest panels fit.
+        ConfigError: not even panels of one column fit.
     """
     fits = [n for n in range(1, width + 1) if (gathered_nbytes if n == 1 else 2 * gathered_nbytes / n) <= limit_nbytes]
     if not fits:

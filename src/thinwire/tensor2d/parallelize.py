@@ -1,4 +1,4 @@
-"""A serial model, laid out on a mesh."""
+"""Two-dimensional tensor parallelism for a serial model: its layers are replaced by layers on a mesh."""
 
 from __future__ import annotations
 
@@ -12,67 +12,105 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.embedding import Embedding2D
-from thinwire.tensor2d.families import style_of, styles_within
 from thinwire.tensor2d.loss import cross_entropy_2d
-from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D, SharedGradients
-from thinwire.tensor2d.plan import Head, Site, Style
+from thinwire.tensor2d.plan import (
+    Attend,
+    Dense,
+    DividedCounts,
+    Drop,
+    Head,
+    KeyHeads,
+    Lookup,
+    Norm,
+    Positions,
+    Site,
+    Style,
+    Untouched,
+)
+
+_HEADS = ("head", "lm_head")
+_POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_embeddings", "embed_positions")
 
 
 def parallelize_2d(
     model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style] | None = None, *, seed: int = 0
 ) -> nn.Module:
-    """Replace a model's layers by their blocks on this rank; the model's own `forward` stays what it is.
+    """Split a model's layers over a mesh, in place: each rank keeps one block of every weight and of every activation.
 
-    Known are torch's linear layers, norms, embeddings, dropout and `MultiheadAttention` (so `TransformerEncoderLayer`
-    too), thinwire's own GPT, and the GPT-2 and Llama families of `transformers`. Every rank gives the same parameters;
-    from then on each gives its row's samples (`mesh.rows_of`), and the model returns [b / r, ..., v / c] logits for
-    `cross_entropy_2d`. A model of `transformers` that is given labels computes that loss itself.
+    The model's own `forward` stays as it is. Supported are torch's linear layers, norms, embeddings, dropout and
+    `MultiheadAttention` (so `TransformerEncoderLayer` too), thinwire's GPT, and the GPT-2 and Llama families of
+    `transformers`. All ranks must pass the same parameters. Afterwards each rank passes its row's samples
+    (`mesh.rows_of`), and the model returns logits [b / r, ..., v / c] for `cross_entropy_2d`. A model of `transformers`
+    that is given labels computes this loss itself.
 
-    Nothing is changed unless everything can be. Dropout is keyed by places in the whole batch.
+    If any module cannot be split, nothing is changed. Dropout masks do not depend on the mesh.
 
     Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021, arXiv:2104.05343.
 
     Args:
         model: the serial model; its parameters may be on the meta device.
         mesh: the ranks.
-        plan: styles by names of modules, in which * stands for anything; they come before what is known.
-        seed: of dropout.
+        plan: styles by module name, where * matches any characters; they override the built-in styles.
+        seed: seed of dropout.
 
     Raises:
-        ConfigError: a module that cannot be laid out, with its name and the divisor; or a name in the plan that no
-            module has.
+        ConfigError: a module that cannot be split, with its name and the divisor; or a name in the plan that matches no
+            module.
+
+    Example:
+        Four threads split a network of two layers over a 2x2 mesh and compute the serial loss:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from thinwire.tensor2d import cross_entropy_2d, parallelize_2d, run_mesh_threads
+        >>> def network():
+        ...     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        ...     for parameter in model.parameters():
+        ...         nn.init.constant_(parameter, 0.1)
+        ...     return model
+        >>> x, targets = torch.ones(2, 4), torch.tensor([0, 3])
+        >>> def loss(mesh):
+        ...     model = parallelize_2d(network(), mesh)
+        ...     logits = model(mesh.columns_of(mesh.rows_of(x)))
+        ...     return round(cross_entropy_2d(logits, mesh.rows_of(targets), mesh).item(), 4)
+        >>> run_mesh_threads(2, 2, loss)
+        [1.3863, 1.3863, 1.3863, 1.3863]
+        >>> round(nn.functional.cross_entropy(network()(x), targets).item(), 4)
+        1.3863
+        >>> run_mesh_threads(2, 2, lambda mesh: tuple(parallelize_2d(network(), mesh)[0].weight.shape))
+        [(2, 4), (2, 4), (2, 4), (2, 4)]
     """
     styles = _styles(model, mesh, plan or {})
     site = Site("", model, mesh, seed, 0)
-    made: dict[str, nn.Module] = {}
-    # Heads come last: a tied one needs to know its table's new home.
+    # Styles only make replacements here; the model is changed below, once every module has been found to fit.
+    replacements: dict[str, nn.Module] = {}
+    # Output heads last: a tied head shares the table of an `Embedding2D`, which must have been made by then.
     for name in sorted(styles, key=lambda name: isinstance(styles[name], Head)):
         module, number = model.get_submodule(name), list(styles).index(name)
         here = Site(name, module, mesh, seed, number, site.tables, site.attributes)
         replacement = styles[name].lay_out(here)
         if replacement is not None:
-            made[name] = replacement
-    if "" in made:
+            replacements[name] = replacement
+    if "" in replacements:
         raise ConfigError(f"the model is itself a {type(model).__name__}; wrap it in a Sequential")
     for module, attribute, value in site.attributes:
         setattr(module, attribute, value)
-    for name, replacement in made.items():
+    for name, replacement in replacements.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, replacement.train(model.get_submodule(name).training))
     SharedGradients(model, mesh)
-    _give_loss(model, mesh)
+    _replace_loss(model, mesh)
     return model
 
 
 def _styles(model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of every module, outermost first; what lies within a replaced one has none."""
+    """The style of every module, outermost first; modules inside `MultiheadAttention` have none."""
     names = [name for name, _ in model.named_modules()]
     for pattern in plan:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"the plan's {pattern!r} is the name of no module; there are {', '.join(names[1:6])}, ..."
-            )
+            raise ConfigError(f"plan: no module has the name {pattern!r}; there are {', '.join(names[1:6])}, ...")
     styles: dict[str, Style] = {}
     within: dict[str, Style] = {}
     opaque: list[str] = []
@@ -81,17 +119,81 @@ def _styles(model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style]) -> dict[s
         if any(name.startswith(f"{outer}.") for outer in opaque):
             continue
         planned = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
-        known = styles_within(name, module, mesh)
+        known = _styles_within(name, module, mesh)
         within |= {f"{name}.{inner}".strip("."): style for inner, style in known.items()}
         tied = isinstance(module, nn.Linear) and id(module.weight) in tables
-        styles[name] = planned or within.get(name) or (Head() if tied else style_of(name, module))
+        styles[name] = planned or within.get(name) or (Head() if tied else _style_of(name, module))
         if isinstance(module, nn.MultiheadAttention):
             opaque.append(name)
     return styles
 
 
-def _give_loss(model: Any, mesh: Mesh2D) -> None:
-    """Have a causal model of `transformers` compute its loss over the whole vocabulary."""
+def _style_of(name: str, module: nn.Module) -> Style:
+    """The built-in style of a module by its type; `Untouched` for unknown types."""
+    last, kind = name.rpartition(".")[2], type(module).__name__
+    if isinstance(module, nn.Linear) or kind == "Conv1D":
+        return Head() if last in _HEADS else Dense()
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or kind.endswith("RMSNorm"):
+        return Norm()
+    if isinstance(module, nn.Embedding):
+        return Positions() if last in _POSITIONS else Lookup()
+    if isinstance(module, nn.Dropout):
+        return Drop()
+    return Attend() if isinstance(module, nn.MultiheadAttention) else Untouched()
+
+
+def _styles_within(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
+    """Built-in styles of a known composite module and of its submodules, by relative name; "" is the module itself.
+
+    Raises:
+        ConfigError: a setting of the module that is not supported.
+    """
+    kind = type(module).__name__
+    if kind == "GPT2Attention":
+        return _gpt2(name, module)
+    if all(hasattr(module, each) for each in ("q_proj", "k_proj", "v_proj", "o_proj", "num_key_value_groups")):
+        return _llama(name, module, mesh)
+    if kind == "Attention" and hasattr(module, "projection") and hasattr(module, "heads"):
+        return {"": DividedCounts(("heads",)), "projection": Dense(sections=3)}
+    if kind == "Positions" and hasattr(module, "table"):
+        return {"": Positions("table", added=True)}
+    return {}
+
+
+def _gpt2(name: str, module: Any) -> Mapping[str, Style]:
+    if module.is_cross_attention:
+        raise ConfigError(f"{name}: cross attention cannot be split over a mesh; use a model without it")
+    _refuse_dropout(name, module.attn_dropout.p, "attn_pdrop")
+    return {"": DividedCounts(("num_heads", "split_size")), "c_attn": Dense(sections=3)}
+
+
+def _llama(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
+    if hasattr(module, "q_norm"):
+        raise ConfigError(f"{name}: norms within heads (q_norm, k_norm) cannot be split; use a model without them")
+    _refuse_dropout(name, module.attention_dropout, "attention_dropout")
+    heads, columns = module.q_proj.weight.shape[0] // module.head_dim, mesh.columns
+    key_heads = module.k_proj.weight.shape[0] // module.head_dim
+    check_divides(heads, columns, f"{name} of {heads} heads", f"the mesh has {columns} columns")
+    if key_heads % columns == 0:
+        return {"": DividedCounts()}
+    own, group = heads // columns, heads // key_heads
+    keys = KeyHeads(heads, key_heads)
+    return {
+        "": DividedCounts(changed=(("num_key_value_groups", own // max(1, own // group)),)),
+        "k_proj": keys,
+        "v_proj": keys,
+    }
+
+
+def _refuse_dropout(name: str, probability: float, setting: str) -> None:
+    if probability:
+        raise ConfigError(
+            f"{name}: {setting}={probability} would drop the same elements on every rank; set {setting}=0 in its config"
+        )
+
+
+def _replace_loss(model: Any, mesh: Mesh2D) -> None:
+    """Make a causal model of `transformers` compute its loss from split logits."""
     if not hasattr(type(model), "loss_function"):
         return
     table = next((layer for layer in model.modules() if isinstance(layer, Embedding2D)), None)
@@ -104,6 +206,7 @@ def _give_loss(model: Any, mesh: Mesh2D) -> None:
         ignore_index: int = -100,
         **_: Any,
     ) -> Tensor:
+        # Position t predicts token t + 1, so the last position has no target.
         following = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
         how = "mean" if num_items_in_batch is None else "sum"
         total = cross_entropy_2d(
@@ -117,12 +220,12 @@ def _give_loss(model: Any, mesh: Mesh2D) -> None:
 
 @torch.no_grad()
 def whole_activation(x: Tensor, mesh: Mesh2D, *, size: int | None = None) -> Tensor:
-    """The whole of what every rank holds [b / r, ..., h / c] of, on every rank, for looking at: [b, ..., h].
+    """All-gather an activation [b / r, ..., h / c] to [b, ..., h] on every rank, for inspection; it has no gradient.
 
     Args:
         x: this rank's block.
         mesh: the ranks.
-        size: features that count, where they were padded; None is all.
+        size: number of features before padding; None if they were not padded.
     """
     row = torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1)
     return torch.cat(mesh.along_column.all_gather(row).wait())[..., :size]

@@ -1,6 +1,6 @@
-"""Which part of a whole tensor a rank holds, and how it lies there.
+"""Which block of a tensor a rank holds, and how it is stored.
 
-A `Placement` speaks of the tensor as the serial model has it, so that parts can be cut from it, joined to it, and read
+A `Placement` describes the tensor of the serial model, so that blocks can be taken from it, put back into it, and read
 from a file without reading the rest.
 """
 
@@ -24,11 +24,11 @@ class Axis:
     """One dimension of a whole tensor.
 
     Args:
-        size: elements of the whole.
-        cut: whether rows or columns of the mesh hold a part each, or everyone holds all.
-        sections: sizes of parts that are cut one by one, so that each column holds a share of each (queries, keys and
-            values, say); empty is one section.
-        padded: elements after padding with zeros at the end, so that it can be cut; 0 is none.
+        size: length of this dimension in the whole tensor.
+        cut: whether it is split over the rows or the columns of the mesh, or not at all.
+        sections: sizes of parts that are split separately (queries, keys and values), so that each column holds a
+            share of each; empty is one section.
+        padded: length after padding with zeros at the end; 0 is no padding.
     """
 
     size: int
@@ -37,12 +37,12 @@ class Axis:
     padded: int = 0
 
     def length(self, place: Place) -> int:
-        """Elements that one rank holds, padding included."""
+        """The length of one rank's block, padding included."""
         parts = {"rows": place.rows, "columns": place.columns, "none": 1}[self.cut]
         return max(self.size, self.padded) // parts
 
     def runs(self, place: Place) -> list[Run]:
-        """The stretches [start, stop) of the whole that a rank holds, in the order in which it holds them."""
+        """The intervals [start, stop) of the whole that a rank holds, in the order in which it stores them."""
         length = self.length(place)
         start = {"rows": place.row, "columns": place.column, "none": 0}[self.cut] * length
         return _within(self._order(place.columns), start, start + length)
@@ -60,11 +60,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a rank's block comes from a whole tensor.
+    """Which block of a whole tensor each rank holds.
 
     Args:
         axes: one for each dimension of the whole.
-        transposed: the block is stored with its two dimensions exchanged.
+        transposed: whether the block is stored with its two dimensions swapped.
     """
 
     axes: tuple[Axis, ...]
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def replicated(self) -> bool:
-        """Whether all rows hold the same, each column its part."""
+        """Whether the tensor is replicated over the rows (and perhaps split over the columns)."""
         return all(axis.cut != "rows" for axis in self.axes)
 
     def block_shape(self, place: Place) -> tuple[int, ...]:
@@ -86,16 +86,16 @@ class Placement:
         return lengths[::-1] if self.transposed else lengths
 
     def cut(self, whole: Tensor, place: Place) -> Tensor:
-        """A rank's block of `whole`, in memory of its own."""
+        """A copy of a rank's block of `whole`."""
         return self.read(lambda *slices: whole[slices], place, like=whole)
 
     def read(self, part: Callable[..., Tensor], place: Place, *, like: Tensor) -> Tensor:
-        """A rank's block from something that can be sliced.
+        """A rank's block, read from a file or a tensor slice by slice.
 
         Args:
-            part: of one slice for each dimension, such as a safetensors file's.
-            place: of the rank.
-            like: a tensor of the dtype and device of the block.
+            part: returns the part of the whole at one slice per dimension.
+            place: the rank's place in the mesh.
+            like: a tensor with the block's dtype and device.
         """
         block = like.new_zeros([axis.length(place) for axis in self.axes])
         for here, there in self._pairs(place):
@@ -103,13 +103,13 @@ class Placement:
         return block.T.contiguous() if self.transposed else block
 
     def put_(self, whole: Tensor, block: Tensor, place: Place) -> None:
-        """Write a rank's block to where it belongs in `whole`."""
+        """Write a rank's block to its position in `whole`."""
         block = block.T if self.transposed else block
         for here, there in self._pairs(place):
             whole[there].copy_(block[here])
 
     def _pairs(self, place: Place) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Rectangles of the block, each with its rectangle of the whole."""
+        """Rectangles of the block, each with the matching rectangle of the whole."""
         pairs: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = [((), ())]
         for axis in self.axes:
             runs = axis.runs(place)
@@ -131,7 +131,7 @@ class Placement:
 
 
 def _within(runs: list[Run], start: int, stop: int) -> list[Run]:
-    """Those parts of runs laid end to end that lie in [start, stop)."""
+    """The part [start, stop) of the concatenation of `runs`, as intervals of the whole."""
     found: list[Run] = []
     position = 0
     for first, last in runs:

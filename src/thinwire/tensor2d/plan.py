@@ -1,10 +1,10 @@
-"""What becomes of each module when a model is laid out on a mesh: one small recipe for each kind."""
+"""Styles: how `parallelize_2d` replaces each type of module."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,16 +19,16 @@ from thinwire.tensor2d.norms import LayerNorm2D, RMSNorm2D
 
 @dataclass
 class Site:
-    """One module that is to be laid out.
+    """One module that a style replaces.
 
     Attributes:
-        name: of the module in its model.
-        module: the serial one.
+        name: name of the module in its model.
+        module: the serial module.
         mesh: the ranks.
-        seed: of dropout.
-        number: of the module in its model, for dropout.
-        tables: embeddings so far, by the identity of their serial table.
-        attributes: what is to be set on modules that stay, once every module has been found to fit.
+        seed: seed of dropout.
+        number: number of the module in its model, for dropout.
+        tables: the embeddings replaced so far, by the identity of their serial table.
+        attributes: attributes to set on modules that are not replaced, once every module has been found to fit.
     """
 
     name: str
@@ -43,23 +43,25 @@ class Site:
         """An attribute of the serial module.
 
         Raises:
-            ConfigError: it has none of that name, so the plan is for another kind of module.
+            ConfigError: the module does not have it, so the plan names a module of another type.
         """
         if not hasattr(self.module, attribute):
             kind = type(self.module).__name__
-            raise ConfigError(f"{self.name} is a {kind} without {attribute}: the plan names another kind of module")
+            raise ConfigError(
+                f"{self.name} is a {kind} without {attribute}: this style in the plan is for another type of module"
+            )
         return getattr(self.module, attribute)
 
 
 class Style(ABC):
-    """How one module is laid out."""
+    """How one module is replaced."""
 
     @abstractmethod
     def lay_out(self, site: Site) -> nn.Module | None:
-        """What takes the module's place; None leaves it there.
+        """The replacement of the module; None keeps the module.
 
         Raises:
-            ConfigError: it cannot be cut, naming the module and the divisor.
+            ConfigError: the module cannot be split; the message names it and the divisor.
         """
 
 
@@ -68,8 +70,8 @@ class Dense(Style):
     """A linear layer, or GPT-2's `Conv1D`.
 
     Args:
-        layout: which of the two storages; "auto" is the one that moves less.
-        sections: equal parts of the output that are cut one by one, such as 3 for queries, keys and values.
+        layout: "AB", "ABT", or "auto" for the one that sends less.
+        sections: number of equal parts of the output that are split separately, such as 3 for queries, keys and values.
     """
 
     layout: Layout = "auto"
@@ -77,7 +79,8 @@ class Dense(Style):
 
     def lay_out(self, site: Site) -> nn.Module:
         """A `Linear2D`."""
-        weight, stored = site.get("weight"), _storage_of(site.module)
+        weight = site.get("weight")
+        stored = "in,out" if type(site.module).__name__ == "Conv1D" else "out,in"
         outputs = weight.shape[0] if stored == "out,in" else weight.shape[1]
         parts = (outputs // self.sections,) * self.sections if self.sections > 1 else ()
         return Linear2D(
@@ -87,7 +90,7 @@ class Dense(Style):
 
 @dataclass(frozen=True)
 class Head(Style):
-    """The linear layer that makes logits: tied to an embedding where it shares its table, and padded where need be."""
+    """The linear layer that computes logits: tied if it shares an embedding's table, padded if the mesh needs it."""
 
     def lay_out(self, site: Site) -> nn.Module:
         """A `TiedHead2D` or a `Linear2D`."""
@@ -100,18 +103,18 @@ class Head(Style):
 
 @dataclass(frozen=True)
 class KeyHeads(Style):
-    """A layer of keys or values with fewer heads than columns: gathered, so that each column has the heads it needs.
+    """A layer of keys or values whose heads the columns do not divide: each column gathers those it needs.
 
     Args:
-        heads: of the queries.
-        key_heads: of the keys.
+        heads: number of query heads.
+        key_heads: number of key heads.
     """
 
     heads: int
     key_heads: int
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `Linear2D` that gathers."""
+        """A `Linear2D` that gathers its output."""
         weight: Tensor = site.get("weight")
         size = weight.shape[0] // self.key_heads
         part = weight, site.get("bias")
@@ -126,13 +129,19 @@ class Norm(Style):
         """A `LayerNorm2D` or an `RMSNorm2D`."""
         module = site.module
         weight = cast("Tensor | None", getattr(module, "weight", None))
-        check_divides(_norm_size(site), site.mesh.columns, site.name, f"the mesh has {site.mesh.columns} columns")
+        shape = getattr(module, "normalized_shape", None)
+        if shape is not None and len(shape) != 1:
+            raise ConfigError(
+                f"{site.name}: a norm over {tuple(shape)} cannot be split; only one over the hidden size can"
+            )
+        size = int(shape[0]) if shape is not None else int(site.get("weight").numel())
+        check_divides(size, site.mesh.columns, site.name, f"the mesh has {site.mesh.columns} columns")
         if isinstance(module, nn.LayerNorm):
-            return LayerNorm2D(weight, module.bias, site.mesh, size=_norm_size(site), epsilon=module.eps)
+            return LayerNorm2D(weight, module.bias, site.mesh, size=size, epsilon=module.eps)
         epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        if epsilon is None:  # torch's own default: the dtype's
-            epsilon = 1.1920928955078125e-07
-        return RMSNorm2D(weight, site.mesh, size=_norm_size(site), epsilon=float(epsilon))
+        if epsilon is None:
+            epsilon = 1.1920928955078125e-07  # torch.nn.RMSNorm with eps=None takes torch.finfo(torch.float32).eps
+        return RMSNorm2D(weight, site.mesh, size=size, epsilon=float(epsilon))
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class Lookup(Style):
     """An embedding of tokens.
 
     Args:
-        algorithm: what travels; "auto" is the smaller of table and tokens.
+        algorithm: whether the table or the tokens are sent; "auto" is the smaller one.
     """
 
     algorithm: Algorithm = "auto"
@@ -149,7 +158,7 @@ class Lookup(Style):
         """An `Embedding2D`."""
         weight, padding = site.get("weight"), site.get("padding_idx")
         if site.get("max_norm") is not None or site.get("sparse") or site.get("scale_grad_by_freq"):
-            raise ConfigError(f"{site.name}: max_norm, sparse and scale_grad_by_freq cannot be cut; leave them out")
+            raise ConfigError(f"{site.name}: max_norm, sparse and scale_grad_by_freq cannot be split; leave them out")
         made = Embedding2D(weight, site.mesh, algorithm=self.algorithm, padding=padding, name=site.name)
         site.tables[id(weight)] = made
         return made
@@ -157,11 +166,11 @@ class Lookup(Style):
 
 @dataclass(frozen=True)
 class Positions(Style):
-    """A table that all rows hold alike: of positions, or of kinds of token.
+    """A table that is replicated over the rows: of positions, or of token types.
 
     Args:
-        parameter: its name in the module.
-        added: whether the module adds its first rows to a stream, instead of looking ids up.
+        parameter: name of the table in the module.
+        added: whether the module adds the table's first rows to a stream, instead of looking up ids.
     """
 
     parameter: str = "weight"
@@ -174,7 +183,7 @@ class Positions(Style):
 
 @dataclass(frozen=True)
 class Drop(Style):
-    """Dropout of a stream."""
+    """A dropout layer."""
 
     def lay_out(self, site: Site) -> nn.Module:
         """A `Dropout2D`."""
@@ -183,7 +192,7 @@ class Drop(Style):
 
 @dataclass(frozen=True)
 class Attend(Style):
-    """A `torch.nn.MultiheadAttention` of a stream to itself."""
+    """A `torch.nn.MultiheadAttention` that is used for self-attention."""
 
     def lay_out(self, site: Site) -> nn.Module:
         """A `MultiheadAttention2D`."""
@@ -192,19 +201,19 @@ class Attend(Style):
 
 
 @dataclass(frozen=True)
-class Shares(Style):
-    """A module that stays, with counts that are per column from now on.
+class DividedCounts(Style):
+    """A module that is kept, with attributes divided by the number of columns, such as its number of heads.
 
     Args:
-        attributes: names of counts that the columns share, such as heads.
-        changed: names of numbers with their new values.
+        attributes: names of the attributes to divide.
+        changed: names of other attributes with their new values.
     """
 
     attributes: tuple[str, ...] = ()
     changed: tuple[tuple[str, int], ...] = ()
 
     def lay_out(self, site: Site) -> None:
-        """Nothing new; the counts are set with everything else."""
+        """Returns None; the attributes are set together with the replacements."""
         columns = site.mesh.columns
         for name in self.attributes:
             count = site.get(name)
@@ -215,27 +224,16 @@ class Shares(Style):
 
 @dataclass(frozen=True)
 class Untouched(Style):
-    """A module without parameters, left as it is."""
+    """A module without parameters of its own, kept as it is."""
 
     def lay_out(self, site: Site) -> None:
-        """Nothing.
+        """Returns None.
 
         Raises:
-            ConfigError: it has parameters, of which every rank would train its own.
+            ConfigError: the module has parameters, which every rank would train differently.
         """
         if any(True for _ in site.module.parameters(recurse=False)):
             raise ConfigError(
-                f"{site.name} is a {type(site.module).__name__} with parameters that nobody knows how to lay out; name "
-                "it in the plan, or take it out of the model"
+                f"{site.name} is a {type(site.module).__name__} with parameters, and no style for it is known; give it "
+                "a style in the plan, or take it out of the model"
             )
-
-
-def _storage_of(module: nn.Module) -> Literal["out,in", "in,out"]:
-    return "in,out" if type(module).__name__ == "Conv1D" else "out,in"
-
-
-def _norm_size(site: Site) -> int:
-    shape = getattr(site.module, "normalized_shape", None)
-    if shape is not None and len(shape) != 1:
-        raise ConfigError(f"{site.name}: a norm over {tuple(shape)} cannot be cut; only one over the hidden size can")
-    return int(shape[0]) if shape is not None else int(site.get("weight").numel())

@@ -1,4 +1,4 @@
-"""Saving and loading: a whole model from blocks, blocks from a whole model, and blocks as they are."""
+"""Saving and loading models on a mesh, as whole tensors or as blocks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from thinwire.tensor2d.module import placed
 
 @torch.no_grad()
 def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> dict[str, Tensor]:
-    """The state dict of the serial model, one tensor after the other; all ranks call.
+    """The state dict of the serial model, gathered one tensor at a time; a collective call of all ranks.
 
     Args:
-        model: on the mesh.
+        model: a model on the mesh.
         mesh: the ranks.
-        everywhere: False keeps it on rank 0 alone, and returns nothing elsewhere.
+        everywhere: False returns it on rank 0 only, and an empty dict on the other ranks.
     """
     keep = everywhere or mesh.whole.rank == 0
     wholes: dict[int, Tensor] = {}
     for parameter, placement in placed(model).values():
-        blocks = _blocks(parameter.detach(), mesh)
+        blocks = _gather_blocks(parameter.detach(), mesh)
         if keep:
             wholes[id(parameter)] = placement.join(blocks)
     if not keep:
@@ -39,29 +39,29 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
     return {
         name: names[name] if name in names else value.detach().clone()
         for name, value in model.state_dict().items()
-        if name not in _draws(model)
+        if name not in _dropout_counters(model)
     }
 
 
 @torch.no_grad()
 def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> None:
-    """Take this rank's blocks out of a serial model's state dict.
+    """Load this rank's blocks from a serial model's state dict.
 
     Args:
-        model: on the mesh.
+        model: a model on the mesh.
         state: whole tensors by the serial model's names.
         mesh: the ranks.
 
     Raises:
-        CheckpointError: a name that is missing, or a tensor of another shape; nothing is loaded then.
+        CheckpointError: a name is missing, or a tensor has another shape; nothing is loaded then.
     """
     found = placed(model)
     for name, (_, placement) in found.items():
-        _check_there(name, placement.shape, state[name].shape if name in state else None)
+        _check_shape(name, placement.shape, state[name].shape if name in state else None)
     for name, (parameter, placement) in found.items():
         parameter.copy_(placement.cut(state[name], mesh.place))
     for name, buffer in model.named_buffers():
-        if name in state and name not in _draws(model):
+        if name in state and name not in _dropout_counters(model):
             buffer.copy_(state[name])
 
 
@@ -74,19 +74,19 @@ def read_safetensors_(
     device: str = "cpu",
     rename: Callable[[str], str] | None = None,
 ) -> int:
-    """Read this rank's blocks alone from a serial model's files; returns the bytes read.
+    """Read only this rank's blocks from a serial model's files; returns the number of bytes read.
 
-    Parameters on the meta device come to be on `device`. Buffers are left alone.
+    Parameters on the meta device are created on `device`. Buffers are not read.
 
     Args:
-        model: on the mesh.
-        paths: safetensors files, among which the tensors may be spread.
+        model: a model on the mesh.
+        paths: safetensors files; the tensors may be spread over several.
         mesh: the ranks.
-        device: where parameters without memory are to be.
-        rename: a parameter's name to its name in the files; None where they are equal.
+        device: the device of parameters that are on the meta device.
+        rename: maps a parameter's name to its name in the files; None where they are equal.
 
     Raises:
-        CheckpointError: a name that is missing, or a tensor of another shape.
+        CheckpointError: a name is missing, or a tensor has another shape.
     """
     from safetensors import safe_open
 
@@ -96,7 +96,7 @@ def read_safetensors_(
     for name, (parameter, placement) in placed(model).items():
         source = rename(name) if rename else name
         part = where[source].get_slice(source) if source in where else None
-        _check_there(source, placement.shape, None if part is None else tuple(part.get_shape()))
+        _check_shape(source, placement.shape, None if part is None else tuple(part.get_shape()))
 
         def read(*slices: slice, part: Any = part) -> Tensor:
             nonlocal nbytes
@@ -114,9 +114,9 @@ def read_safetensors_(
 
 
 def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
-    """Write the serial model's safetensors file; all ranks call, rank 0 writes.
+    """Write the serial model to one safetensors file; a collective call, in which rank 0 writes.
 
-    Tensors that the serial model shares are written once, under their first name.
+    Tied tensors are written once, under their first name.
     """
     state = whole_state(model, mesh, everywhere=False)
     if mesh.whole.rank == 0:
@@ -125,69 +125,72 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
         first = {value.data_ptr(): name for name, value in reversed(state.items())}
         kept = {name: value.contiguous() for name, value in state.items() if first[value.data_ptr()] == name}
         write_atomically(path, save(kept, metadata={"format": "pt"}))
-    mesh.whole.all_reduce_(torch.zeros(1)).wait()  # nobody reads before it is there
+    mesh.whole.all_reduce_(torch.zeros(1)).wait()  # a barrier: after it every rank may read the file
 
 
 def write_blocks(model: nn.Module, folder: Path, mesh: Mesh2D) -> Path:
-    """Write this rank's blocks, with buffers and dropout's counters, to a file of its own in `folder`; returns it."""
+    """Write this rank's blocks, buffers and dropout counters to its own file in `folder`; returns the file's path."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.detach().contiguous() for name, x in (*model.named_parameters(), *model.named_buffers())}
-    about = {"mesh": f"{mesh.rows}x{mesh.columns}", "thinwire": __version__, "placements": _described(model)}
+    metadata = {"mesh": f"{mesh.rows}x{mesh.columns}", "thinwire": __version__, "placements": _placements_json(model)}
     path = folder / _file_name(mesh.place)
-    write_atomically(path, save(tensors, metadata=about))
+    write_atomically(path, save(tensors, metadata=metadata))
     return path
 
 
 @torch.no_grad()
 def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
-    """Read what `write_blocks` wrote on a mesh of the same shape.
+    """Read the blocks that `write_blocks` wrote on a mesh of the same shape.
 
     Raises:
-        CheckpointError: no file for this rank, or one of another mesh or model; nothing is loaded then.
+        CheckpointError: this rank has no file, or one of another mesh or model; nothing is loaded then.
     """
     from safetensors import safe_open
 
     path = folder / _file_name(mesh.place)
     if not path.exists():
-        raise CheckpointError(f"{path} is not there: blocks of a {mesh.rows}x{mesh.columns} mesh need a file per rank")
+        raise CheckpointError(f"{path} is not there: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
     own = dict((*model.named_parameters(), *model.named_buffers()))
     with safe_open(str(path), framework="pt") as file:
-        about = file.metadata()
+        metadata = file.metadata()
         shape = f"{mesh.rows}x{mesh.columns}"
-        if about["mesh"] != shape:
+        if metadata["mesh"] != shape:
             raise CheckpointError(
-                f"{path} is of a {about['mesh']} mesh and this one is {shape}; go by way of write_whole and "
+                f"{path} is of a {metadata['mesh']} mesh and this one is {shape}; convert it with write_whole and "
                 "read_safetensors_"
             )
-        if about["placements"] != _described(model):
-            raise CheckpointError(f"{path} is of another model, or of one that is laid out otherwise")
+        if metadata["placements"] != _placements_json(model):
+            raise CheckpointError(
+                f"{path} is of another model or another plan; load it into the model that wrote it, or convert it with "
+                "write_whole and read_safetensors_"
+            )
         saved = {name: file.get_tensor(name) for name in own}
     for name, x in own.items():
         x.copy_(saved[name])
 
 
-def _blocks(block: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
+def _gather_blocks(block: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
     across = torch.stack(mesh.along_row.all_gather(block.contiguous()).wait())
     down = mesh.along_column.all_gather(across).wait()
     rows, columns = mesh.rows, mesh.columns
     return {Place(i, j, rows, columns): down[i][j] for i in range(rows) for j in range(columns)}
 
 
-def _check_there(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
+def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
     if found is None:
-        raise CheckpointError(f"{name} is in the model only")
+        raise CheckpointError(f"{name} is in the model only, and not in the checkpoint")
     if tuple(found) != wanted:
         raise CheckpointError(f"{name} has shape {tuple(found)} in the checkpoint and {wanted} in this model")
 
 
-def _draws(model: nn.Module) -> set[str]:
-    """Names of dropout's counters, which serial models have not."""
+def _dropout_counters(model: nn.Module) -> set[str]:
+    """The names of dropout counters, which serial models do not have."""
     return {f"{name}.draws".lstrip(".") for name, module in model.named_modules() if isinstance(module, Dropout2D)}
 
 
-def _described(model: nn.Module) -> str:
+def _placements_json(model: nn.Module) -> str:
     return json.dumps({name: repr(placement) for name, (_, placement) in placed(model).items()}, sort_keys=True)
 
 
@@ -196,7 +199,7 @@ def _file_name(place: Place) -> str:
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Put a parameter in place of another, wherever the model holds it."""
+    """Replace a parameter everywhere in the model, tied uses included."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter is old:

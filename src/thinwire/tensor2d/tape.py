@@ -1,7 +1,7 @@
-"""What a checkpointed block need not say twice.
+"""Activation checkpointing that does not repeat communication.
 
-Recomputing a block in the backward pass would repeat its messages. While a tape runs, whatever comes out of the wire is
-kept; when the block is recomputed, the tape hands it out again in the same order, and nobody talks.
+Checkpointing recomputes a block in the backward pass, which would repeat its collectives. So the first pass records the
+result of every collective on a tape, and the recomputation takes them from the tape in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _current = _Current()
 
 
 class Tape:
-    """The results of one block's messages, in order."""
+    """The results of one block's collectives, in order."""
 
     def __init__(self) -> None:
         self._results: list[Tensor] = []
@@ -33,14 +33,14 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
-        """Keep what `kept` makes in this thread."""
+        """Record the results of `recorded` calls in this thread."""
         self._results, self._next = [], None
         with self._as_current():
             yield
 
     @contextmanager
     def replaying(self) -> Generator[None, None, None]:
-        """Hand out again what was kept, from the beginning."""
+        """Return the recorded results again, from the first."""
         self._next = 0
         with self._as_current():
             yield
@@ -54,48 +54,48 @@ class Tape:
             _current.tape = before
 
     def take(self, make: Callable[[], Tensor]) -> Tensor:
-        """The next result: made and kept, or found."""
+        """The next result: computed and recorded, or replayed."""
         if self._next is None:
             result = make()
             self._results.append(result.detach())
             return result
         if self._next == len(self._results):
             raise MismatchError(
-                f"a recomputed block asks for message {self._next + 1} of {len(self._results)}: its forward pass must "
-                "do the same every time"
+                f"a recomputed block asks for result {self._next + 1} of {len(self._results)} recorded ones: its "
+                "forward pass must run the same collectives every time"
             )
         self._next += 1
         return self._results[self._next - 1].detach()
 
 
-def kept(make: Callable[[], Tensor]) -> Tensor:
-    """The result of `make`, or of what it made when the block ran first.
+def recorded(make: Callable[[], Tensor]) -> Tensor:
+    """The result of `make`, or in a recomputed block the recorded result of its first call.
 
     Raises:
-        MismatchError: a recomputed block asks for more than it did the first time.
+        MismatchError: the recomputed block makes more calls than the first time.
     """
     return make() if _current.tape is None else _current.tape.take(make)
 
 
-def keeping_messages() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The two contexts that `torch.utils.checkpoint.checkpoint(..., context_fn=...)` asks for."""
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The forward and recomputation contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=...)`."""
     tape = Tape()
     return tape.recording(), tape.replaying()
 
 
 def checkpoint_2d(run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Run a block and keep of it what came over the wire; the backward pass recomputes the rest, and says nothing.
+    """Run a block under activation checkpointing, and keep the results of its collectives.
 
-    Kept are the outputs of products, embeddings and norms' statistics; recomputed are activations, norms, dropout and
-    attention.
+    Outputs of products, embeddings and norm statistics are kept. The backward pass recomputes activations, norms,
+    dropout and attention, and sends nothing again.
 
     Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv:1604.06174.
     """
-    return checkpoint(run, *arguments, use_reentrant=False, context_fn=keeping_messages, **keywords)
+    return checkpoint(run, *arguments, use_reentrant=False, context_fn=checkpoint_contexts, **keywords)
 
 
 def checkpoint_(module: nn.Module) -> nn.Module:
-    """Make a module run under `checkpoint_2d` from now on while it is training; returns it."""
+    """Make a module run under `checkpoint_2d` in training mode, in place; returns the module."""
     run = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A transformer by its sizes: what a step of it sends, keeps and computes on any mesh."""
+"""A transformer given by its sizes: what a training step sends, keeps and computes on any mesh."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from thinwire.tensor2d.costs import (
 )
 from thinwire.validation import check_kinds
 
-_EXACT_NBYTES = 4
+_FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A causal model and the batch of a step.
+    """The sizes of a causal language model and of its batch.
 
-    A plain one has layer norms, biases, and queries, keys and values in one layer; a gated one has RMS norms, rotary
-    positions, no biases, and layers of their own for queries, keys, values, gate and value, as Llama has.
+    Without `gated`, blocks are GPT-2's: layer norms, biases, and one layer for queries, keys and values. With `gated`
+    they are Llama's: RMS norms, rotary positions, no biases, SwiGLU, and separate layers.
 
     Args:
-        layers: blocks, N.
-        hidden: size of the stream, h.
-        heads: of the queries, n.
-        vocabulary: v.
-        samples: of the whole batch, b.
-        length: tokens of a sample, s.
-        inner: size of the feed-forward part, f; 0 is four times the stream.
-        key_heads: of keys and values; 0 is as many as of the queries.
-        positions: rows of a learned table that is added to the stream; 0 is no such table.
-        gated: see above.
-        tied: whether the head reads the embedding's table.
-        head_bias: whether the head has a bias.
+        layers: number of blocks, N.
+        hidden: hidden size, h.
+        heads: query heads, n.
+        vocabulary: size of the vocabulary, v.
+        samples: samples of the whole batch, b.
+        length: tokens per sample, s.
+        inner: inner size of the feed-forward part, f; 0 is 4 h.
+        key_heads: heads of keys and values; 0 is as many as of queries.
+        positions: rows of a learned table of positions; 0 is no table.
+        gated: whether blocks are Llama's.
+        tied: whether the output head shares the embedding's table.
+        head_bias: whether the output head has a bias.
     """
 
     layers: int
@@ -66,7 +66,7 @@ class Transformer:
 
     @property
     def tokens(self) -> int:
-        """Of the whole batch, T."""
+        """Tokens of the whole batch, T."""
         return self.samples * self.length
 
     @property
@@ -75,7 +75,7 @@ class Transformer:
 
     @property
     def _keys(self) -> int:
-        """Features of all keys."""
+        """Features of all key heads together."""
         return self.hidden // self.heads * (self.key_heads or self.heads)
 
     @property
@@ -87,11 +87,11 @@ class Transformer:
         return (h, h + 2 * k), (h, h), (h, f), (f, h)
 
     def padded(self, rows: int, columns: int) -> int:
-        """The vocabulary after padding, so that the mesh can cut it."""
+        """The vocabulary padded so that the mesh divides it."""
         return -(-self.vocabulary // lcm(rows, columns)) * lcm(rows, columns)
 
     def refusal(self, rows: int, columns: int) -> str:
-        """Why a mesh cannot cut the model, with the size and its divisor; empty where it can."""
+        """Why a mesh cannot split the model, with the size and its divisor; empty if it can."""
         slices, keys = lcm(rows, columns), self.key_heads or self.heads
         needs = [
             (f"{self.samples} samples", self.samples, rows),
@@ -107,15 +107,13 @@ class Transformer:
                 words.append(f"{own} query heads a column and {group} for each key head do not divide each other")
         return ", ".join(words)
 
-    # -- what is said --------------------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------------------------
 
     def sent_bytes(self, rows: int, columns: int, *, element_nbytes: int = 4) -> float:
-        """Bytes that a rank sends in a forward and a backward pass; off the diagonal, where a tied table is swapped."""
-        elements, ids = self._sent_elements(rows, columns)
-        statistics = self._sent_statistics(rows, columns)
-        return elements * element_nbytes + statistics * max(element_nbytes, _EXACT_NBYTES) + 4 * ids
+        """Bytes that a rank sends in a forward and a backward pass.
 
-    def _sent_elements(self, rows: int, columns: int) -> tuple[float, float]:
+        With a tied table it is the figure of the ranks that send most: those off the diagonal of a square mesh.
+        """
         mesh, tokens, h = (rows, columns), self.tokens, self.hidden
         products = self.layers * sum(
             product_elements(tokens, *sizes, *mesh) + backward_elements(tokens, *sizes, *mesh) for sizes in self.linears
@@ -124,21 +122,21 @@ class Transformer:
         v = self.padded(rows, columns)
         head = product_elements(tokens, h, v, *mesh, layout="AB")
         head += backward_elements(tokens, h, v, *mesh, layout="AB")
-        swaps = 2 * v * h * _swapped(rows, columns) * self.tied
+        transposes = 2 * v * h * _sent_to_transpose(rows, columns) * self.tied
         algorithm = self._lookup
         lookup = 2 * embedding_elements(tokens, v, h, *mesh, algorithm=algorithm)
         vectors = self.vectors / columns * 2 * (rows - 1) / rows
         ids = 2 * id_elements(tokens, rows) if algorithm == "tokens" else 0.0
-        return products + gathered + head + swaps + lookup + vectors, ids
-
-    def _sent_statistics(self, rows: int, columns: int) -> float:
-        layer = Layer(tokens=self.tokens, hidden=self.hidden, rows=rows, columns=columns)
-        norms = norm_elements(layer, kind="rms" if self.gated else "layer") / 2  # of one norm
-        scalars = 2 * 2 * (rows - 1) / rows
-        return (2 * self.layers + 1) * norms + loss_elements(self.tokens, rows, columns) + scalars
+        elements = products + gathered + head + transposes + lookup + vectors
+        # Statistics of norms and of the loss are sent in fp32 at least.
+        layer = Layer(tokens=tokens, hidden=h, rows=rows, columns=columns)
+        norm = norm_elements(layer, kind="rms" if self.gated else "layer") / 2  # a `Layer` has two norms
+        scalars = 2 * 2 * (rows - 1) / rows  # all-reduces of the loss and of the number of its tokens
+        statistics = (2 * self.layers + 1) * norm + loss_elements(tokens, rows, columns) + scalars
+        return elements * element_nbytes + statistics * max(element_nbytes, _FP32_NBYTES) + 4 * ids
 
     def messages(self, rows: int, columns: int) -> int:
-        """Calls in a forward and a backward pass that send anything, with one panel a product."""
+        """Collective calls in a forward and a backward pass that send something, with one panel per product."""
         across, down = int(columns > 1), int(rows > 1)
         shared = sum(inputs > outputs for inputs, outputs in self.linears) * across
         block = 3 * len(self.linears) * (across + down) - shared + 4 * across + 4 * across * self._gathers(columns)
@@ -153,11 +151,11 @@ class Transformer:
     def _lookup(self) -> str:
         return "tokens" if self.tokens < self.vocabulary else "table"
 
-    # -- what is kept and computed -------------------------------------------------------------------------------
+    # -- memory and arithmetic -----------------------------------------------------------------------------------
 
     @property
     def vectors(self) -> int:
-        """Elements of biases, gains and positions, which all rows hold alike."""
+        """Elements of biases, gains and positions, which are replicated over the rows."""
         norms = (2 * self.layers + 1) * self.hidden * (1 if self.gated else 2)
         biases = 0 if self.gated else self.layers * sum(outputs for _, outputs in self.linears)
         return norms + biases + self.positions * self.hidden + self.vocabulary * self.head_bias
@@ -169,10 +167,10 @@ class Transformer:
         return (weights + tables) / (rows * columns) + self.vectors / columns
 
     def activations_held(self, rows: int, columns: int, *, checkpointed: bool = False) -> float:
-        """Elements kept for the backward pass, by fused attention; with checkpointing, what came over the wire.
+        """Elements kept for the backward pass with fused attention; `checkpointed` keeps only results of collectives.
 
-        A plain block keeps its norms' inputs and outputs, queries, keys, values and what was heard, and the inner part
-        before and after its nonlinearity: 16 T h / p with f = 4 h; checkpointed 10 T h / p.
+        A block keeps the inputs and outputs of its norms, queries, keys, values, the output of attention, and the
+        inner activations before and after their nonlinearity: 16 T h / p with f = 4 h, and 10 T h / p checkpointed.
         """
         h, f, k, ranks = self.hidden, self._inner, self._keys, rows * columns
         inner = 4 * f if self.gated else 2 * f
@@ -185,7 +183,7 @@ class Transformer:
         return self.tokens * ((self.layers * block + ends) / ranks + statistics)
 
     def transit_held(self, rows: int, columns: int) -> float:
-        """The most elements of gathered operands that a rank has at once, with one panel a product."""
+        """Peak elements of gathered operands on a rank, with one panel per product."""
         sizes = [*self.linears, (self.hidden, self.padded(rows, columns))]
         return max(
             self.tokens / rows * min(inputs, outputs) * (columns > 1) + inputs * outputs / columns * (rows > 1)
@@ -194,14 +192,14 @@ class Transformer:
 
     @property
     def flops(self) -> float:
-        """Of a step over all ranks: six for each weight and token, and attention to all earlier positions."""
+        """Operations of a step over all ranks: six per weight and token, and attention to all earlier positions."""
         weights = self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
         attention = 6 * self.layers * self.tokens * self.length * self.hidden
         return 6 * self.tokens * (weights + self.hidden * self.vocabulary) + attention
 
 
-def _swapped(rows: int, columns: int) -> float:
-    """The share of a table that a rank sends to transpose it, where it has least of its own new block already."""
+def _sent_to_transpose(rows: int, columns: int) -> float:
+    """The largest fraction of a table that a rank sends to transpose it: its block, less what stays on the rank."""
     overlaps = [
         max(0.0, min((i + 1) / rows, (j + 1) / columns) - max(i / rows, j / columns))
         for i in range(rows)
