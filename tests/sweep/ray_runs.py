@@ -1,8 +1,8 @@
-"""What runs under Ray, and a guard that ends all of it: when it has ended, when the test has, or at a deadline.
+"""Runs under Ray, and a guard that ends all their processes: when they end, when the test ends, or after a timeout.
 
-`python -m tests.sweep.ray_runs` prints what came of Ray's runs as JSON; `python -m tests.sweep.ray_runs COMMAND ...`
-guards another command. Ray's servers and workers have sessions of their own and outlive whoever is killed, so the
-guard adopts what loses its parent, kills by process id whatever descends from it, and removes the folder it made.
+`python -m tests.sweep.ray_runs` prints the results of Ray's runs as JSON; `python -m tests.sweep.ray_runs COMMAND ...`
+guards another command. Ray's servers and workers have sessions of their own and outlive a killed process, so the
+guard adopts orphans, kills all its descendants by process id, and removes the folder it made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def main() -> int:
-    """Guard what the arguments say; or do it, where this is already under guard."""
+    """Guard the command in the arguments; without one, run Ray, under a guard of its own."""
     if HOME in os.environ and not sys.argv[1:]:
         _control(_DIE_WITH_PARENT, signal.SIGKILL)
         run_ray(Path(os.environ[HOME]))
@@ -52,7 +52,7 @@ def guard(command: list[str]) -> int:
     _control(_ADOPT, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _remove_orphans()
-    # Ray keeps sockets there, whose names must be short.
+    # A short path: Ray keeps sockets there, whose paths are limited in length.
     home = tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-")
     try:
         process = subprocess.Popen(command, env={**os.environ, HOME: home})
@@ -70,7 +70,7 @@ def _control(option: int, value: int) -> None:
 
 
 def _end_descendants() -> None:
-    """Kill what is below this process, and what comes to be meanwhile, until nothing is left."""
+    """Kill all descendants of this process, and those that start meanwhile, until none is left."""
     while below := _descendants():
         for process in below:
             with suppress(ProcessLookupError):
@@ -117,7 +117,7 @@ def _started_in(folder: Path) -> Iterator[int]:
 
 
 def run_ray(home: Path) -> None:
-    """Print what came of Ray's runs."""
+    """Print the results of Ray's runs."""
     os.environ.update(SETTINGS)
     import ray
 
@@ -152,14 +152,14 @@ def work(folder: Path) -> Any:
             failure_config=FailureConfig(max_failures=1),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         )
-        told = tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1, **settings.pop("told"))
-        found = tune.Tuner(run_config=config, tune_config=told, **settings).fit()
+        tune_config = tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1, **settings.pop("search"))
+        found = tune.Tuner(run_config=config, tune_config=tune_config, **settings).fit()
         return [(each.config, each.metrics, str(each.error)) for each in found]
 
     search = packed(OptunaSearch(seed=0), SPACE, 3)
-    drawn = fit(trainable=trainable(PLAN(), every=2), param_space=pack_of(SPACE, 3), told={})
+    drawn = fit(trainable=trainable(PLAN(), every=2), param_space=pack_of(SPACE, 3), search={})
     spoiled = fails_once(trainable(PLAN(), every=2), folder)
-    searched = fit(trainable=spoiled, told={"num_samples": 2, "search_alg": search})
+    searched = fit(trainable=spoiled, search={"num_samples": 2, "search_alg": search})
     trials = [(each.state.name, each.value) for each in search.searcher._ot_study.trials]
     return {"drawn": drawn, "searched": searched, "study": trials, "process": os.getpid()}
 

@@ -1,4 +1,4 @@
-"""In a population the worst go on from the best, and one that was killed goes on bit for bit."""
+"""In a population the worst continue from the best, and a population that was killed is resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from thinwire.fusion import autotune as choice
 from thinwire.storage import rank_file as part
 from thinwire.sweep.journal import Journal
 from thinwire.sweep.plan import Plan
-from thinwire.sweep.population import Population, draws_of
 from thinwire.sweep.sampling import RandomSampler
 from thinwire.sweep.space import Range, Space, parse_domain
-from thinwire.sweep.sweeping import News, sweep
-from thinwire.sweep.training import Together, plain_optimizer_of, train_together
-from thinwire.sweep.trials import Copy, Halving, Outcome, Trial, ranked
+from thinwire.sweep.sweeping import Progress, sweep
+from thinwire.sweep.training import TrialArray, torch_optimizer, train_together
+from thinwire.sweep.trials import Copy, Halving, Outcome, Population, Trial, ranked, rng_for
 from thinwire.tasks.base import evaluating
 
 pytest.importorskip("sklearn")
@@ -40,7 +39,7 @@ POPULATION = Population(every=3, share=0.4, perturbed=("lr", "momentum"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.PIN, "1")
 
 
@@ -68,52 +67,52 @@ def outcomes(*losses: float) -> list[Outcome]:
     return [Outcome(Trial(number, {}), loss, 0, 3) for number, loss in enumerate(losses)]
 
 
-def test_the_worst_of_a_population_go_on_from_the_best() -> None:
+def test_the_worst_of_a_population_continue_from_the_best() -> None:
     judged = outcomes(0.4, 0.1, math.nan, 0.3)
-    assert Population(every=3).sources(judged, draws_of(0, 0, 3)) == [0, 1, 1, 3]
-    found = Population(every=3, share=0.5).sources(judged, draws_of(0, 0, 3))
+    assert Population(every=3).sources(judged, rng_for(0, 0, 3)) == [0, 1, 1, 3]
+    found = Population(every=3, share=0.5).sources(judged, rng_for(0, 0, 3))
     assert found[1] == 1 and found[3] == 3 and {found[0], found[2]} <= {1, 3}
 
 
 @pytest.mark.parametrize(("members", "replaced"), [(1, 0), (2, 1), (3, 1), (5, 1), (8, 2), (9, 2)])
 def test_at_least_one_member_is_replaced_where_there_are_two(members: int, replaced: int) -> None:
-    found = Population(every=1).sources(outcomes(*range(members)), draws_of(0, 0, 1))
+    found = Population(every=1).sources(outcomes(*range(members)), rng_for(0, 0, 1))
     assert [place for place, source in enumerate(found) if source != place] == list(range(members))[
         members - replaced :
     ]
     assert all(source < max(1, replaced) for source in found[members - replaced :])
 
 
-def test_hyperparameters_move_up_and_down_and_stay_where_an_optimizer_bears_them() -> None:
-    population, draws = Population(every=1, change=0.2), np.random.default_rng(0)
-    assert {round(population.moved("lr", 0.1, draws), 9) for _ in range(40)} == {0.08, 0.12}
-    assert {round(population.moved("momentum", 0.9, draws), 9) for _ in range(40)} == {0.88, 0.92}
-    assert {round(population.moved("beta1", 0.0, draws), 9) for _ in range(40)} == {0.0, 0.2}
+def test_hyperparameters_are_perturbed_up_and_down_and_stay_in_their_range() -> None:
+    population, rng = Population(every=1, change=0.2), np.random.default_rng(0)
+    assert {round(population.perturb("lr", 0.1, rng), 9) for _ in range(40)} == {0.08, 0.12}
+    assert {round(population.perturb("momentum", 0.9, rng), 9) for _ in range(40)} == {0.88, 0.92}
+    assert {round(population.perturb("beta1", 0.0, rng), 9) for _ in range(40)} == {0.0, 0.2}
     beta = 0.999
     for _ in range(200):
-        beta = population.moved("beta2", beta, draws)
+        beta = population.perturb("beta2", beta, rng)
         assert 0 <= beta < 1
 
 
-def test_a_copy_has_parameters_state_and_knobs_of_its_source_and_the_others_are_untouched() -> None:
-    run = Together(planned(None, schedule="constant"), drawn(4))
+def test_a_copy_has_the_state_and_hyperparameters_of_its_source_and_other_members_are_untouched() -> None:
+    run = TrialArray(planned(None, schedule="constant"), drawn(4))
     for _ in range(3):
         run.advance()
     before = {name: tensor.detach().clone() for name, tensor in run.array.named_parameters()}
-    rates, momenta, live = run.rates.clone(), run.optimizer.param_groups[0]["momentum"].clone(), list(run.live)
-    sources = run.exchange(Population(every=3, share=0.25, change=0.5))
+    rates, momenta, earlier = run.rates.clone(), run.optimizer.param_groups[0]["momentum"].clone(), list(run.trials)
+    sources = run.exploit_and_explore(Population(every=3, share=0.25, change=0.5))
     (copy,) = (place for place, source in enumerate(sources) if source != place)
     for name, tensor in run.array.named_parameters():
         assert torch.equal(tensor, before[name][sources])
     for place, source in enumerate(sources):
         assert run.optimizer.param_groups[0]["momentum"][place] == momenta[source]
-        assert run.live[place].number == live[place].number
+        assert run.trials[place].number == earlier[place].number
         if place != copy:
-            assert run.rates[place] == rates[place] and run.live[place] == live[place] and not run.copies[place]
+            assert run.rates[place] == rates[place] and run.trials[place] == earlier[place] and not run.copies[place]
     assert float(run.rates[copy] / rates[sources[copy]]) in (pytest.approx(0.5), pytest.approx(1.5))
-    hyperparameters = {**live[sources[copy]].hyperparameters, "lr": float(run.rates[copy])}
-    assert run.live[copy].hyperparameters == hyperparameters
-    assert run.copies[copy] == (Copy(3, live[sources[copy]].number, hyperparameters),)
+    hyperparameters = {**earlier[sources[copy]].hyperparameters, "lr": float(run.rates[copy])}
+    assert run.trials[copy].hyperparameters == hyperparameters
+    assert run.copies[copy] == (Copy(3, earlier[sources[copy]].number, hyperparameters),)
     assert run.optimizer.extract(copy)["state"][0]["momentum_buffer"].equal(
         run.optimizer.extract(sources[copy])["state"][0]["momentum_buffer"]
     )
@@ -126,7 +125,7 @@ def one_by_one(
     task, batch_size = plan.task, plan.setting(trials[0].hyperparameters).batch_size
     (shard,) = task.shards(1, seed=plan.seed)
     models = [task.model(seed=plan.seed) for _ in trials]
-    movers = [plain_optimizer_of(m, plan.setting(t.hyperparameters)) for m, t in zip(models, trials, strict=True)]
+    movers = [torch_optimizer(m, plan.setting(t.hyperparameters)) for m, t in zip(models, trials, strict=True)]
     hyperparameters, history = [dict(each.hyperparameters) for each in trials], [list[Any]() for _ in trials]
 
     def judged() -> list[float]:
@@ -140,20 +139,20 @@ def one_by_one(
         for model, mover, own in zip(models, movers, hyperparameters, strict=True):
             mover.zero_grad()
             task.loss(model, task.batch(shard, step - 1, batch_size=batch_size, seed=plan.seed, rank=0)).backward()
-            mover.param_groups[0].update(lr=own["lr"] * plan.factor(step - 1), momentum=own["momentum"])
+            mover.param_groups[0].update(lr=own["lr"] * plan.lr_factor(step - 1), momentum=own["momentum"])
             mover.step()
         if step % population.every or step == plan.steps:
             continue
-        losses, draws = judged(), draws_of(plan.seed, trials[0].number, step)
+        losses, rng = judged(), rng_for(plan.seed, trials[0].number, step)
         order = sorted(range(len(trials)), key=losses.__getitem__)
         count = max(1, int(population.share * len(trials)))
-        copied = {worst: order[int(draws.integers(count))] for worst in order[-count:]}
+        copied = {worst: order[int(rng.integers(count))] for worst in order[-count:]}
         for place, source in sorted(copied.items()):
             models[place].load_state_dict(models[source].state_dict())
             movers[place].load_state_dict(deepcopy(movers[source].state_dict()))
             hyperparameters[place] = dict(hyperparameters[source])
             for name in population.perturbed:
-                up = draws.random() < 0.5
+                up = rng.random() < 0.5
                 value = hyperparameters[place][name] if name == "lr" else 1 - hyperparameters[place][name]
                 value *= 1 + population.change if up else 1 - population.change
                 hyperparameters[place][name] = value if name == "lr" else max(0.0, 1 - value)
@@ -180,45 +179,47 @@ def test_a_population_without_exchanges_is_the_same_trials_by_themselves(plan: P
     assert train_together(never, drawn(3)) == train_together(planned(None), drawn(3))
 
 
-def test_chance_is_another_for_every_array_and_step() -> None:
-    first = [draws_of(*key).random() for key in ((0, 0, 3), (1, 0, 3), (0, 4, 3), (0, 0, 6), (0, 0, 3))]
+def test_random_draws_differ_between_arrays_and_steps() -> None:
+    first = [rng_for(*key).random() for key in ((0, 0, 3), (1, 0, 3), (0, 4, 3), (0, 0, 6), (0, 0, 3))]
     assert len(set(first)) == 4 and first[0] == first[-1]
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 class Interrupted(Exception):
-    """As by a person."""
+    """An interruption, as by a person."""
 
 
-def interrupt_at(steps: int) -> Callable[[News], None]:
-    seen: list[News] = []
+def interrupt_at(steps: int) -> Callable[[Progress], None]:
+    seen: list[Progress] = []
 
-    def told(news: News) -> None:
-        seen.append(news)
+    def record(progress: Progress) -> None:
+        seen.append(progress)
         if len(seen) == steps:
             raise Interrupted
 
-    return told
+    return record
 
 
-def swept(plan: Plan, folder: Path | None, resume: bool = False, told: Callable[[News], None] | None = None) -> Any:
+def run_sweep(
+    plan: Plan, folder: Path | None, resume: bool = False, callback: Callable[[Progress], None] | None = None
+) -> Any:
     journal = None if folder is None else Journal(folder, {"seed": 2}, resume=resume, every_seconds=0)
-    return sweep(plan, RandomSampler(SPACE, seed=2), 7, together=4, told=told, journal=journal)
+    return sweep(plan, RandomSampler(SPACE, seed=2), 7, together=4, callback=callback, journal=journal)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 10, 13, 18])
 def test_a_population_that_was_interrupted_has_the_same_trials_losses_and_lineage(
     steps: int, plan: Plan, tmp_path: Path
 ) -> None:
-    whole = swept(plan, None)
+    whole = run_sweep(plan, None)
     for resume, stop in ((False, interrupt_at(steps)), (True, interrupt_at(2))):
         with pytest.raises(Interrupted):
-            swept(plan, tmp_path, resume, stop)
-    assert swept(plan, tmp_path, True) == whole
+            run_sweep(plan, tmp_path, resume, stop)
+    assert run_sweep(plan, tmp_path, True) == whole
     assert {len(each.copies) for each in whole} > {0}
-    assert swept(plan, tmp_path, True) == whole  # from an ended one, too
+    assert run_sweep(plan, tmp_path, True) == whole  # from an ended one, too
 
 
 def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
@@ -236,13 +237,13 @@ def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
         return call
 
     owner, name = {
-        "copied, not yet perturbed": (Together, "_move"),
+        "copied, not yet perturbed": (TrialArray, "_perturb"),
         "tensors written, their names not": (part, "write_aside"),
         "written aside, not in place": (part.RankFile, "commit"),
         "in place, the old not removed": (part.RankFile, "tidy"),
     }[moment]
     setattr(owner, name, dying(getattr(owner, name)))
-    swept(planned(), folder, resume)
+    run_sweep(planned(), folder, resume)
 
 
 KILLS = [
@@ -273,7 +274,7 @@ def test_a_population_that_is_killed_again_and_again_ends_as_one_that_ran_throug
     assert process.exitcode == 0
     process.close()
     assert len(list(tmp_path.iterdir())) >= 2
-    assert swept(plan, tmp_path, True) == swept(plan, None)
+    assert run_sweep(plan, tmp_path, True) == run_sweep(plan, None)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -282,22 +283,22 @@ def test_a_population_that_is_killed_again_and_again_ends_as_one_that_ran_throug
 COMMAND = "sweep --task digits --trials 5 --steps 8 --momentum 0:0.9 --eval-limit 64 --together 5 --population 3 --json"
 
 
-def test_the_command_goes_on_with_a_population(
+def test_the_command_resumes_a_population(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([*COMMAND.split(), "--out", str(tmp_path / "whole")]) == 0
     whole = json.loads(capsys.readouterr().out)
     with monkeypatch.context() as patched:
-        exchange: Any = Together.exchange
+        original: Any = TrialArray.exploit_and_explore
         usual: Any = Journal.__init__.__kwdefaults__
         patched.setattr(Journal.__init__, "__kwdefaults__", {**usual, "every_seconds": 0.0})
 
-        def stop(run: Together, population: Population) -> Any:
+        def stop(run: TrialArray, population: Population) -> Any:
             if run.step == 6:
                 raise Interrupted
-            return exchange(run, population)
+            return original(run, population)
 
-        patched.setattr(Together, "exchange", stop)
+        patched.setattr(TrialArray, "exploit_and_explore", stop)
         with pytest.raises(Interrupted):
             main([*COMMAND.split(), "--out", str(tmp_path / "part")])
     assert main(["sweep", "--resume", str(tmp_path / "part"), "--json"]) == 0
@@ -312,24 +313,24 @@ def test_the_command_goes_on_with_a_population(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--population 0", "every=0: must be at least 1 step"),
         ("--population 3 --share 0.6", "share=0.6: must lie in (0, 0.5]"),
         ("--population 3 --change 1", "change=1.0: must lie between 0 and 1"),
-        ("--population 3 --halving 2", "keep one of the two"),
+        ("--population 3 --halving 2", "use one of the two"),
         ("--population 3 --sampler optuna", "use --sampler random"),
         ("--population 3 --check", "leave out --check"),
         ("--share 0.3", "--share 0.3: belongs to --population"),
-        ("--population 300 --steps 300", "no exchange"),
-        ("--population 3 --together 1", "nobody to go on from"),
+        ("--population 300 --steps 300", "no selection"),
+        ("--population 3 --together 1", "no other member to copy"),
     ],
 )
-def test_what_does_not_go_with_a_population_is_refused(
-    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_options_that_contradict_a_population_are_refused(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", "--trials", "4", "--out", str(tmp_path / "sweep"), *words.split()]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "sweep").exists()
 
 
@@ -340,11 +341,11 @@ def test_what_does_not_go_with_a_population_is_refused(
         (lambda: Population(every=1, share=0.6), r"\(0, 0.5\]"),
         (lambda: Population(every=1, change=1.0), "between 0 and 1"),
         (lambda: Population(every=1, perturbed=("batch_size",)), "members of an array differ in lr, momentum"),
-        (lambda: planned(halving=Halving(2)), "keep one of the two"),
-        (lambda: Together(planned(Population(1, perturbed=("beta1",))), drawn(2)), "SGD has none of them"),
+        (lambda: planned(halving=Halving(2)), "use one of the two"),
+        (lambda: TrialArray(planned(Population(1, perturbed=("beta1",))), drawn(2)), "SGD has none of them"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+def test_impossible_settings_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 

@@ -47,14 +47,14 @@ def fails_once(train: Callable[[Any], None], folder: Path) -> Callable[[Any], No
         mark, reported = folder.with_suffix(".failed"), []
         report: Any = tune.report
 
-        def telling(*args: Any, **kwargs: Any) -> None:
+        def report_and_fail(*args: Any, **kwargs: Any) -> None:
             report(*args, **kwargs)
             reported.append(args)
             if len(reported) == 2 and not mark.exists():
                 mark.write_text("")
-                raise RuntimeError("as if the machine had gone")
+                raise RuntimeError("as if the machine had failed")
 
-        tune.report = telling
+        tune.report = report_and_fail
         try:
             train(config)
         finally:
@@ -66,23 +66,23 @@ def fails_once(train: Callable[[Any], None], folder: Path) -> Callable[[Any], No
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-def test_packs_train_under_tune_as_their_members_do_alone_and_go_on_after_a_failure(
+def test_packs_train_under_tune_as_their_members_do_alone_and_resume_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("optuna")
     before = set(Path("/tmp").glob("ray*"))
     found = guarded([])
     assert found.returncode == 0, found.stderr[-3000:]
-    told = json.loads(found.stdout.splitlines()[-1])
+    runs = json.loads(found.stdout.splitlines()[-1])
     monkeypatch.setenv(choice.PIN, "1")
     for kind in ("drawn", "searched"):
-        assert len(told[kind]) == 1 + (kind == "searched")
-        for config, metrics, error in told[kind]:
+        assert len(runs[kind]) == 1 + (kind == "searched")
+        for config, metrics, error in runs[kind]:
             assert error == "None"
             _compare(config, metrics)
-    assert sum(metrics["training_iteration"] for _, metrics, _ in told["searched"]) > 2
-    judged = [row["loss"] for config, metrics, _ in told["searched"] for row in metrics["members"]]
-    assert told["study"] == [["COMPLETE", loss] for loss in judged] and len(judged) == 6
+    assert sum(metrics["training_iteration"] for _, metrics, _ in runs["searched"]) > 2
+    judged = [row["loss"] for config, metrics, _ in runs["searched"] for row in metrics["members"]]
+    assert runs["study"] == [["COMPLETE", loss] for loss in judged] and len(judged) == 6
     assert set(Path("/tmp").glob("ray*")) <= before
 
 
@@ -107,7 +107,7 @@ def guarded(command: list[str], then: Callable[[subprocess.Popen[str]], None] = 
     return subprocess.CompletedProcess(guard.args, guard.returncode, out, err)
 
 
-# A child in a session of its own that cannot be asked to end, by a parent that is gone, in the folder that was made.
+# A child in its own session that ignores SIGTERM, whose parent has ended, and which writes to the guard's folder.
 STUBBORN = """
 import os, signal, sys, time
 home = os.environ["THINWIRE_RAY_HOME"]
@@ -122,8 +122,8 @@ time.sleep(60)
 """
 
 
-def told_by(guard: subprocess.Popen[str]) -> tuple[int, Path]:
-    """Who the stubborn child is, and where."""
+def started_by(guard: subprocess.Popen[str]) -> tuple[int, Path]:
+    """The stubborn child's process id, and its folder."""
     assert guard.stdout is not None
     process, home = guard.stdout.readline().split()
     return int(process), Path(home)
@@ -138,13 +138,13 @@ def gone(process: int, home: Path, seconds: float = 10) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["its command ends", "it is told to end"])
+@pytest.mark.parametrize("how", ["its command ends", "it is terminated"])
 def test_nothing_outlives_the_guard(how: str) -> None:
     seen: list[tuple[int, Path]] = []
 
     def then(guard: subprocess.Popen[str]) -> None:
-        seen.append(told_by(guard))
-        if how == "it is told to end":
+        seen.append(started_by(guard))
+        if how == "it is terminated":
             guard.terminate()
 
     alone = how == "its command ends"
@@ -158,7 +158,7 @@ def test_nothing_outlives_a_test_that_was_killed() -> None:
     test = f"import subprocess; subprocess.run({[sys.executable, '-m', 'tests.sweep.ray_runs', *command]!r})"
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", test], cwd=root, stdout=subprocess.PIPE, text=True) as killed:
-        process, home = told_by(killed)
+        process, home = started_by(killed)
         killed.kill()
     assert gone(process, home)
 
@@ -167,7 +167,7 @@ def test_what_a_killed_guard_has_left_is_ended_by_the_next_one() -> None:
     command = [sys.executable, "-m", "tests.sweep.ray_runs", sys.executable, "-c", STUBBORN.format(waits=True)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as killed:
-        process, home = told_by(killed)
+        process, home = started_by(killed)
         killed.kill()
     assert Path("/proc", str(process)).exists() and home.exists()
     assert guarded([sys.executable, "-c", "pass"]).returncode == 0
@@ -175,7 +175,7 @@ def test_what_a_killed_guard_has_left_is_ended_by_the_next_one() -> None:
 
 
 def _compare(config: Any, metrics: Any) -> None:
-    """What Tune was told of a pack is what its members come to here."""
+    """The report of a pack to Tune has the outcomes that its members have here."""
     trials = members_of(config)
     groups: dict[Any, list[Trial]] = {}
     for trial in trials:
@@ -189,10 +189,10 @@ def _compare(config: Any, metrics: Any) -> None:
 
 
 @needs_ray
-def test_spaces_are_told_as_tune_writes_them() -> None:
+def test_spaces_become_those_of_tune() -> None:
     from ray import tune
 
-    space = Space({name: parse_domain(text) for name, text in KNOBS.items()})
+    space = Space({name: parse_domain(text) for name, text in DOMAINS.items()})
     found = ray_tune.pack_of(space, 2)["members"]
     assert len(found) == 2
     kinds = {name: type(domain) for name, domain in found[0].items()}
@@ -206,14 +206,14 @@ def test_spaces_are_told_as_tune_writes_them() -> None:
     assert (whole.lower, whole.upper) == (8, 17)
 
 
-KNOBS = {"lr": "log:1e-3:1e-1", "momentum": "0:0.9", "batch_size": "whole:8:16", "optimizer": "sgd,adamw"}
+DOMAINS = {"lr": "log:1e-3:1e-1", "momentum": "0:0.9", "batch_size": "whole:8:16", "optimizer": "sgd,adamw"}
 
 
 class Listed:
-    """A searcher that proposes what it is given, and keeps what it is told."""
+    """A searcher that proposes a given list, and records the results it gets."""
 
     def __init__(self, proposals: list[Any]) -> None:
-        self.proposals, self.told, self.has_space = proposals, list[Any](), False
+        self.proposals, self.results, self.has_space = proposals, list[Any](), False
 
     def suggest(self, trial_id: str) -> Any:
         return self.proposals.pop(0) if self.proposals else "FINISHED"
@@ -223,11 +223,11 @@ class Listed:
         return not self.has_space
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        self.told.append((trial_id, result and result["loss"], error))
+        self.results.append((trial_id, result and result["loss"], error))
 
 
 @needs_ray
-def test_a_packed_searcher_asks_and_tells_for_every_member() -> None:
+def test_a_packed_searcher_proposes_and_reports_every_member() -> None:
     inner = Listed([{"lr": 1}, None, {"lr": 2}, {"lr": 3}, {"lr": 4}])
     search = ray_tune.packed(inner, SPACE, 2)
     assert search.suggest("a") is None
@@ -237,7 +237,7 @@ def test_a_packed_searcher_asks_and_tells_for_every_member() -> None:
     rows = [{"trial": 0, "loss": 0.5, "steps": 6}, {"trial": 1, "loss": math.nan, "steps": 6}]
     search.on_trial_complete("a", {"members": rows})
     search.on_trial_complete("b", error=True)
-    assert inner.told == [("a-0", 0.5, False), ("a-1", None, True), ("b-0", None, True), ("b-1", None, True)]
+    assert inner.results == [("a-0", 0.5, False), ("a-1", None, True), ("b-0", None, True), ("b-1", None, True)]
     inner.proposals = [{"lr": 5}]
     assert search.suggest("d") == {"members": [{"lr": 5}]}
     assert search.set_search_properties("loss", "min", {})
@@ -245,7 +245,7 @@ def test_a_packed_searcher_asks_and_tells_for_every_member() -> None:
         search.set_search_properties("loss", "min", {"lr": 1})
     again = ray_tune.packed(inner, SPACE, 2)
     again.set_state(search.get_state())
-    assert list(again.asked) == ["c", "d"]
+    assert list(again.pending) == ["c", "d"]
     inner.has_space = True
     with pytest.raises(ConfigError, match="Listed has a space of its own"):
         ray_tune.packed(inner, SPACE, 2)
@@ -254,7 +254,7 @@ def test_a_packed_searcher_asks_and_tells_for_every_member() -> None:
             ray_tune.packed(inner, SPACE, **{"together": 2, **wrong})
 
 
-def test_a_pack_is_summed_up_by_its_best_member() -> None:
+def test_a_pack_reports_its_best_member() -> None:
     trials = [Trial(place, {"lr": 0.1}) for place in range(3)]
     outcomes = [
         Outcome(trials[2], 0.3, 0.9, 6),
@@ -268,12 +268,12 @@ def test_a_pack_is_summed_up_by_its_best_member() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"lr": 0.1}, {"members": []}, {"members": [0.1]}])
-def test_a_configuration_that_is_no_pack_is_refused(config: Any) -> None:
+def test_a_configuration_that_is_not_a_pack_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match="a pack is"):
         members_of(config)
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.tune", None)
     for call in (
         lambda: ray_tune.trainable(PLAN()),

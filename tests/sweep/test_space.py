@@ -1,4 +1,4 @@
-"""What a sweep may choose from, who goes on, and how many fit."""
+"""Search spaces, early stopping, and how many trials fit into memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from thinwire import ConfigError
-from thinwire.sweep.capacity import largest
 from thinwire.sweep.space import Choices, Range, Space, parse_domain
+from thinwire.sweep.sweeping import largest_that_fits
 from thinwire.sweep.trials import Halving, Outcome, Trial, partition, ranked
 
 
@@ -40,20 +40,20 @@ def test_domains_are_read_and_written(text: str, domain: Range | Choices) -> Non
         ("log:0:1", "begins above 0"),
         ("1:0", "must be finite and rise"),
         ("log:a:b", "are numbers"),
-        ("cubic:0:1", "is no range"),
-        ("log:1:2:3", "is no range"),
+        ("cubic:0:1", "is not a range"),
+        ("log:1:2:3", "is not a range"),
         ("whole:1.5:2", "whole ends"),
-        ("1,1", "comes twice"),
+        ("1,1", "is listed twice"),
         ("1,,2", "an empty value"),
         ("0:inf", "must be finite"),
     ],
 )
-def test_what_is_no_domain_is_refused_in_words(text: str, words: str) -> None:
+def test_text_that_is_not_a_domain_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_domain(text)
 
 
-def test_trials_are_drawn_alike_whenever_they_are_asked_for() -> None:
+def test_a_trial_s_draw_depends_on_its_number_only() -> None:
     space = Space({"lr": Range(1e-4, 1e-1, "log"), "momentum": Range(0, 0.95), "batch_size": Choices((16, 32))})
     assert [space.draw(3, number) for number in range(5)] == [space.draw(3, number) for number in range(5)]
     assert space.draw(3, 0) != space.draw(4, 0)
@@ -77,7 +77,7 @@ def test_the_lowest_loss_is_best_and_diverged_trials_come_last() -> None:
     assert [each.trial.number for each in ranked(outcomes)] == [2, 3, 1, 0, 4]
 
 
-def test_who_went_further_is_before_who_was_given_up() -> None:
+def test_trials_with_more_steps_rank_before_stopped_ones() -> None:
     assert [each.trial.number for each in ranked([outcome(0, 0.1, 10), outcome(1, 0.3, 30)])] == [1, 0]
 
 
@@ -87,32 +87,32 @@ def test_rungs_are_apart_by_the_factor_and_end_before_the_sweep_does() -> None:
     assert Halving(first=10).rungs(10) == []
 
 
-def test_a_third_rounded_up_goes_on() -> None:
+def test_a_third_rounded_up_is_promoted() -> None:
     outcomes = [outcome(number, loss) for number, loss in enumerate([0.4, math.nan, 0.1, 0.3, 0.2, 0.9, 0.8])]
     assert [each.trial.number for each in Halving(first=1).promoted(outcomes)] == [2, 4, 3]
 
 
-def test_trials_alike_in_what_cannot_be_fused_share_an_array() -> None:
+def test_trials_equal_in_what_cannot_be_fused_share_an_array() -> None:
     trials = [Trial(i, {"lr": 0.1 * i, "batch_size": size}) for i, size in enumerate([16, 32, 16, 32, 16])]
     groups = partition(trials, {"lr"})
     assert [[trial.number for trial in group] for group in groups] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("first", "keep", "words"), [(0, 3, "at least 1 step"), (5, 1, "at least 2")])
-def test_halving_that_cannot_be_is_refused(first: int, keep: int, words: str) -> None:
+def test_impossible_halving_is_refused(first: int, keep: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Halving(first=first, keep=keep)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100])
-def test_the_largest_number_that_fits_is_found_with_few_questions(most: int) -> None:
+def test_the_largest_number_that_fits_is_found_with_few_attempts(most: int) -> None:
     for limit in range(most + 3):
-        asked: list[int] = []
+        tried: list[int] = []
 
-        def fits(count: int, limit: int = limit, asked: list[int] = asked) -> bool:
-            asked.append(count)
+        def fits(count: int, limit: int = limit, tried: list[int] = tried) -> bool:
+            tried.append(count)
             return count <= limit
 
-        assert largest(fits, most) == min(limit, most)
-        assert len(asked) <= 2 * math.log2(max(limit, 1)) + 3
-        assert max(asked) <= most
+        assert largest_that_fits(fits, most) == min(limit, most)
+        assert len(tried) <= 2 * math.log2(max(limit, 1)) + 3
+        assert max(tried) <= most

@@ -14,8 +14,8 @@ from thinwire.cli import main
 from thinwire.sweep.plan import Plan
 from thinwire.sweep.sampling import OptunaSampler, RandomSampler, sampler_of
 from thinwire.sweep.space import Range, Space, parse_domain
-from thinwire.sweep.sweeping import News, room_for, sweep
-from thinwire.sweep.training import Together, train_alone, train_together
+from thinwire.sweep.sweeping import Progress, capacity_for, sweep
+from thinwire.sweep.training import TrialArray, train_alone, train_together
 from thinwire.sweep.trials import Halving, Outcome, Trial
 
 pytest.importorskip("sklearn")
@@ -51,7 +51,7 @@ def test_an_array_of_trials_ends_as_they_do_one_by_one(plan: Plan, optimizer: st
         assert together.steps == alone.steps == 12
 
 
-def test_halving_gives_up_the_worst_and_leaves_the_rest_as_they_were(plan: Plan) -> None:
+def test_halving_stops_the_worst_and_leaves_the_others_unchanged(plan: Plan) -> None:
     drawn = trials(6)
     halved = Plan(plan.task, plan.steps, halving=Halving(first=3, keep=2), eval_limit=plan.eval_limit)
     found = train_together(halved, drawn)
@@ -61,7 +61,7 @@ def test_halving_gives_up_the_worst_and_leaves_the_rest_as_they_were(plan: Plan)
         assert survivor.loss == pytest.approx(train_alone(plan, survivor.trial).loss, abs=1e-5)
 
 
-def test_a_trial_that_diverges_leaves_the_others_alone(plan: Plan) -> None:
+def test_a_trial_that_diverges_does_not_change_the_others(plan: Plan) -> None:
     sound = trials(2)
     wild = Trial(2, {"lr": 1e30})
     found = train_together(plan, [*sound, wild])
@@ -72,31 +72,31 @@ def test_a_trial_that_diverges_leaves_the_others_alone(plan: Plan) -> None:
 
 
 def test_a_sweep_trains_what_cannot_be_fused_apart(plan: Plan) -> None:
-    news: list[News] = []
+    events: list[Progress] = []
     space = Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")})
-    found = sweep(plan, RandomSampler(space, seed=1), 6, together=2, told=news.append)
+    found = sweep(plan, RandomSampler(space, seed=1), 6, together=2, callback=events.append)
     assert [each.trial.number for each in found] == list(range(6))
-    assert max(each.members for each in news) <= 2
+    assert max(each.members for each in events) <= 2
     sizes = [each.trial.hyperparameters["batch_size"] for each in found]
     assert set(sizes) == {8, 16}
     assert found[0].loss == pytest.approx(train_alone(plan, found[0].trial).loss, abs=1e-5)
 
 
-def test_all_small_trials_fit_and_a_sweep_asks_for_room_by_itself(plan: Plan) -> None:
-    assert room_for(plan, trials(3)) == 3
+def test_small_trials_all_fit_and_a_sweep_finds_its_capacity(plan: Plan) -> None:
+    assert capacity_for(plan, trials(3)) == 3
     assert len(sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 3)) == 3
 
 
-def test_a_study_is_asked_for_arrays_and_told_what_came_of_them(plan: Plan) -> None:
+def test_a_study_proposes_arrays_and_learns_their_outcomes(plan: Plan) -> None:
     pytest.importorskip("optuna")
     sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log"), "batch_size": parse_domain("8,16")}), seed=0)
     found = sweep(plan, sampler, 4, together=2)
-    told = {each.number: each.value for each in sampler.study.trials}
-    assert told == {each.trial.number: each.loss for each in found}
+    values = {each.number: each.value for each in sampler.study.trials}
+    assert values == {each.trial.number: each.loss for each in found}
     assert sampler.study.best_trial.number == min(found, key=lambda each: each.loss).trial.number
 
 
-def test_a_study_learns_of_trials_that_diverged_or_were_given_up() -> None:
+def test_a_study_learns_of_trials_that_diverged_or_were_stopped() -> None:
     pytest.importorskip("optuna")
     sampler = OptunaSampler(Space({"lr": Range(1e-3, 1e-1, "log")}), seed=0)
     first, second, third = sampler.ask(3)
@@ -113,7 +113,7 @@ def test_a_sampler_that_does_not_exist_is_refused() -> None:
     ("hyperparameters", "words"),
     [({"dropout": 0.1}, "there are batch_size"), ({"lr": "fast"}, "must be a number"), ({"optimizer": "lion"}, "lion")],
 )
-def test_knobs_that_do_not_exist_are_refused_by_name(
+def test_hyperparameters_that_do_not_exist_are_refused_by_name(
     plan: Plan, hyperparameters: dict[str, float | str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -122,10 +122,10 @@ def test_knobs_that_do_not_exist_are_refused_by_name(
 
 def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
     with pytest.raises(ConfigError, match="partition them"):
-        Together(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
+        TrialArray(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
 
 
-def test_the_command_sweeps_and_writes_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_sweeps_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sweep"
     command = "sweep --task digits --trials 4 --steps 8 --lr log:1e-3:1e-1 --momentum 0:0.9 --eval-limit 64 --threads 1"
     threads = torch.get_num_threads()
@@ -133,14 +133,14 @@ def test_the_command_sweeps_and_writes_what_came_of_it(tmp_path: Path, capsys: p
         assert main([*command.split(), "--halving", "3", "--keep", "2", "--check", "--json", "--out", str(folder)]) == 0
     finally:
         torch.set_num_threads(threads)
-    told = json.loads(capsys.readouterr().out)
-    assert told["trials"] == json.loads((folder / "trials.json").read_text())
-    assert told["largest_difference"] < 1e-4
-    assert told["given_up"] == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["trials"] == json.loads((folder / "trials.json").read_text())
+    assert found["largest_difference"] < 1e-4
+    assert found["stopped"] == 3
     assert (folder / "plots" / "sweep.png").stat().st_size > 5_000
-    assert "What each hyperparameter did" in (folder / "report.html").read_text()
+    assert "Loss by hyperparameter" in (folder / "report.html").read_text()
 
 
-def test_a_knob_that_is_no_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--lr", "log:0:1"]) != 0
     assert "begins above 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The meshes over which a model can be cut, as a table."""
+"""The meshes over which a model can be split, as a table."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LINK = "1gbit+50us"
 def explain_meshes(
     ranks: int, *, task: str | None, size: str | None, batch_size: int, link: str | None, data: Path | None, json: bool
 ) -> None:
-    """Show every mesh of `ranks` for a task's model, with the one to take.
+    """Show every mesh of `ranks` ranks for a task's model, and mark the best one.
 
     Args:
-        ranks: of the mesh.
-        task: a language task; text unless given.
-        size: of its model.
+        ranks: number of ranks.
+        task: a language task; default text.
+        size: size of its model.
         batch_size: samples of the whole batch.
-        link: of every rank, RATE+DELAY; 1gbit+50us unless given.
-        data: the folder of data files.
-        json: print the advice as JSON.
+        link: link of every rank, RATE+DELAY; default 1gbit+50us.
+        data: folder of data files.
+        json: whether to print the advice as JSON.
 
     Raises:
         ConfigError: a model that the advisor does not know, or a link without a rate.
@@ -48,7 +48,7 @@ def explain_meshes(
     described = describe_transformer(model, samples=batch_size, length=length)
     slowest = parse_links(link or _LINK, 1)[0]
     if slowest.bits_per_second is None:
-        raise ConfigError(f"--link {link}: a mesh is chosen by a rate, such as {_LINK}")
+        raise ConfigError(f"--link {link}: the best mesh depends on the rate; give one, such as {_LINK}")
     pace = Pace(slowest.delay_seconds, slowest.bits_per_second, measure_flops())
     advice = advise(described, ranks, pace)
     if json:
@@ -67,7 +67,7 @@ def _show(advice: Advice) -> None:
         f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n",
         markup=False,
     )
-    table = Table("mesh", "kind", "sent a step", "messages", "memory", "communication", "compute")
+    table = Table("mesh", "kind", "sent per step", "messages", "memory", "communication", "compute")
     for cost in advice.costs:
         name = f"{cost.rows}x{cost.columns}" + " *" * (cost is advice.best)
         if cost.refusal and not cost.memory_bytes:

@@ -1,4 +1,4 @@
-"""Trials of a sweep as people see them: while they train, in a table, and as JSON."""
+"""The output of a sweep: a progress display, tables and JSON."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from thinwire.sweep.space import Hyperparameters, Space
-    from thinwire.sweep.sweeping import News
+    from thinwire.sweep.sweeping import Progress
     from thinwire.sweep.trials import Outcome
 
+# Seconds between updates: of lines in a log, and of the table on a terminal.
 _PLAIN_SECONDS = 10.0
 _LIVE_SECONDS = 0.5
-_SHOWN = 5
+_SHOWN = 5  # trials in the live table
 Fields = dict[str, Any]
 
 
-def lines_of(best: Sequence[Outcome]) -> list[Fields]:
-    """Trials as JSON, as `trials.json` has them."""
+def trials_as_json(best: Sequence[Outcome]) -> list[Fields]:
+    """Trials as JSON values, for `trials.json`."""
     return [
         {
             "trial": each.trial.number,
             "loss": each.loss if math.isfinite(each.loss) else None,
             "metric": each.metric if math.isfinite(each.metric) else None,
             "steps": each.steps,
-            "given_up": each.stopped,
+            "stopped": each.stopped,
             "hyperparameters": dict(each.trial.hyperparameters),
             "copies": [
                 {"step": copy.step, "source": copy.source, "hyperparameters": dict(copy.hyperparameters)}
@@ -45,7 +46,7 @@ def lines_of(best: Sequence[Outcome]) -> list[Fields]:
 
 
 def headings_of(space: Space) -> list[str]:
-    """What `rows_of` has in its columns."""
+    """The column headings of `rows_of`."""
     return ["trial", *space.domains, "held-out loss", "metric", "steps"]
 
 
@@ -57,15 +58,15 @@ def rows_of(space: Space, best: Sequence[Outcome]) -> list[list[str]]:
             *(_short(each.trial.hyperparameters[name]) for name in space.domains),
             f"{each.loss:.4f}",
             f"{each.metric:.4f}",
-            f"{each.steps}{', given up' if each.stopped else ''}{_lineage(each)}",
+            f"{each.steps}{', stopped' if each.stopped else ''}{_lineage(each)}",
         ]
         for each in best
     ]
 
 
 def _lineage(outcome: Outcome) -> str:
-    words = [f"of {copy.source} at {copy.step}" for copy in outcome.copies]
-    return f", copy {', '.join(words)}" if words else ""
+    copies = [f"of {copy.source} at {copy.step}" for copy in outcome.copies]
+    return f", copy {', '.join(copies)}" if copies else ""
 
 
 def _short(value: object) -> str:
@@ -82,77 +83,79 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     out.print(table)
 
 
-def words_of(summary: Fields) -> str:
-    """A sweep's summary in a line or two."""
-    words = [f"{summary['seconds']:.1f} s, {summary['given_up']} given up, {summary['diverged']} diverged"]
-    if "alone_seconds" in summary:
+def summary_text(summary: Fields) -> str:
+    """A sweep's summary in one or two lines."""
+    lines = [f"{summary['seconds']:.1f} s, {summary['stopped']} stopped early, {summary['diverged']} diverged"]
+    if "sequential_seconds" in summary:
         same = "the same best trial" if summary["same_best"] else "another best trial"
-        words.append(
-            f"one after another {summary['alone_seconds']:.1f} s, {summary['times_as_fast']:.1f} times as long; "
+        lines.append(
+            f"one after another {summary['sequential_seconds']:.1f} s, {summary['speedup']:.1f} times as long; "
             f"{same}, losses at most {summary['largest_difference']:.1e} apart"
         )
-    return "\n".join(words)
+    return "\n".join(lines)
 
 
 @contextmanager
-def watched(trials: int, steps: int) -> Generator[Callable[[News], None]]:
-    """A live bar and the best trials on a terminal, a line every ten seconds elsewhere."""
+def progress_display(trials: int, steps: int) -> Generator[Callable[[Progress], None]]:
+    """Show a sweep's progress: a bar with the best trials on a terminal, a line every ten seconds elsewhere."""
     from rich.live import Live
-    from rich.progress import Progress
+    from rich.progress import Progress as ProgressBar
     from rich.table import Table
 
-    bar = Progress(console=err)
-    place, told = bar.add_task("sweep", total=trials * steps), [time.monotonic()]
+    bar = ProgressBar(console=err)
+    task, shown_at = bar.add_task("sweep", total=trials * steps), time.monotonic()
 
-    def seen(news: News) -> None:
-        words = f"array {news.array}, {news.members} trials, step {news.step}/{steps}"
-        waited = time.monotonic() - told[0]
-        if not err.is_terminal and waited > _PLAIN_SECONDS:
-            err.print(f"{words}{_best(news)}", markup=False)
-            told[0] = time.monotonic()
+    def update(progress: Progress) -> None:
+        nonlocal shown_at
+        text = f"array {progress.array}, {progress.members} trials, step {progress.step}/{steps}"
+        waited = time.monotonic() - shown_at
         if not err.is_terminal:
+            if waited > _PLAIN_SECONDS:
+                err.print(f"{text}{_best(progress)}", markup=False)
+                shown_at = time.monotonic()
             return
-        done = len(news.ended) * steps + len(news.running()) * news.step
-        bar.update(place, completed=min(done, trials * steps), description=words)
+        done = len(progress.ended) * steps + len(progress.current_losses()) * progress.step
+        bar.update(task, completed=min(done, trials * steps), description=text)
         if waited > _LIVE_SECONDS:
             grid = Table.grid()
             grid.add_row(bar)
-            grid.add_row(_live(news))
+            grid.add_row(_live(progress))
             live.update(grid)
-            told[0] = time.monotonic()
+            shown_at = time.monotonic()
 
     with Live(bar, console=err, transient=True, refresh_per_second=4) as live:
-        yield seen
+        yield update
 
 
-def _running(news: News) -> list[tuple[int, float, Hyperparameters]]:
-    """Trials under way with their last batch's loss, the lowest first."""
-    found = [(trial.number, loss, trial.hyperparameters) for trial, loss in news.running()]
+def _running(progress: Progress) -> list[tuple[int, float, Hyperparameters]]:
+    """The trials of the current array with their last batch's loss, lowest loss first."""
+    found = [(trial.number, loss, trial.hyperparameters) for trial, loss in progress.current_losses()]
     return sorted(found, key=lambda each: (not math.isfinite(each[1]), each[1]))
 
 
-def _best(news: News) -> str:
+def _best(progress: Progress) -> str:
     from thinwire.sweep.trials import ranked
 
-    if news.ended:
-        return f", best held-out loss {ranked(news.ended)[0].loss:.4f}"
-    running = _running(news)[:1]
+    if progress.ended:
+        return f", best held-out loss {ranked(progress.ended)[0].loss:.4f}"
+    running = _running(progress)[:1]
     return f", lowest loss of a batch {running[0][1]:.4f}" if running else ""
 
 
-def _live(news: News) -> Table:
+def _live(progress: Progress) -> Table:
     from rich.table import Table
 
     from thinwire.sweep.trials import ranked
 
     table = Table("trial", "loss", "of", "hyperparameters")
-    for each in ranked(news.ended)[:_SHOWN]:
-        of = f"held-out data, {each.steps} steps{', given up' if each.stopped else ''}"
-        table.add_row(str(each.trial.number), f"{each.loss:.4f}", of, _knobs(each.trial.hyperparameters))
-    for number, loss, hyperparameters in _running(news)[:_SHOWN]:
-        table.add_row(str(number), f"{loss:.4f}", f"the last batch, {news.step} steps", _knobs(hyperparameters))
+    for each in ranked(progress.ended)[:_SHOWN]:
+        of = f"held-out data, {each.steps} steps{', stopped' if each.stopped else ''}"
+        table.add_row(str(each.trial.number), f"{each.loss:.4f}", of, _text_of(each.trial.hyperparameters))
+    for number, loss, hyperparameters in _running(progress)[:_SHOWN]:
+        of = f"the last batch, {progress.step} steps"
+        table.add_row(str(number), f"{loss:.4f}", of, _text_of(hyperparameters))
     return table
 
 
-def _knobs(hyperparameters: Hyperparameters) -> str:
+def _text_of(hyperparameters: Hyperparameters) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in hyperparameters.items())

@@ -1,4 +1,4 @@
-"""A sweep to look at: every trial's loss against every hyperparameter, and the best in a table."""
+"""The report of a sweep: every trial's loss against every hyperparameter, and a table of trials."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -30,14 +30,14 @@ def write_sweep(
     """Write `report.html` and `plots/sweep.png`, and return the page's path.
 
     Args:
-        folder: where.
-        hyperparameters: each hyperparameter's value in every trial.
-        losses: of every trial, held out, in nats; not finite where it diverged.
-        stopped: whether each was given up.
-        logarithmic: hyperparameters that were drawn so.
-        title: of the page.
-        headings: of the table.
-        rows: of the table, the best first.
+        folder: folder of the files.
+        hyperparameters: the value of each hyperparameter in every trial.
+        losses: held-out loss of every trial in nats; not finite where it diverged.
+        stopped: whether each trial was stopped early.
+        logarithmic: hyperparameters shown on a logarithmic axis.
+        title: title of the page.
+        headings: column headings of the table.
+        rows: rows of the table, best trial first.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -50,8 +50,9 @@ def write_sweep(
 def sweep_picture(
     hyperparameters: Mapping[str, Values], losses: Sequence[float], stopped: Sequence[bool], logarithmic: Sequence[str]
 ) -> Picture:
-    """Loss against each hyperparameter; trials that were given up are hollow, those that diverged lie at the upper
-    edge.
+    """Plots of loss against each hyperparameter.
+
+    Trials that were stopped early are hollow; diverged ones are drawn at the upper edge.
     """
     down = -(-len(hyperparameters) // _ACROSS)
     across = min(len(hyperparameters), _ACROSS)
@@ -71,9 +72,9 @@ def sweep_picture(
     return Picture(
         name="sweep",
         figure=figure,
-        title="What each hyperparameter did",
-        caption="Every trial's held-out loss against each of its hyperparameters. Hollow: given up before its time."
-        + (f" {diverged} diverged and lie at the upper edge." if diverged else ""),
+        title="Loss by hyperparameter",
+        caption="Every trial's held-out loss against each of its hyperparameters. Hollow: stopped early."
+        + (f" {diverged} diverged and are drawn at the upper edge." if diverged else ""),
         description=f"Scatter plots of {len(losses)} trials' losses against {', '.join(hyperparameters)}.",
     )
 
@@ -81,14 +82,14 @@ def sweep_picture(
 def _dots(axes: Axes, values: Values, losses: Sequence[float], stopped: Sequence[bool]) -> None:
     tone = looks(["AllReduce"])[0].tone.light
     best = min(range(len(losses)), key=losses.__getitem__)
-    for given_up, face in ((True, "none"), (False, tone)):
-        places = [place for place, over in enumerate(stopped) if over == given_up and place != best]
+    for hollow, face in ((True, "none"), (False, tone)):
+        places = [place for place, early in enumerate(stopped) if early == hollow and place != best]
         axes.scatter(
             [values[place] for place in places],
             [losses[place] for place in places],
             s=18,
             facecolors=face,
-            edgecolors=tone if given_up else "none",
+            edgecolors=tone if hollow else "none",
             alpha=0.7,
         )
     axes.scatter([values[best]], [losses[best]], s=46, marker="D", color=OTHER.light, edgecolors=tone)
@@ -101,5 +102,5 @@ def _page(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], pi
     return document(
         title,
         "thinwire sweep",
-        card(picture.title, figure(picture)) + card("Trials, the best first", f'<div class="scroll">{table}</div>'),
+        card(picture.title, figure(picture)) + card("Trials, best first", f'<div class="scroll">{table}</div>'),
     )

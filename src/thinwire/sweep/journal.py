@@ -1,4 +1,4 @@
-"""What a sweep has done so far, on disk: it goes on from there to the same results, bit for bit."""
+"""The state of a sweep on disk, from which an interrupted sweep resumes with the same results, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,199 +12,194 @@ from thinwire.errors import CheckpointError
 from thinwire.fusion.checkpoints import read, write
 from thinwire.storage.rank_file import RankFile
 from thinwire.sweep.plan import Plan
-from thinwire.sweep.training import Seen, Together, train_together
+from thinwire.sweep.training import StepCallback, TrialArray, train_together
 from thinwire.sweep.trials import Copy, Outcome, Trial
 
 Fields = dict[str, Any]
-# What a journal looks like: one of another form cannot be gone on with.
-_FORM = 2
-# Numbers and hyperparameters of an array's trials, as they were proposed.
-Begun = list[list[Any]]
+# The version of the layout of the file; a sweep can only be resumed from its own version.
+_FORMAT = 3
+# The numbers and hyperparameters of an array's trials, as the sampler proposed them.
+Proposed = list[list[Any]]
 
 
 class Journal:
-    """What has come of a sweep's arrays so far, and how far the one under way has got.
+    """The finished arrays of a sweep, and the state of the current one.
 
-    A sweep that goes on asks its sampler for the same trials again, and gets from here what it found out before: how
-    many trials fit into memory, and what has come of arrays that have ended. So samplers need not be saved, and one
-    that draws the same from the same seed goes on as if it had never stopped.
+    A resumed sweep asks its sampler for the same trials again, and gets from here what was found before: how many
+    trials fit into memory, and the outcomes of finished arrays. So samplers are not saved: a sampler that draws the
+    same trials from the same seed continues as if the sweep had never been interrupted.
 
     Args:
-        folder: of this journal alone; None keeps none.
-        facts: what must be the same when a sweep goes on: JSON values.
-        resume: go on from what is there.
-        anew: begin where there is a sweep that has not ended, which is lost.
-        every_seconds: how long an array trains between one writing and the next, at least.
-        every_steps: how many steps it makes between them, at least.
-        written: called after an array under way was written, with it and with the outcomes known by then.
+        folder: the folder of this journal alone; None writes nothing.
+        settings: JSON values that must be the same when the sweep is resumed.
+        resume: continue from the journal in `folder`.
+        overwrite: begin even if `folder` holds an unfinished sweep, which is lost.
+        every_seconds: least time between two saves of the current array, in seconds.
+        every_steps: the current array is saved at multiples of this number of steps only.
+        on_write: called after each save of the current array, with the array and the outcomes known by then.
 
     Raises:
-        CheckpointError: there is nothing to go on from, or it is of another sweep or version; or a sweep that has not
-            ended would be lost.
+        CheckpointError: there is nothing to resume, or it belongs to another sweep or version; or an unfinished sweep
+            would be lost.
     """
 
     def __init__(
         self,
         folder: Path | None = None,
-        facts: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         *,
         resume: bool = False,
-        anew: bool = False,
+        overwrite: bool = False,
         every_seconds: float = 10.0,
         every_steps: int = 1,
-        written: Seen | None = None,
+        on_write: StepCallback | None = None,
     ) -> None:
-        self.folder, self.facts, self._told = folder, dict(facts or {}), written
+        self.folder, self.settings, self._on_write = folder, dict(settings or {}), on_write
         self._every_seconds, self._every_steps = every_seconds, every_steps
-        self._rooms: list[int] = []
+        self._capacities: list[int] = []
         self._arrays: list[Fields] = []
-        self._under_way: Fields | None = None
-        self._room = self._array = 0
-        self._before, self._begun, self._ended = 0.0, time.monotonic(), False
+        self._current: Fields | None = None
+        # How many capacities and arrays this process has asked for; those already in the lists are not made again.
+        self._capacities_asked = self._arrays_asked = 0
+        self._seconds_before, self._started, self._complete = 0.0, time.monotonic(), False
         if resume:
             self._read()
         elif folder is not None:
-            _refuse_to_lose(folder, anew)
+            if not overwrite:
+                _refuse_to_lose(folder)
             self._write()
         self._written = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """How long the sweep has taken, the time before it was interrupted and last written included."""
-        return self._before + time.monotonic() - self._begun
+        """Time that the sweep has taken, including the time before the last save of an interrupted run."""
+        return self._seconds_before + time.monotonic() - self._started
 
-    def room(self, measure: Callable[[], int]) -> int:
-        """How many trials fit: what was measured before, where it was."""
-        self._room += 1
-        if self._room > len(self._rooms):
-            self._rooms.append(measure())
-        return self._rooms[self._room - 1]
+    def capacity(self, measure: Callable[[], int]) -> int:
+        """How many trials fit into memory: the result of `measure`, or what it returned before the interruption."""
+        self._capacities_asked += 1
+        if self._capacities_asked > len(self._capacities):
+            self._capacities.append(measure())
+        return self._capacities[self._capacities_asked - 1]
 
-    def train(self, plan: Plan, trials: Sequence[Trial], told: Seen | None = None) -> list[Outcome]:
-        """Train trials as one array, or from where it was interrupted, or not at all where it has ended before.
+    def train(self, plan: Plan, trials: Sequence[Trial], callback: StepCallback | None = None) -> list[Outcome]:
+        """Train trials as one array: from the start, from where it was interrupted, or not at all if it has finished.
 
         Raises:
-            CheckpointError: the array that was trained before was of other trials.
+            CheckpointError: the array had other trials before the interruption.
         """
-        self._array += 1
-        begun = [[trial.number, dict(trial.hyperparameters)] for trial in trials]
-        if self._array <= len(self._arrays):
-            before = self._arrays[self._array - 1]
-            self._refuse_others(before["trials"], begun)
-            return [_outcome(fields) for fields in before["outcomes"]]
-        kept = partial(self._keep, begun)
-        found = train_together(plan, trials, told, begun=self._go_on(plan, begun), kept=kept)
-        self._under_way = None
-        self._arrays.append({"trials": begun, "outcomes": [fields_of(each) for each in found]})
+        self._arrays_asked += 1
+        proposed: Proposed = [[trial.number, dict(trial.hyperparameters)] for trial in trials]
+        if self._arrays_asked <= len(self._arrays):
+            before = self._arrays[self._arrays_asked - 1]
+            self._check_trials(before["trials"], proposed)
+            return [_outcome_from_json(fields) for fields in before["outcomes"]]
+        begun: tuple[TrialArray, list[Outcome]] | None = None
+        saved, self._current = self._current, None
+        if saved is not None:
+            self._check_trials(saved["trials"], proposed)
+            ended = [_outcome_from_json(fields) for fields in saved["ended"]]
+            begun = TrialArray.from_state_dict(plan, saved["run"]), ended
+        outcomes = train_together(plan, trials, callback, begun=begun, save=partial(self._save_if_due, proposed))
+        self._arrays.append({"trials": proposed, "outcomes": [outcome_to_json(each) for each in outcomes]})
         self._write()
-        return found
+        return outcomes
 
-    def end(self) -> None:
-        """Note that nothing is left to be done: another sweep may begin in the folder."""
-        if not self._ended:
-            self._ended = True
+    def mark_complete(self) -> None:
+        """Record that the sweep has finished, so that another sweep may begin in the folder."""
+        if not self._complete:
+            self._complete = True
             self._write()
 
-    def _go_on(self, plan: Plan, begun: Begun) -> tuple[Together, list[Outcome]] | None:
-        saved, self._under_way = self._under_way, None
-        if saved is None:
-            return None
-        self._refuse_others(saved["trials"], begun)
-        return Together.restored(plan, saved["run"]), [_outcome(fields) for fields in saved["ended"]]
-
-    def _refuse_others(self, before: Begun, now: Begun) -> None:
+    def _check_trials(self, before: Proposed, now: Proposed) -> None:
         if before != now:
             raise CheckpointError(
-                f"{self.folder}: array {self._array} had trials with other hyperparameters than the sampler proposes "
-                "now; go on with the same seed, and the same version of its library"
+                f"{self.folder}: array {self._arrays_asked} had trials with other hyperparameters than the sampler "
+                "proposes now; resume with the same seed, and the same version of its library"
             )
 
-    def _keep(self, begun: Begun, run: Together, ended: Sequence[Outcome]) -> None:
-        waited = time.monotonic() - self._written >= self._every_seconds
-        if self.folder is None or not waited or run.step % self._every_steps:
+    def _save_if_due(self, proposed: Proposed, run: TrialArray, ended: Sequence[Outcome]) -> None:
+        due = time.monotonic() - self._written >= self._every_seconds and run.step % self._every_steps == 0
+        if self.folder is None or not due:
             return
-        self._write({"trials": begun, "run": run.state(), "ended": [fields_of(each) for each in ended]})
-        if self._told is not None:
-            self._told(run, ended)
+        outcomes = [outcome_to_json(each) for each in ended]
+        self._write({"trials": proposed, "run": run.state_dict(), "ended": outcomes})
+        if self._on_write is not None:
+            self._on_write(run, ended)
 
-    def _write(self, under_way: Fields | None = None) -> None:
+    def _write(self, current: Fields | None = None) -> None:
         if self.folder is None:
             return
         content = {
-            "form": _FORM,
-            "facts": self.facts,
-            "rooms": self._rooms,
+            "format": _FORMAT,
+            "settings": self.settings,
+            "capacities": self._capacities,
             "arrays": self._arrays,
-            "under_way": under_way,
-            "ended": self._ended,
+            "current": current,
+            "complete": self._complete,
+            "seconds": self.seconds,
         }
         try:
-            write(self.folder, {**content, "seconds": self.seconds})
+            write(self.folder, content)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder}: cannot be written to ({error}); make room, and go on with it"
+                f"{self.folder}: cannot be written to ({error}); free some space, and resume"
             ) from error
         self._written = time.monotonic()
 
     def _read(self) -> None:
         if self.folder is None:
-            raise CheckpointError("a sweep without a folder has nothing to go on from")
+            raise CheckpointError("resume=True without a folder: there is nothing to resume from; give the folder")
         content = _content(self.folder)
-        refuse_other_facts(self.folder, content["facts"], self.facts)
-        self._rooms, self._arrays = content["rooms"], content["arrays"]
-        self._under_way, self._before = content["under_way"], content["seconds"]
-        self._ended = content.get("ended", False)
+        before, now = content["settings"], self.settings
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
+                raise CheckpointError(
+                    f"{self.folder}: {name} was {before.get(name)} and is {now.get(name)} now; resume with the "
+                    "settings that the sweep began with"
+                )
+        self._capacities, self._arrays = content["capacities"], content["arrays"]
+        self._current, self._seconds_before = content["current"], content["seconds"]
+        self._complete = content["complete"]
 
 
-def facts_in(folder: Path) -> Fields:
-    """What a journal's sweep was begun with.
+def settings_in(folder: Path) -> Fields:
+    """The settings with which a journal's sweep began.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or another version wrote it.
+        CheckpointError: there is no journal, it is damaged, or another version wrote it.
     """
-    found: Fields = _content(folder)["facts"]
-    return found
+    settings: Fields = _content(folder)["settings"]
+    return settings
 
 
 def _content(folder: Path) -> Fields:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is not there; a sweep goes on in the folder it was begun in, which has one")
-    found = read(folder)
-    if found.get("form") != _FORM:
+        raise CheckpointError(f"{folder}: is not there; a sweep is resumed from the folder that it began in")
+    content = read(folder)
+    if content.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{folder}: holds no journal of a sweep as this version of thinwire keeps it; go on with the version that "
-            "began it, or begin anew"
+            f"{folder}: holds no journal of a sweep in this version's format; resume with the version of thinwire that "
+            "began it, or start a new sweep"
         )
-    return found
+    return content
 
 
-def _refuse_to_lose(folder: Path, anew: bool) -> None:
-    if anew or not RankFile(folder, 0).path.exists():
+def _refuse_to_lose(folder: Path) -> None:
+    """Raise CheckpointError if the folder holds a sweep that has begun to train and has not finished."""
+    if not RankFile(folder, 0).path.exists():
         return
     before = _content(folder)
-    if before.get("ended") or not (before["arrays"] or before["under_way"]):
+    if before["complete"] or not (before["arrays"] or before["current"]):
         return
     raise CheckpointError(
-        f"{folder}: holds a sweep that has not ended; go on with it by --resume, take another folder by --out, or give "
-        "it up by --anew"
+        f"{folder}: holds an unfinished sweep; continue it by --resume, use another folder by --out, or replace it by "
+        "--overwrite"
     )
 
 
-def refuse_other_facts(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with another sweep.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            raise CheckpointError(
-                f"{folder}: {name} was {before.get(name)} and is {now.get(name)} now; a sweep goes on as it was begun"
-            )
-
-
-def fields_of(outcome: Outcome) -> Fields:
-    """An outcome as JSON."""
+def outcome_to_json(outcome: Outcome) -> Fields:
+    """An outcome as JSON values."""
     return {
         "trial": outcome.trial.number,
         "hyperparameters": dict(outcome.trial.hyperparameters),
@@ -219,7 +214,7 @@ def fields_of(outcome: Outcome) -> Fields:
     }
 
 
-def _outcome(fields: Fields) -> Outcome:
+def _outcome_from_json(fields: Fields) -> Outcome:
     trial = Trial(fields["trial"], fields["hyperparameters"])
     copies = tuple(Copy(**each) for each in fields["copies"])
     return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"], copies)

@@ -1,7 +1,8 @@
-"""An array under a strategy: every message carries all models, and each trains as it would with those workers alone."""
+"""Arrays on several workers: each message carries all models, and each model trains as in a run of its own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,84 +17,90 @@ from thinwire.codecs.cast import Bf16, Fp16
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.work import completed
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.fusion.array import FusedArray
+from thinwire.fusion.checkpoints import check, outline_of, part_ages, restore_outline
 from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Schedules
 from thinwire.fusion.store import Selection, owner_of
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
+from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gossip.gossip import Gossip
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import Local, LocalSGD
 from thinwire.strategies.local.slow_momentum import SlowMo
 from thinwire.strategies.push_sum.push_sum import PushSum
-from thinwire.sweep import saving
-from thinwire.worker.handshake import agree
+from thinwire.strategies.recipe import brief
+from thinwire.worker import checkpoint, resizing
+from thinwire.worker.handshake import agree, gather_texts
 from thinwire.worker.parameters import by_kind
 from thinwire.worker.worker import Worker, attach
 
-# They do to every element of the vector what they do to every other, so that models do not mix.
-_APART = (AllReduce, Local, LocalSGD, SlowMo, Gossip, PushSum)
-_CASTS = (Bf16, Fp16)
-# One number for as long as all models have the same learning rate.
-_RATES = ("lr_sum",)
+# Strategies that treat every element of the parameter vector alike, so that models do not mix.
+_ELEMENTWISE = (AllReduce, Local, LocalSGD, SlowMo, Gossip, PushSum)
+_ELEMENTWISE_CODECS = (Bf16, Fp16)
+# State that is one number while all models have the same learning rate, and a vector like `x` otherwise.
+_LR_STATE = ("lr_sum",)
 Layout = tuple[list[nn.Parameter], tuple[Segment, ...]]
 
 
-class Stacked(nn.Module):
-    """An array's stacked tensors as one module's, whatever the array holds at the time."""
+class _StackedModule(nn.Module):
+    """An array as a module whose parameters and buffers are the stacked tensors that the array has at the time."""
 
     def __init__(self, array: FusedArray) -> None:
         super().__init__()
         self.array = array
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the array."""
+        """Call the array."""
         return self.array(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The array's, [B, ...]."""
+        """The array's parameters, [B, ...]."""
         yield from self.array.named_parameters()
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The array's, [B, ...]."""
+        """The array's buffers, [B, ...]."""
         yield from self.array.named_buffers()
 
 
 class ParallelArray:
-    """An array of which every worker has a copy and its own data; made by `attach_array`.
+    """An array that every worker has a copy of, and trains on its own data; made by `attach_array`.
 
-    The loop stays as it was: `array.losses(...).sum().backward()`, `optimizer.step()`.
+    The training loop is the array's own: `array.losses(...).sum().backward()`, `optimizer.step()`.
 
     Attributes:
-        attached: what `thinwire.attach` returned: its meter, consensus and clock are those of all models together.
+        worker: the array as one worker, as `thinwire.attach` returns it; its meter, consensus and step count are
+            those of all models together.
+        array: the array.
+        optimizer: the array's optimizer.
     """
 
     def __init__(self, worker: Worker, array: FusedArray, optimizer: FusedOptimizer, **settings: Any) -> None:
         self.worker, self.array, self.optimizer, self._settings = worker, array, optimizer, settings
-        self._take_rates()
+        self._set_learning_rates()
 
     @contextmanager
     def consensus(self) -> Generator[FusedArray]:
-        """The array all workers agree on, to evaluate and to `extract` from; every rank must enter."""
+        """The array with the parameters that all workers agree on, for evaluation and `extract`; a collective call."""
         with self.worker.consensus():
             yield self.array
 
     def select(self, indices: Sequence[int]) -> Selection:
-        """Keep some models, as `FusedArray.select` does: on all ranks, with the optimizer and what the strategy keeps.
+        """Keep some models, as `FusedArray.select` does, with their optimizer and strategy state; a collective call.
 
-        Schedules and scaler follow what is returned. The clock of the strategy goes on.
+        Pass the result to `select` of schedules and scaler. The strategy's step count continues.
 
         Raises:
-            MismatchError: ranks keep different models; nothing was done.
-            ConfigError: no such slot.
+            MismatchError: ranks keep different models; nothing was changed.
+            ConfigError: there is no such slot.
         """
         self._agree("the models that are kept", list(indices))
         for index in indices:
@@ -104,35 +111,36 @@ class ParallelArray:
         kept = self.array.select(indices)
         self.optimizer.select(kept)
         self.worker = _attach(self.array, self.optimizer, before.strategy, before.comm, "own", **self._settings)
-        self._take_rates()
+        self._set_learning_rates()
         for old, new, *layouts in zip(
             before.replicas, self.worker.replicas, before.layouts, self.worker.layouts, strict=True
         ):
             new.step = old.step
-            carry = partial(_carried, layouts[0], layouts[1], kept)
+            carry = partial(_select_state, layouts[0], layouts[1], kept)
             new.state = {name: carry(vector) for name, vector in old.state.items()}
             new.inflight = {name: completed([carry(x) for x in work.wait()]) for name, work in old.inflight.items()}
         before.comm.step = self.worker.step
         return kept
 
     def insert(self, index: int, model: nn.Module, *, seed: int | None = None, **hyperparameters: float) -> None:
-        """Put another model into a slot, on all ranks, as rank 0 has it; it begins with a new optimizer's state.
+        """Put rank 0's model into a slot on all ranks, with a new optimizer state; a collective call.
 
-        The strategy's memory of the slot begins anew, and its clock goes on: all models speak at the same steps.
+        The slot's strategy state is reset. The strategy's step count continues, so that all models still communicate at
+        the same steps.
 
         Args:
             index: the slot.
-            model: alike in structure to the one it replaces.
-            seed: of the slot's generator on this rank.
-            hyperparameters: of the optimizer, for this slot.
+            model: a model with the structure of the one it replaces.
+            seed: seed of the slot's random generator on this rank.
+            hyperparameters: the slot's optimizer hyperparameters.
 
         Raises:
-            MismatchError: ranks fill different slots, or with models or hyperparameters that differ; nothing was done.
-            ConfigError: no such slot, or another structure.
+            MismatchError: ranks name different slots, models or hyperparameters; nothing was changed.
+            ConfigError: there is no such slot, or the model has another structure.
         """
-        looks = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
+        shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
         self._agree("the slot that is filled", [index, sorted(hyperparameters.items())])
-        self._agree("the model that is put in", [repr(model), looks])
+        self._agree("the model that is put in", [repr(model), shapes])
         self.array.insert(index, model, seed=seed)
         self.optimizer.reset(index, **hyperparameters)
         with torch.no_grad():
@@ -143,7 +151,7 @@ class ParallelArray:
                 self.worker.comm.broadcast_(vector, 0).wait()
                 copy_each_(alike, views(vector, layout))
             for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
-                _begin_anew(self.worker.strategy, replica, layout, index)
+                _reset_state(self.worker.strategy, replica, layout, index)
 
     def save(
         self,
@@ -154,56 +162,87 @@ class ParallelArray:
         extra: Mapping[str, Any] | None = None,
         keep: int = 3,
     ) -> Path:
-        """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, whole or not at all; every rank must call.
+        """Write a checkpoint to `folder`/step-NNNNNNNN: the files of all ranks, or none; a collective call.
 
-        A model that has diverged is saved as it is: it does not hold up the others.
+        A model that has diverged is saved as it is, so that it does not keep the others from being saved.
 
         Args:
             folder: holds one checkpoint per saved step; ranks need not share a disk.
-            schedules: of the optimizer.
-            scaler: of the losses.
-            extra: more to keep: dicts of tensors and JSON values, each rank its own.
-            keep: of so many checkpoints, the newest.
+            schedules: the optimizer's schedules.
+            scaler: the losses' scaler.
+            extra: more values to save on each rank: dicts of tensors and JSON values.
+            keep: number of checkpoints to keep, the newest ones.
 
         Raises:
-            CheckpointError: the disk refused, or there is something that is neither a tensor nor JSON.
+            CheckpointError: the disk cannot be written to, or a value is neither a tensor nor JSON.
         """
-        return saving.save(
-            self, Path(folder), schedules=schedules, scaler=scaler, extra=dict(extra or {}), keep=max(keep, 1)
-        )
+        worker = self.worker
+        outline = outline_of(self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
+        content = {
+            "state": checkpoint.state_of(worker),
+            "extra": {"array": outline, "own": dict(extra or {})},
+            "random": outline["random"],
+        }
+        part = RankFile(_step_folder(Path(folder), worker.step), worker.comm.rank)
+        checkpoint.write_together(worker, part, content, keep=max(keep, 1))
+        return part.home
 
     def load(
         self, folder: str | Path, *, schedules: Schedules | None = None, scaler: GradScaler | None = None
     ) -> dict[str, Any]:
-        """Go on from the newest whole checkpoint in `folder`, bit for bit; returns the `extra` kept with it.
+        """Load the newest complete checkpoint in `folder`, bit for bit; returns its `extra`. A collective call.
 
-        The array may have been fused with another number of models: it is made as large as the one that was saved. With
-        another number of workers it goes on where all held the same parameters, as they do after an agreement: what
-        all held alike is every new rank's, buffers become the mean over ranks, generators are left as they are here,
-        and `extra` is rank 0's. Every rank must then see the parts of all.
+        The array may have another number of models: it is resized to the saved number. The number of workers may differ
+        too, if all workers held the same parameters when they saved, as they do after averaging. Then state that was
+        equal on all ranks is loaded on every rank, buffers become the mean over ranks, random generators are not
+        changed, and `extra` is rank 0's; every rank must be able to read the files of all ranks.
 
         Args:
-            folder: as for `save`.
-            schedules: of the optimizer, with a factory for what is in each slot now.
-            scaler: of the losses.
+            folder: the folder that `save` wrote to.
+            schedules: the optimizer's schedules, with a factory for the present model of each slot.
+            scaler: the losses' scaler.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it belongs to other models or another recipe: all ranks
-                are told the first difference, and nothing was touched.
+            CheckpointError: there is no checkpoint, it is damaged, or it belongs to other models or another recipe. All
+                ranks raise it with the first difference, and nothing was changed.
         """
-        return saving.load(self, Path(folder), schedules=schedules, scaler=scaler)
+        worker = self.worker
+        home, contents = _newest(worker, Path(folder))
+        first, same_size = contents[0], _world_size(contents[0]) == worker.comm.size
+
+        def checked() -> dict[str, Any]:
+            if "array" not in first["extra"]:
+                raise CheckpointError(f"{home}: holds one model and no array; load it with worker.load")
+            _refuse_other_recipe(worker, first["state"]["identity"])
+            check(first["extra"]["array"], self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
+            return first["state"] if same_size else _resized(contents, worker)
+
+        # Every rank checks before any rank changes something.
+        state = checkpoint.together(worker, home, checked)
+        outline: dict[str, Any] = first["extra"]["array"]
+        models = outline["models"]
+        if models != self.array.size:
+            kept = self.select([min(slot, self.array.size - 1) for slot in range(models)])
+            for follower in (schedules, scaler):
+                if follower is not None:
+                    follower.select(kept)
+        checkpoint.restore(self.worker, state)  # `select` has replaced the worker
+        part_ages(self.optimizer)
+        restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
+        found: dict[str, Any] = first["extra"]["own"]
+        return found
 
     def detach(self) -> None:
-        """Remove every hook; the array trains alone from here on."""
+        """Remove all hooks; afterwards the array trains without communication."""
         self.worker.detach()
 
     def _agree(self, name: str, value: object) -> None:
         agree(self.worker.comm, [(name, repr(value))], self.worker.replicas[0].x.device)
 
-    def _take_rates(self) -> None:
-        """Strategies that ask for the learning rate get each model's own."""
+    def _set_learning_rates(self) -> None:
+        """Give strategies that read the learning rate the rate of each model."""
         for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
-            replica._lr = rates_of(self.optimizer, layout, replica.x)  # pyright: ignore[reportPrivateUsage]
+            replica._lr = _learning_rates(self.optimizer, layout, replica.x)  # pyright: ignore[reportPrivateUsage]
 
 
 def attach_array(
@@ -219,34 +258,58 @@ def attach_array(
     bucket_bytes: int = 8 << 20,
     timeout: float = 60.0,
 ) -> ParallelArray:
-    r"""Train an array with a strategy, as `thinwire.attach` does a model: every message carries all B models.
+    r"""Train an array with a strategy, as `thinwire.attach` trains a model: every message carries all B models.
 
-    Per step as many messages are sent as for one model, each B times as long. Each model's numbers are those of a
-    data-parallel run of its own: strategies are those that treat all elements alike. Slots that are not
-    `optimizer.active` are carried along; `select` drops them from the messages.
+    A step sends as many messages as for one model, each B times as long. Each model's numbers are those of a
+    data-parallel run of its own, so only strategies that treat all elements alike are allowed. Slots that are not
+    `optimizer.active` are still sent; `select` removes them from the messages.
 
     Args:
-        array: on its device already, of the same models on all ranks; its generators may differ between ranks.
-        optimizer: of the array.
+        array: the array, on its device already, of the same models on all ranks; its random generators may differ
+            between ranks.
+        optimizer: the array's optimizer.
         strategy: `AllReduce`, `LocalSGD`, `SlowMo`, `Gossip` or `PushSum`, without a codec or with a cast.
         group: the ranks that train together; default all.
         comm: the ranks as a Comm, instead of `group`.
         init: "broadcast" starts every rank from rank 0's models; "own" keeps each rank's.
-        seed: the key of the strategy's random draws; equal on all ranks.
-        scaler: the loop's; where gradients differ between workers, which models skip a step is decided by all ranks.
-        bucket_bytes: how much gradient of one model travels in one message.
-        timeout: how long one wait may last.
+        seed: seed of the strategy's random draws; equal on all ranks.
+        scaler: the loop's scaler; where gradients differ between workers, a model that overflows on one rank skips its
+            step on all ranks.
+        bucket_bytes: gradient bytes of one model in one message.
+        timeout: the longest that one wait may take, in seconds.
 
     Raises:
-        ConfigError: the strategy would mix models, or cannot serve them.
+        ConfigError: the strategy would mix models.
         MismatchError: ranks were started with different arrays, recipes or seeds.
+
+    Example:
+        Two workers train two models with different learning rates; each step sends one message:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> import thinwire
+        >>> from thinwire.sweep.parallel import attach_array
+        >>> def train(comm):
+        ...     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        ...     for model in models:
+        ...         nn.init.zeros_(model.weight)
+        ...     array = thinwire.fuse(models)
+        ...     optimizer = thinwire.fusion.SGD(array.parameters(), lr=[0.1, 0.2])
+        ...     parallel = attach_array(array, optimizer, thinwire.AllReduce(), comm=comm)
+        ...     target = torch.tensor([[1.0 + 2 * comm.rank]])  # 1 on rank 0, 3 on rank 1
+        ...     losses = array.losses(nn.functional.mse_loss, array(torch.ones(1, 1)), target)
+        ...     losses.sum().backward()
+        ...     optimizer.step()
+        ...     return [round(float(w), 3) for w in array.state_dict()["weight"].flatten()]
+        >>> thinwire.run_threads(2, train)
+        [[0.4, 0.8], [0.4, 0.8]]
     """
     _refuse_mixing(strategy)
-    wire = comm or comm_for(group, timeout=timeout)
+    comm = comm or comm_for(group, timeout=timeout)
     settings = {"seed": seed, "bucket_bytes": bucket_bytes}
-    worker = _attach(array, optimizer, strategy, wire, init, **settings)
-    if scaler is not None and scaler.enabled and wire.size > 1 and not strategy.sends_gradients:
-        _share_skips(scaler, wire, worker.replicas[0].x.device)
+    worker = _attach(array, optimizer, strategy, comm, init, **settings)
+    if scaler is not None and scaler.enabled and comm.size > 1 and not strategy.sends_gradients:
+        _share_skips(scaler, comm, worker.replicas[0].x.device)
     return ParallelArray(worker, array, optimizer, **settings)
 
 
@@ -260,40 +323,48 @@ def _attach(
     seed: int,
     bucket_bytes: int,
 ) -> Worker:
-    # The same buckets as one model's, each as many times as long as there are models.
+    # As many buckets as for one model, so as many messages.
     return attach(
-        Stacked(array), optimizer, strategy, comm=comm, init=init, seed=seed, bucket_bytes=bucket_bytes * array.size
+        _StackedModule(array),
+        optimizer,
+        strategy,
+        comm=comm,
+        init=init,
+        seed=seed,
+        bucket_bytes=bucket_bytes * array.size,
     )
 
 
 def _refuse_mixing(strategy: Strategy) -> None:
-    if not isinstance(strategy, _APART):
-        known = ", ".join(kind.__name__ for kind in _APART)
-        raise ConfigError(f"{strategy}: may mix the models of an array, or judge them together; there are {known}")
+    if not isinstance(strategy, _ELEMENTWISE):
+        known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise ConfigError(f"{strategy}: may mix the models of an array; there are {known}")
     for field in fields(strategy):
         value = getattr(strategy, field.name)
         if isinstance(value, Strategy):
             _refuse_mixing(value)
-        if field.name == "codec" and value is not None and not isinstance(value, _CASTS):
-            raise ConfigError(
-                f"codec={value}: looks at many elements at once, and so mixes models; use Bf16() or Fp16()"
-            )
+        if field.name == "codec" and value is not None and not isinstance(value, _ELEMENTWISE_CODECS):
+            raise ConfigError(f"codec={value}: codes many elements together, which mixes models; use Bf16() or Fp16()")
     if isinstance(strategy, SlowMo) and (strategy.shard or strategy.outer or strategy.buffers != "maintain"):
         raise ConfigError(
-            f"{strategy}: of an array's slow state every rank keeps all, by momentum; use SlowMo(base, period, "
-            "momentum, lr) with nothing else"
+            f"{strategy}: with an array every rank keeps all slow momenta; leave out shard, outer and buffers, "
+            "as in SlowMo(base, period, momentum, lr)"
         )
 
 
-def rates_of(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Callable[[], float | Tensor]:
-    """Reads the learning rates: a number where all models have the same, else a vector like `x`."""
+def _learning_rates(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Callable[[], float | Tensor]:
+    """A function that reads the learning rates: a number if all models have the same, else a vector like `x`."""
     parameters, segments = layout
     group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     sizes = [segment.size // segment.shape[0] for segment in segments for _ in range(segment.shape[0])]
     repeats = torch.tensor(sizes, device=x.device)
 
     def read() -> float | Tensor:
-        rates = torch.cat([_rates(optimizer, group_of[id(p)], p) for p in parameters])
+        of_parameters = list[Tensor]()
+        for parameter in parameters:
+            owner, rates = owner_of(parameter), optimizer.param_groups[group_of[id(parameter)]]["lr"]
+            of_parameters.append(rates if owner is None else rates[owner : owner + 1])
+        rates = torch.cat(of_parameters)
         if bool((rates == rates[0]).all()):
             return float(rates[0])
         return rates.to(x.device, x.dtype).repeat_interleave(repeats)
@@ -301,55 +372,51 @@ def rates_of(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Callable[[
     return read
 
 
-def _rates(optimizer: FusedOptimizer, group: int, parameter: nn.Parameter) -> Tensor:
-    owner, every = owner_of(parameter), optimizer.param_groups[group]["lr"]
-    return every if owner is None else every[owner : owner + 1]
-
-
 def _share_skips(scaler: GradScaler, comm: Comm, device: torch.device) -> None:
-    """A model that overflows on one rank skips its step on all, at one number per model and step."""
-    alone = scaler.unscale_
+    """Make a model that overflows on one rank skip its step on all ranks; one number per model and step is sent."""
+    local_unscale_ = scaler.unscale_
 
-    def together(optimizer: FusedOptimizer) -> Tensor:
-        found = alone(optimizer)
+    def unscale_(optimizer: FusedOptimizer) -> Tensor:
+        found = local_unscale_(optimizer)
         found.copy_(comm.all_reduce_(found.to(device, torch.float32)).wait().cpu() > 0)
         return found
 
-    scaler.unscale_ = together
+    scaler.unscale_ = unscale_
 
 
-# -- what a strategy keeps, model by model -----------------------------------------------------------------------------
+# -- strategy state of single models -----------------------------------------------------------------------------------
 
 
 def _row(tensor: Tensor, index: int) -> Tensor:
-    """One model's part of a tensor [B, ...], or of one that it has alone: a view."""
+    """A view of one model's part of a tensor: a row of [B, ...], or the only row of a tensor that it has alone."""
     return tensor[index if owner_of(tensor) is None else 0]
 
 
-def _carried(old: Layout, new: Layout, kept: Selection, before: Tensor) -> Tensor:
-    """What was kept of all models, as it is of those that are left; what is no vector like `x` is common to all."""
+def _select_state(old: Layout, new: Layout, kept: Selection, before: Tensor) -> Tensor:
+    """A state tensor of the models that are kept; one that is not a vector like `x` belongs to all models."""
     if before.numel() != old[1][-1].stop:
         return before.clone()
     found = before.new_empty(new[1][-1].stop)
-    places = {id(parameter): segment for parameter, segment in zip(*new, strict=True)}
+    segments = {id(parameter): segment for parameter, segment in zip(*new, strict=True)}
     for parameter, segment in zip(*old, strict=True):
         rows = segment.of(before)
         for after in kept.moved[parameter]:
-            places[id(after)].of(found).copy_(kept.rows(rows) if owner_of(parameter) is None else rows)
+            segments[id(after)].of(found).copy_(kept.rows(rows) if owner_of(parameter) is None else rows)
     return found
 
 
-def _begin_anew(strategy: Strategy, replica: Replica, layout: Layout, index: int) -> None:
-    """Let a strategy forget one model: its part of every vector is as at the start, and in flight it is as in `x`."""
-    held, length = replica.state, replica.x.numel()
+def _reset_state(strategy: Strategy, replica: Replica, layout: Layout, index: int) -> None:
+    """Reset the strategy state of one model; its part of results in flight becomes its part of `x`."""
+    state, length = replica.state, replica.x.numel()
     replica.state = {}
     strategy.start(replica)
-    fresh, replica.state = replica.state, held
-    for name, kept in held.items():
-        if name in _RATES and kept.numel() == 1:
-            held[name] = kept.expand(length).clone()
-        if held[name].numel() == length:
-            _overwrite(held[name], fresh[name].expand(length).contiguous(), layout, index)
+    fresh, replica.state = replica.state, state
+    for name, before in state.items():
+        # The new model's rates were summed over fewer steps than the others', so one number is no longer enough.
+        if name in _LR_STATE and before.numel() == 1:
+            state[name] = before.expand(length).clone()
+        if state[name].numel() == length:
+            _overwrite(state[name], fresh[name].expand(length).contiguous(), layout, index)
     for work in replica.inflight.values():
         for vector in work.wait():
             if vector.numel() == length:
@@ -361,3 +428,68 @@ def _overwrite(vector: Tensor, by: Tensor, layout: Layout, index: int) -> None:
         if owner_of(parameter) in (None, index):
             row = index if owner_of(parameter) is None else 0
             segment.of(vector)[row].copy_(segment.of(by)[row])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _newest(worker: Worker, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The newest step that every rank can load, with its own file, or the files of all ranks of another world size."""
+    rank, size = worker.comm.rank, worker.comm.size
+    # A rank that did not exist before sees only the files of others; rank 0's are there in any case.
+    seen = {step for other in {rank, 0} for step in checkpoint.whole_steps(folder, other)}
+    # Every rank goes through the same steps and makes the same collective calls, whatever it sees itself.
+    for step in sorted(set[int]().union(*_gather_json(worker, sorted(seen))), reverse=True):
+        home = _step_folder(folder, step)
+        parts = [part for part in (RankFile(home, rank), RankFile(home, 0)) if part.path.exists()]
+        available = checkpoint.together(worker, home, partial(_read, parts[:1]))
+        saved_size = _world_size(available[0]) if available else 0
+        ranks = [rank] if saved_size == size else list(range(saved_size))
+        needed = [RankFile(home, other) for other in ranks]
+        if all(_gather_json(worker, bool(needed) and all(part.path.exists() for part in needed))):
+            is_read = needed == parts[:1]
+            others = checkpoint.together(worker, home, partial(_read, [] if is_read else needed))
+            return home, available if is_read else others
+    raise CheckpointError(
+        f"{folder} holds no checkpoint that every rank can read; look for step-* folders and the files of all ranks"
+    )
+
+
+def _read(parts: Sequence[RankFile]) -> list[dict[str, Any]]:
+    return [part.read() for part in parts]
+
+
+def _world_size(content: Mapping[str, Any]) -> int:
+    return int(content["state"]["identity"]["the number of workers"])
+
+
+def _refuse_other_recipe(worker: Worker, theirs: Mapping[str, str]) -> None:
+    ours = {"the strategy": brief(worker.strategy), "the seed": str(worker.seed)}
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise CheckpointError(
+                f"{name} is {theirs[name]} in the checkpoint and {value} in this run; make them equal"
+            )
+
+
+def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, Any]:
+    """This rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
+    for name in ("rates", "schedules", "scaler"):
+        if not all(
+            resizing.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents
+        ):
+            raise CheckpointError(
+                f"the {name} differ between workers, so the number of workers cannot change; resume with "
+                f"{len(contents)} workers"
+            )
+    return resizing.resized([content["state"] for content in contents], worker)
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _gather_json(worker: Worker, value: object) -> list[Any]:
+    """All-gather a JSON value."""
+    texts = gather_texts(worker.comm, json.dumps(value).encode(), worker.replicas[0].x.device)
+    return [json.loads(text) for text in texts]

@@ -1,4 +1,4 @@
-"""What all trials of a sweep have in common, and what a trial's hyperparameters come to."""
+"""What all trials of a sweep have in common, and the settings of one trial."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from thinwire.errors import ConfigError
-from thinwire.sweep.population import Population
-from thinwire.sweep.space import Choices, Domain, Hyperparameters, Range, Space, Value
-from thinwire.sweep.trials import Halving
+from thinwire.sweep.space import Choices, Hyperparameters, Range, Space, Value
+from thinwire.sweep.trials import Halving, Population
 from thinwire.tasks.base import Task
 
-_ALONE = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
+# Hyperparameters that only one of the optimizers has.
+_OPTIMIZER_OF = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class Setting:
     """All hyperparameters of one trial.
 
     Args:
-        lr: the peak learning rate.
-        momentum: of sgd.
-        weight_decay: as the optimizer means it.
-        beta1: of adamw.
-        beta2: of adamw.
-        eps: of adamw.
+        lr: peak learning rate.
+        momentum: momentum of sgd.
+        weight_decay: weight decay, as torch's optimizer of that name applies it.
         optimizer: "sgd" or "adamw".
-        batch_size: examples a step.
+        batch_size: examples per step.
         model_size: a named size of the task's model.
+        beta1: decay rate of adamw's first moment.
+        beta2: decay rate of adamw's second moment.
+        eps: epsilon of adamw.
 
     Raises:
         ConfigError: a number out of its range.
@@ -62,16 +62,16 @@ class Plan:
     """What all trials of a sweep have in common.
 
     Args:
-        task: what is learned.
-        steps: optimizer steps of a trial that is not given up.
-        seed: of the first parameters and of the order of data, the same for all trials.
-        schedule: of the learning rate: "constant", or "cosine" down to a tenth.
-        halving: when to give trials up; None never does.
-        eval_limit: held-out examples looked at; None takes all.
-        population: when members become copies of better ones; None leaves each to itself.
+        task: the task that is learned.
+        steps: optimizer steps of a trial that is not stopped early.
+        seed: seed of the initial parameters and of the order of data, the same for all trials.
+        schedule: learning rate schedule: "constant", or "cosine" down to a tenth.
+        halving: when trials are stopped early; None never stops one.
+        eval_limit: number of held-out examples; None takes all.
+        population: when members become copies of better ones; None trains every trial independently.
 
     Raises:
-        ConfigError: no steps or nothing to evaluate by, a negative seed, or both halving and a population.
+        ConfigError: fewer than one step or held-out example, a negative seed, or both halving and a population.
     """
 
     task: Task
@@ -91,24 +91,24 @@ class Plan:
             raise ConfigError(f"eval_limit={self.eval_limit}: at least 1 held-out example is needed; None takes all")
         if self.halving is not None and self.population is not None:
             raise ConfigError(
-                f"halving={self.halving} with a population: members are copied over, not given up; keep one of the two"
+                f"halving={self.halving} with a population: members are replaced, not stopped; use one of the two"
             )
 
     def setting(self, hyperparameters: Hyperparameters) -> Setting:
-        """The hyperparameters with the task's own settings for those left alone.
+        """All hyperparameters of a trial: the given ones, and the task's defaults for the others.
 
         Raises:
-            ConfigError: there is no such hyperparameter, or its value is not of its kind.
+            ConfigError: a hyperparameter does not exist, or its value has the wrong type.
         """
         known = {field.name for field in fields(Setting)}
         for name in hyperparameters:
             if name not in known:
                 raise ConfigError(f"hyperparameter {name!r}: there are {', '.join(sorted(known))}")
-        optimizer = _text(hyperparameters, "optimizer", self.task.defaults.optimizer)
+        optimizer = str(hyperparameters.get("optimizer", self.task.defaults.optimizer))
         if optimizer not in ("sgd", "adamw"):
             raise ConfigError(f"optimizer={optimizer!r}: a sweep has sgd and adamw")
         usual = self.task.defaults_for(optimizer)
-        size = _text(hyperparameters, "model_size", self.task.default_size)
+        size = str(hyperparameters.get("model_size", self.task.default_size))
         if size not in self.task.sizes:
             raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
         return Setting(
@@ -124,34 +124,32 @@ class Plan:
         )
 
     def check(self, space: Space) -> None:
-        """Refuse a space before anything is trained.
+        """Check a search space before anything is trained.
 
         Raises:
-            ConfigError: a hyperparameter does not exist, has a value that no trial can be made with, or does nothing
-                because none of the optimizers has it.
+            ConfigError: a hyperparameter does not exist, has an impossible value, or has no effect because none of the
+                optimizers has it.
         """
-        for hyperparameters in space.corners():
+        for hyperparameters in space.extremes():
             self.setting(hyperparameters)
         sizes = space.domains.get("batch_size")
         if isinstance(sizes, Range) and sizes.scale != "whole":
             raise ConfigError(
-                f"batch_size={sizes}: examples are whole, and every size has arrays of its own; use a list such as "
+                f"batch_size={sizes}: examples are whole, and every size needs its own array; use a list such as "
                 "16,32,64"
             )
-        used = self._optimizers(space.domains.get("optimizer"))
+        domain = space.domains.get("optimizer")
+        used = [str(each) for each in domain.values] if isinstance(domain, Choices) else [self.task.defaults.optimizer]
         for name in space.domains:
-            owner = _ALONE.get(name)
+            owner = _OPTIMIZER_OF.get(name)
             if owner is not None and owner not in used:
                 raise ConfigError(
                     f"{name}={space.domains[name]}: {' and '.join(used)} has no such hyperparameter; leave it out, or "
                     f"use {owner}"
                 )
 
-    def _optimizers(self, domain: Domain | None) -> list[str]:
-        return [str(each) for each in domain.values] if isinstance(domain, Choices) else [self.task.defaults.optimizer]
-
-    def factor(self, step: int) -> float:
-        """What learning rates are multiplied by at a step, counted from 0."""
+    def lr_factor(self, step: int) -> float:
+        """The factor of the learning rate at a step, counted from 0."""
         if self.schedule == "constant":
             return 1.0
         return 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
@@ -169,7 +167,3 @@ def _whole(hyperparameters: Hyperparameters, name: str, usual: int) -> int:
     if not math.isfinite(value) or value != int(value):
         raise ConfigError(f"{name}={value}: must be a whole number, such as {usual}")
     return int(value)
-
-
-def _text(hyperparameters: Hyperparameters, name: str, usual: str) -> str:
-    return str(hyperparameters.get(name, usual))

@@ -1,10 +1,9 @@
-"""Ray Tune over arrays: one of Tune's trials is a process that trains many members as one array.
+"""Ray Tune over arrays: each of Tune's trials is a pack of members that one process trains as one array.
 
-Tune gives every trial a process of its own, and an array wants many trials in one process. So what Tune is told is a
-trial is a *pack*: its configuration is `{"members": [hyperparameters, ...]}`, what it reports is its best member's
-loss and the table of all. Tune's searchers still learn from single members, through `packed`; its schedulers compare
-packs, while within a pack `Plan.halving` gives members up. Which members share a pack does not depend on who arrives
-when.
+Tune runs every trial in its own process, while an array trains many trials in one process. So one trial of Tune is a
+*pack*: its configuration is `{"members": [hyperparameters, ...]}`, and it reports its best member's loss and a table of
+all members. Tune's searchers still learn from single members, through `packed`. Its schedulers compare packs; within a
+pack `Plan.halving` stops members early. Which members share a pack does not depend on timing.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.sweep.journal import Journal, fields_of
+from thinwire.sweep.journal import Journal, outcome_to_json
 from thinwire.sweep.plan import Plan
 from thinwire.sweep.space import Choices, Domain, Space
-from thinwire.sweep.training import Together
+from thinwire.sweep.training import TrialArray
 from thinwire.sweep.trials import FUSIBLE, Outcome, Trial, partition, ranked
 
 MEMBERS = "members"
@@ -37,15 +36,15 @@ def _tune() -> Any:
 
 
 def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
-    """A function that Tune can run: trains the members of its configuration as one array, in one process.
+    """A trainable for Tune: trains the members of its configuration as one array, in one process.
 
-    It reports `loss` (held out, of the best member), `best` (its place), `steps` (of all arrays of the pack) and
-    `members` (of each its place, hyperparameters, loss, metric, steps and whether it was stopped), with a checkpoint
-    from which a pack that failed or was paused goes on bit for bit. Members that differ in what cannot be fused are
-    trained array after array.
+    It reports `loss` (held out, of the best member), `best` (that member's index), `steps` (of all arrays of the pack)
+    and `members` (index, hyperparameters, loss, metric and steps of each, and whether it was stopped early). Each
+    report has a checkpoint, from which a pack that failed or was paused resumes bit for bit. Members that differ in
+    what cannot be fused are trained in several arrays, one after another.
 
     Args:
-        plan: of every member.
+        plan: what all members have in common.
         every: steps between reports.
 
     Raises:
@@ -57,16 +56,15 @@ def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
 
 def _train_pack(plan: Plan, every: int, config: Config) -> None:
     with tempfile.TemporaryDirectory(prefix="thinwire-") as temporary:
-        pack = _Pack(plan, members_of(config), Path(temporary) / "pack", every)
-        pack.train()
+        _Pack(plan, members_of(config), Path(temporary) / "pack", every).train()
 
 
 class _Pack:
-    """Members that share a process, and what Tune is told of them."""
+    """Members that share a process, with their reports to Tune."""
 
     def __init__(self, plan: Plan, trials: Sequence[Trial], folder: Path, every: int) -> None:
         self.plan, self.trials, self.folder, self.tune = plan, trials, folder, _tune()
-        self.done, self.arrays = list[Outcome](), 0
+        self.finished, self.arrays = list[Outcome](), 0
         before = self.tune.get_checkpoint()
         if before is not None:
             before.to_directory(str(folder))
@@ -76,18 +74,18 @@ class _Pack:
             resume=before is not None,
             every_seconds=0,
             every_steps=every,
-            written=self._under_way,
+            on_write=self._report_current,
         )
 
     def train(self) -> None:
-        """Array after array; one that has ended before is not trained again."""
+        """Train the arrays one after another; those that had finished before an interruption are not trained again."""
         for group in partition(self.trials, FUSIBLE):
-            self.done += self.journal.train(self.plan, group)
+            self.finished += self.journal.train(self.plan, group)
             self.arrays += 1
-        self._report(self.done, 0)
+        self._report(self.finished, 0)
 
-    def _under_way(self, run: Together, ended: Sequence[Outcome]) -> None:
-        self._report([*self.done, *ended, *run.outcomes()], run.step)
+    def _report_current(self, run: TrialArray, ended: Sequence[Outcome]) -> None:
+        self._report([*self.finished, *ended, *run.outcomes()], run.step)
 
     def _report(self, outcomes: Sequence[Outcome], step: int) -> None:
         checkpoint = self.tune.Checkpoint.from_directory(str(self.folder))
@@ -95,37 +93,37 @@ class _Pack:
 
 
 def members_of(config: Config) -> list[Trial]:
-    """The members of a pack, numbered by their places.
+    """The members of a pack, numbered by their index.
 
     Raises:
-        ConfigError: there is none, or the configuration is not that of a pack.
+        ConfigError: the configuration is not that of a pack, or the pack is empty.
     """
     members = config.get(MEMBERS)
     if not isinstance(members, list) or not members or not all(isinstance(each, Mapping) for each in members):
         raise ConfigError(
             f"config={dict(config)}: a pack is {{'members': [hyperparameters, ...]}}; see packed() and pack_of()"
         )
-    return [Trial(place, dict(hyperparameters)) for place, hyperparameters in enumerate(members)]
+    return [Trial(index, dict(hyperparameters)) for index, hyperparameters in enumerate(members)]
 
 
 def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:
-    """What a pack reports: the best member's figures, and the table of all in the order of their places."""
+    """The report of a pack: the best member's loss and index, and a table of all members in their order."""
     every = sorted(outcomes, key=lambda each: each.trial.number)
     best = ranked(every)[0]
     loss = best.loss if math.isfinite(best.loss) else math.inf
-    table = [fields_of(each) for each in every]
+    table = [outcome_to_json(each) for each in every]
     return {"loss": loss, "best": best.trial.number, "steps": steps, MEMBERS: table}
 
 
 def pack_of(space: Space, together: int) -> Fields:
-    """Tune's own search space of a pack: as many members, each drawn by itself.
+    """A search space for Tune, in which every member of a pack is drawn independently.
 
     Args:
-        space: of each member.
+        space: search space of each member.
         together: members of a pack.
 
     Raises:
-        ConfigError: fewer than one, or Ray Tune is not installed.
+        ConfigError: `together` is less than 1, or Ray Tune is not installed.
     """
     _check_together(together)
     tune = _tune()
@@ -141,23 +139,24 @@ def _domain(tune: Any, domain: Domain) -> Any:
 
 
 def packed(searcher: Any, space: Space, together: int, *, metric: str = "loss", mode: str = "min") -> Any:
-    """A searcher of Tune that proposes packs, from one that proposes single members and learns from them.
+    """A searcher for Tune that proposes packs, made from a searcher that proposes single members.
 
     Args:
         searcher: any `ray.tune.search.Searcher` that was made without a space, such as `OptunaSearch()`.
-        space: of each member; the tuner needs no `param_space`.
+        space: search space of each member; the tuner needs no `param_space`.
         together: members of a pack.
-        metric: of a member, what the searcher judges by: "loss" or "metric".
+        metric: the member's result that the searcher optimizes: "loss" or "metric".
         mode: "min" or "max".
 
     Raises:
-        ConfigError: fewer than one member, another metric, the searcher has a space, or Ray Tune is not installed.
+        ConfigError: `together` is less than 1, another metric or mode, the searcher has a space, or Ray Tune is not
+            installed.
     """
     _check_together(together)
     if metric not in ("loss", "metric") or mode not in ("min", "max"):
-        raise ConfigError(f"metric={metric!r}, mode={mode!r}: of a member there are loss and metric, min and max")
+        raise ConfigError(f"metric={metric!r}, mode={mode!r}: there are loss and metric, min and max")
     domains = {name: _domain(_tune(), domain) for name, domain in space.domains.items()}
-    kind: Any = import_module("thinwire.sweep.packing").PackedSearcher
+    kind: Any = import_module("thinwire.sweep.ray_searcher").PackedSearcher
     return kind(searcher, together, metric=metric, mode=mode, space=domains)
 
 

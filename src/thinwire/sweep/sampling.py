@@ -1,4 +1,4 @@
-"""Who says which trials come next: chance, or a study of Optuna that learns from those that have ended."""
+"""Samplers, which propose trials: at random, or by an Optuna study that learns from finished trials."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError
-from thinwire.sweep.space import Choices, Domain, Space, Value
+from thinwire.sweep.space import Choices, Domain, Space
 from thinwire.sweep.trials import Outcome, Trial
 
 
 class Sampler(Protocol):
-    """Proposes trials, and is told what has come of them."""
+    """Proposes trials, and learns from their outcomes."""
 
     def ask(self, count: int) -> list[Trial]:
-        """The next trials, to be trained at once."""
+        """The next `count` trials, to be trained together."""
         ...
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
-        """What has come of trials that were asked for."""
+        """Record the outcomes of trials that `ask` returned."""
         ...
 
 
 class RandomSampler:
-    """Trials by chance: what trial number n is does not depend on how many others there are.
+    """Random search: trial number n depends on the seed and on n only, not on how many trials there are.
 
     Args:
-        space: to draw from.
-        seed: of all draws.
+        space: the search space.
+        seed: seed of all draws.
     """
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self._space, self._seed, self._next = space, seed, 0
 
     def ask(self, count: int) -> list[Trial]:
-        """The next draws."""
+        """The next trials."""
         numbers = range(self._next, self._next + count)
         self._next += count
         return [Trial(number, self._space.draw(self._seed, number)) for number in numbers]
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
-        """Chance does not learn."""
+        """Does nothing: random search does not learn."""
 
 
 class OptunaSampler:
-    """Trials proposed by a study of Optuna, a whole array at a time.
+    """Trials proposed by an Optuna study, as many at a time as are trained together.
 
     Args:
-        space: what it may propose.
-        seed: of its sampler, where it makes the study itself.
-        study: one of your own, which minimises; None makes one with Optuna's TPE sampler.
+        space: the search space.
+        seed: seed of the TPE sampler, where `study` is None.
+        study: a study that minimises; None makes one with Optuna's TPE sampler.
 
     Raises:
         ConfigError: Optuna is not installed.
@@ -61,10 +61,10 @@ class OptunaSampler:
         try:
             optuna = import_module("optuna")
         except ModuleNotFoundError:
-            raise ConfigError("sampler='optuna': is not installed; pip install 'thinwire[tune]'") from None
+            raise ConfigError("sampler='optuna': Optuna is not installed; pip install 'thinwire[tune]'") from None
         if study is None:
             optuna.logging.set_verbosity(optuna.logging.WARNING)
-            # Trials that are being trained together must not all be the same guess.
+            # Without the constant liar, trials that are proposed together would all be nearly the same.
             study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
         self.study = study
         self._states = optuna.trial.TrialState
@@ -72,13 +72,13 @@ class OptunaSampler:
         self._asked: dict[int, Any] = {}
 
     def ask(self, count: int) -> list[Trial]:
-        """The study's next proposals."""
+        """The study's next trials."""
         asked = [self.study.ask(self._distributions) for _ in range(count)]
         self._asked.update((each.number, each) for each in asked)
         return [Trial(each.number, dict(each.params)) for each in asked]
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell the study; trials that diverged have failed, those given up were pruned."""
+        """Report outcomes to the study: diverged trials as failed, and trials that were stopped early as pruned."""
         for outcome in outcomes:
             asked = self._asked.pop(outcome.trial.number)
             if not math.isfinite(outcome.loss):
@@ -100,15 +100,12 @@ def _distribution(optuna: Any, domain: Domain) -> Any:
 
 
 def sampler_of(name: str, space: Space, *, seed: int) -> Sampler:
-    """The sampler of that name, "random" or "optuna".
+    """The sampler called `name`, "random" or "optuna".
 
     Raises:
-        ConfigError: there is none, or Optuna is not installed.
+        ConfigError: another name, or Optuna is not installed.
     """
     known: Mapping[str, type[RandomSampler] | type[OptunaSampler]] = {"random": RandomSampler, "optuna": OptunaSampler}
     if name not in known:
         raise ConfigError(f"sampler={name!r}: there are {', '.join(known)}")
     return known[name](space, seed=seed)
-
-
-__all__ = ["OptunaSampler", "RandomSampler", "Sampler", "Value", "sampler_of"]

@@ -1,4 +1,4 @@
-"""What a sweep may choose from: a range or a list of values for each hyperparameter, as text and as numbers."""
+"""The search space of a sweep: a range or a list of values for each hyperparameter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _EXAMPLE = "write it like log:1e-4:1e-1, 0:0.95, whole:8:64 or 16,32,64"
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers between two, ends included.
+    """An interval of numbers, ends included.
 
     Args:
-        low: the least.
-        high: the greatest; more than `low`.
-        scale: "linear" draws evenly, "log" evenly in the logarithm, "whole" whole numbers evenly.
+        low: smallest value.
+        high: largest value, above `low`.
+        scale: the distribution of draws: "linear" is uniform, "log" uniform in the logarithm, "whole" uniform over
+            whole numbers.
 
     Raises:
         ConfigError: the ends are in the wrong order, infinite, or not positive under "log".
@@ -42,27 +43,27 @@ class Range:
             raise ConfigError(f"range {self}: whole numbers need whole ends, such as whole:8:64")
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The text that `parse_domain` reads."""
         return f"{self.scale}:{self.low:g}:{self.high:g}"
 
-    def at(self, place: float) -> Value:
-        """The number at a place in [0, 1)."""
+    def at(self, fraction: float) -> Value:
+        """The number at a fraction in [0, 1) of the range."""
         if self.scale == "whole":
-            return int(self.low + math.floor(place * (self.high - self.low + 1)))
+            return int(self.low + math.floor(fraction * (self.high - self.low + 1)))
         if self.scale == "log":
-            return self.low * (self.high / self.low) ** place
-        return self.low + (self.high - self.low) * place
+            return self.low * (self.high / self.low) ** fraction
+        return self.low + (self.high - self.low) * fraction
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A few values.
+    """A list of values.
 
     Args:
-        values: at least one, no two alike.
+        values: at least one value, all different.
 
     Raises:
-        ConfigError: there is none, or one comes twice.
+        ConfigError: the list is empty, or has a value twice.
     """
 
     values: tuple[Value, ...]
@@ -71,15 +72,15 @@ class Choices:
         if not self.values:
             raise ConfigError(f"no values to choose from; {_EXAMPLE}")
         if len(set(self.values)) < len(self.values):
-            raise ConfigError(f"values {self}: one comes twice; leave it out")
+            raise ConfigError(f"values {self}: one is listed twice; leave it out")
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The text that `parse_domain` reads."""
         return ",".join(str(value) for value in self.values)
 
-    def at(self, place: float) -> Value:
-        """The value at a place in [0, 1)."""
-        return self.values[int(place * len(self.values))]
+    def at(self, fraction: float) -> Value:
+        """The value at a fraction in [0, 1) of the list."""
+        return self.values[int(fraction * len(self.values))]
 
 
 Domain: TypeAlias = Range | Choices
@@ -87,18 +88,16 @@ Domain: TypeAlias = Range | Choices
 
 @dataclass(frozen=True)
 class Space:
-    """The hyperparameters that a sweep turns, and what it may turn them to.
+    """The hyperparameters that a sweep searches, with their possible values.
 
     Args:
-        domains: of each hyperparameter, by name.
+        domains: a range or a list of values for each hyperparameter, by name.
     """
 
     domains: Mapping[str, Domain]
 
-    def corners(self) -> list[dict[str, Value]]:
-        """Every value of every list, and both ends of every range, one hyperparameter at a time: what may be asked
-        for.
-        """
+    def extremes(self) -> list[dict[str, Value]]:
+        """Every value of every list and both ends of every range, each as the only hyperparameter of a trial."""
         found = list[dict[str, Value]]()
         for name, domain in self.domains.items():
             values = domain.values if isinstance(domain, Choices) else (domain.low, domain.high)
@@ -106,9 +105,9 @@ class Space:
         return found
 
     def draw(self, seed: int, number: int) -> dict[str, Value]:
-        """The hyperparameters of one trial: the same whenever it is asked for, whatever other trials there are."""
-        draws = np.random.default_rng(np.random.SeedSequence((seed, number)))
-        return {name: self.domains[name].at(float(draws.random())) for name in sorted(self.domains)}
+        """The hyperparameters of trial `number`, a function of the seed and the number only."""
+        rng = np.random.default_rng(np.random.SeedSequence((seed, number)))
+        return {name: self.domains[name].at(float(rng.random())) for name in sorted(self.domains)}
 
 
 def parse_domain(text: str) -> Domain:
@@ -123,7 +122,7 @@ def parse_domain(text: str) -> Domain:
     if len(ends) == 1:
         scale, ends = "linear", [scale, *ends]
     if scale not in ("linear", "log", "whole") or len(ends) != 2:
-        raise ConfigError(f"{text!r}: is no range; {_EXAMPLE}")
+        raise ConfigError(f"{text!r}: is not a range; {_EXAMPLE}")
     try:
         low, high = (float(end) for end in ends)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Trials trained as one array, or one after another: the same batches, the same mathematics."""
+"""Training trials as one array, or one trial by itself: the same batches and the same mathematics."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from thinwire.fusion.optimizers.adam import AdamW
 from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.optimizers.sgd import SGD
 from thinwire.sweep.plan import Plan, Setting
-from thinwire.sweep.population import Population, draws_of
-from thinwire.sweep.trials import Copy, Outcome, Trial
+from thinwire.sweep.trials import Copy, Outcome, Population, Trial, rng_for
 from thinwire.tasks.base import IGNORED, evaluating
 
 
-class Together:
-    """Trials as one array: alike in all hyperparameters but those of `FUSIBLE`.
+class TrialArray:
+    """Trials that train as one array: equal in all hyperparameters except those of `FUSIBLE`.
 
     Args:
-        plan: of the sweep.
+        plan: what all trials have in common.
         trials: at least one.
 
     Attributes:
-        live: the trials by place, with the hyperparameters that they have now.
-        copies: of each, as in its `Outcome`.
-        losses: of each in its last batch, [B]; NaN before the first.
+        trials: the trials by slot, with their present hyperparameters.
+        copies: the copies of each trial, as in its `Outcome`.
+        losses: the loss of each trial's last batch, [B]; NaN before the first.
 
     Raises:
-        ConfigError: trials differ in a hyperparameter that cannot be fused, or the population perturbs none that the
-            optimizer has.
+        ConfigError: trials differ in a hyperparameter that cannot be fused, or the optimizer has none of the
+            hyperparameters that the population perturbs.
     """
 
     def __init__(self, plan: Plan, trials: Sequence[Trial]) -> None:
         self.plan = plan
-        self.live = list(trials)
+        self.trials = list(trials)
         self.copies: list[tuple[Copy, ...]] = [()] * len(trials)
         settings = [plan.setting(trial.hyperparameters) for trial in trials]
         fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
         if len(fixed) != 1:
-            raise ConfigError(f"trials with {fixed}: one array has one optimizer, batch size and model; partition them")
+            raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
         ((_, self.batch_size, size),) = fixed
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
         self.array = fuse([plan.task.model(size, seed=plan.seed)] * len(trials))
-        self.optimizer = optimizer_of(self.array, settings)
+        self.optimizer = fused_optimizer(self.array, settings)
         if plan.population is not None:
-            self._perturbed_by(plan.population)
+            self._perturbed_by(plan.population)  # raises early, not at the first selection
+        # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
         self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64)
         self.losses = torch.full((len(trials),), torch.nan)
         self.step = 0
 
     def _perturbed_by(self, population: Population) -> list[str]:
-        """Of what a population perturbs, what this optimizer has."""
+        """The hyperparameters that a population perturbs and that this optimizer has."""
         names, known = population.perturbed, self.optimizer.param_groups[0]
         found = [name for name in names if name in known]
         if not found:
@@ -69,27 +69,27 @@ class Together:
         return found
 
     def advance(self) -> Tensor:
-        """One step of every trial; returns their losses, [B], not waited for."""
+        """Train every trial for one step; returns their losses, [B], without waiting for the device."""
         *inputs, targets = self.plan.task.batch(
             self._shard, self.step, batch_size=self.batch_size, seed=self.plan.seed, rank=0
         )
         self.array.zero_grad()
         losses = self.array.losses(cross_entropy, self.array(*inputs), targets)
         losses.sum().backward()
-        self.optimizer.param_groups[0]["lr"].copy_(self.rates * self.plan.factor(self.step))
+        self.optimizer.param_groups[0]["lr"].copy_(self.rates * self.plan.lr_factor(self.step))
         self.optimizer.step()
         self.step += 1
         self.losses = losses.detach()
         return self.losses
 
-    def running(self) -> list[tuple[Trial, float]]:
-        """Each trial with its last batch's loss."""
-        return list(zip(self.live, self.losses.tolist(), strict=True))
+    def current_losses(self) -> list[tuple[Trial, float]]:
+        """Each trial with the loss of its last batch."""
+        return list(zip(self.trials, self.losses.tolist(), strict=True))
 
-    def state(self) -> dict[str, Any]:
-        """Everything that `restored` needs: tensors and JSON values."""
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as tensors and JSON values."""
         return {
-            "live": [[trial.number, dict(trial.hyperparameters)] for trial in self.live],
+            "trials": [[trial.number, dict(trial.hyperparameters)] for trial in self.trials],
             "copies": [
                 [[each.step, each.source, dict(each.hyperparameters)] for each in copies] for copies in self.copies
             ],
@@ -99,53 +99,54 @@ class Together:
         }
 
     @classmethod
-    def restored(cls, plan: Plan, state: Mapping[str, Any]) -> Together:
-        """Go on from `state`, bit for bit.
+    def from_state_dict(cls, plan: Plan, state: Mapping[str, Any]) -> TrialArray:
+        """An array that continues from a `state_dict`, bit for bit.
 
         Args:
-            plan: the one it was made with.
-            state: what the method of that name returned.
+            plan: the plan of the saved array.
+            state: the result of `state_dict`.
 
         Raises:
-            CheckpointError: it is of another model or optimizer.
+            CheckpointError: it belongs to another model or optimizer.
         """
-        run = cls(plan, [Trial(number, hyperparameters) for number, hyperparameters in state["live"]])
+        run = cls(plan, [Trial(number, hyperparameters) for number, hyperparameters in state["trials"]])
         restore(state["array"], run.array, optimizer=run.optimizer)
         run.copies = [tuple(Copy(*each) for each in copies) for copies in state["copies"]]
         run.rates.copy_(state["rates"])
         run.step = state["step"]
         return run
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Go on with some of the trials, in this order, one as often as it is named."""
-        self.optimizer.select(self.array.select(places))
-        self.rates, self.losses = self.rates[list(places)], self.losses[list(places)]
-        self.live = [self.live[place] for place in places]
-        self.copies = [self.copies[place] for place in places]
+    def select(self, slots: Sequence[int]) -> None:
+        """Continue with the trials in these slots, in this order; a slot may be named several times."""
+        self.optimizer.select(self.array.select(slots))
+        self.rates, self.losses = self.rates[list(slots)], self.losses[list(slots)]
+        self.trials = [self.trials[slot] for slot in slots]
+        self.copies = [self.copies[slot] for slot in slots]
 
-    def exchange(self, population: Population) -> list[int]:
-        """Judge all members, copy the best over the worst and perturb those; returns whom each place goes on from."""
-        before, copies, names = self.live, self.copies, self._perturbed_by(population)
-        draws = draws_of(self.plan.seed, min(trial.number for trial in before), self.step)
-        sources = population.sources(self.outcomes(), draws)
-        self.keep(sources)
-        self.copies = copies
-        for place, source in enumerate(sources):
-            if source != place:
-                changed = {name: self._move(name, place, population, draws) for name in names}
+    def exploit_and_explore(self, population: Population) -> list[int]:
+        """Evaluate members, copy the best over the worst and perturb the copies; returns the source of each slot."""
+        before, copies, names = self.trials, self.copies, self._perturbed_by(population)
+        rng = rng_for(self.plan.seed, min(trial.number for trial in before), self.step)
+        sources = population.sources(self.outcomes(), rng)
+        self.select(sources)
+        self.copies = copies  # a replaced member keeps its own number and history
+        for slot, source in enumerate(sources):
+            if source != slot:
+                changed = {name: self._perturb(name, slot, population, rng) for name in names}
                 hyperparameters = {**before[source].hyperparameters, **changed}
-                self.live[place] = Trial(before[place].number, hyperparameters)
-                copies[place] += (Copy(self.step, before[source].number, hyperparameters),)
+                self.trials[slot] = Trial(before[slot].number, hyperparameters)
+                copies[slot] += (Copy(self.step, before[source].number, hyperparameters),)
         return sources
 
-    def _move(self, name: str, place: int, population: Population, draws: np.random.Generator) -> float:
+    def _perturb(self, name: str, slot: int, population: Population, rng: np.random.Generator) -> float:
+        # The optimizer's own learning rates are scheduled; `rates` are the peaks.
         values = self.rates if name == "lr" else self.optimizer.param_groups[0][name]
-        values[place] = population.moved(name, float(values[place]), draws)
-        return float(values[place])
+        values[slot] = population.perturb(name, float(values[slot]), rng)
+        return float(values[slot])
 
     def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
-        """How well every trial does on held-out data."""
-        task, size = self.plan.task, len(self.live)
+        """Evaluate every trial on held-out data."""
+        task, size = self.plan.task, len(self.trials)
         loss, hits, targets = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
         self.array.eval()
         with torch.no_grad():
@@ -159,70 +160,72 @@ class Together:
         return [
             Outcome(
                 trial=trial,
-                loss=float(loss[place]) / targets,
-                metric=task.measure.of(float(loss[place]), int(hits[place]), targets),
+                loss=float(loss[slot]) / targets,
+                metric=task.measure.of(float(loss[slot]), int(hits[slot]), targets),
                 steps=self.step,
                 stopped=stopped,
-                copies=self.copies[place],
+                copies=self.copies[slot],
             )
-            for place, trial in enumerate(self.live)
+            for slot, trial in enumerate(self.trials)
         ]
 
 
-Seen = Callable[[Together, Sequence[Outcome]], None]
+StepCallback = Callable[[TrialArray, Sequence[Outcome]], None]
+"""Called after a step with the array and with the outcomes that are known by then."""
 
 
 def train_together(
     plan: Plan,
     trials: Sequence[Trial],
-    told: Seen | None = None,
+    callback: StepCallback | None = None,
     *,
-    begun: tuple[Together, list[Outcome]] | None = None,
-    kept: Seen | None = None,
+    begun: tuple[TrialArray, list[Outcome]] | None = None,
+    save: StepCallback | None = None,
 ) -> list[Outcome]:
-    """Train trials as one array, which `plan.halving` shrinks at each rung and `plan.population` copies within itself.
+    """Train trials as one array, with the plan's early stopping or population.
 
     Args:
-        plan: of the sweep.
-        trials: alike in what cannot be fused.
-        told: called after every step with the array, and with the outcomes that are known by then.
-        begun: the array where it was interrupted, and the outcomes known by then; None begins anew.
-        kept: called after every step with both, to be saved.
+        plan: what all trials have in common.
+        trials: trials that are equal in what cannot be fused.
+        callback: called after every step.
+        begun: the array where it was interrupted, and the outcomes known by then; None starts from the beginning.
+        save: called after every step but the last, before `callback`, to save the array.
 
     Returns:
         one outcome per trial, in their order.
     """
     rungs = set() if plan.halving is None else set(plan.halving.rungs(plan.steps))
-    run, ended = begun or (Together(plan, trials), list[Outcome]())
+    run, ended = begun or (TrialArray(plan, trials), list[Outcome]())
     while run.step < plan.steps:
         run.advance()
         if plan.halving is not None and run.step in rungs:
-            found = run.outcomes(stopped=True)
-            on = {each.trial.number for each in plan.halving.promoted(found)}
-            ended += [each for each in found if each.trial.number not in on]
-            run.keep([place for place, trial in enumerate(run.live) if trial.number in on])
+            outcomes = run.outcomes(stopped=True)
+            promoted = {each.trial.number for each in plan.halving.promoted(outcomes)}
+            ended += [each for each in outcomes if each.trial.number not in promoted]
+            run.select([slot for slot, trial in enumerate(run.trials) if trial.number in promoted])
         if plan.population is not None and run.step % plan.population.every == 0 and run.step < plan.steps:
-            run.exchange(plan.population)
-        if kept is not None and run.step < plan.steps:
-            kept(run, ended)
-        if told is not None:
-            told(run, ended)
+            run.exploit_and_explore(plan.population)
+        # Saved first: where the callback interrupts the sweep, the step is on disk.
+        if save is not None and run.step < plan.steps:
+            save(run, ended)
+        if callback is not None:
+            callback(run, ended)
     ended += run.outcomes()
-    places = {trial.number: place for place, trial in enumerate(trials)}
-    return sorted(ended, key=lambda each: places[each.trial.number])
+    order = {trial.number: index for index, trial in enumerate(trials)}
+    return sorted(ended, key=lambda each: order[each.trial.number])
 
 
 def train_alone(plan: Plan, trial: Trial) -> Outcome:
-    """Train one trial by itself, with torch's own optimizer: what `train_together` must agree with."""
+    """Train one trial by itself with torch's own optimizer; `train_together` has the same results up to rounding."""
     setting, task = plan.setting(trial.hyperparameters), plan.task
     (shard,) = task.shards(1, seed=plan.seed)
     model = task.model(setting.model_size, seed=plan.seed)
-    optimizer = plain_optimizer_of(model, setting)
+    optimizer = torch_optimizer(model, setting)
     for step in range(plan.steps):
         batch = task.batch(shard, step, batch_size=setting.batch_size, seed=plan.seed, rank=0)
         optimizer.zero_grad()
         task.loss(model, batch).backward()
-        optimizer.param_groups[0]["lr"] = setting.lr * plan.factor(step)
+        optimizer.param_groups[0]["lr"] = setting.lr * plan.lr_factor(step)
         optimizer.step()
     with evaluating(model):
         found = task.evaluate(model, limit=plan.eval_limit)
@@ -230,12 +233,12 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """One model's cross entropy in nats, as tasks mean it."""
+    """One model's cross entropy in nats; targets that a task marks as ignored are left out."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-def optimizer_of(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimizer:
-    """The array's optimizer, with each trial's hyperparameters."""
+def fused_optimizer(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimizer:
+    """An optimizer of the array with each trial's hyperparameters."""
     lr, decay = [each.lr for each in settings], [each.weight_decay for each in settings]
     if settings[0].optimizer == "sgd":
         momenta = [each.momentum for each in settings]
@@ -244,8 +247,8 @@ def optimizer_of(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimiz
     return AdamW(array.parameters(), lr=lr, betas=betas, eps=[each.eps for each in settings], weight_decay=decay)
 
 
-def plain_optimizer_of(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """Torch's own optimizer, with one trial's hyperparameters."""
+def torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    """Torch's own optimizer with one trial's hyperparameters."""
     if setting.optimizer == "sgd":
         return torch.optim.SGD(
             model.parameters(), lr=setting.lr, momentum=setting.momentum, weight_decay=setting.weight_decay

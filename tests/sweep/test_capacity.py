@@ -1,4 +1,4 @@
-"""Arrays are as large as memory has room for; what cannot be fused or done is refused by name before training."""
+"""Arrays are as large as fits into memory; what cannot be fused or trained is refused by name before training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from thinwire.sweep import sweeping
 from thinwire.sweep.plan import Plan, Setting
 from thinwire.sweep.sampling import RandomSampler
 from thinwire.sweep.space import Range, Space, parse_domain
-from thinwire.sweep.sweeping import News, room_for, sweep
-from thinwire.sweep.training import Together
+from thinwire.sweep.sweeping import Progress, capacity_for, sweep
+from thinwire.sweep.training import TrialArray
 from thinwire.sweep.trials import FUSIBLE, Trial, partition
 
 pytest.importorskip("sklearn")
@@ -26,7 +26,7 @@ TRIALS = [Trial(number, {"lr": 0.01}) for number in range(12)]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.PIN, "1")
 
 
@@ -38,19 +38,19 @@ def plan() -> Plan:
 
 
 class Machine:
-    """Memory that is counted: so many bytes are free, and every member of an array takes as many."""
+    """Counted memory: `room` bytes are free, and every member of an array takes `each` bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int, each: int) -> None:
         self.tried: list[int] = []
         self.taken = 0
-        step: Any = Together.advance
+        step: Any = TrialArray.advance
 
-        def advance(run: Together) -> Tensor:
-            self.taken += each * len(run.live)
-            self.tried.append(len(run.live))
+        def advance(run: TrialArray) -> Tensor:
+            self.taken += each * len(run.trials)
+            self.tried.append(len(run.trials))
             return step(run)
 
-        monkeypatch.setattr(Together, "advance", advance)
+        monkeypatch.setattr(TrialArray, "advance", advance)
         monkeypatch.setattr(sweeping, "free_bytes", lambda device: room)
         monkeypatch.setattr(sweeping, "resident_bytes", lambda: self.taken)
 
@@ -60,48 +60,48 @@ def test_an_array_is_the_largest_that_leaves_as_much_free_as_it_takes(
     room: int, expected: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch, room=room, each=100)
-    found = room_for(plan, TRIALS)
+    found = capacity_for(plan, TRIALS)
     assert found == expected
     assert 2 * 100 * found < 0.8 * room
     assert found == len(TRIALS) or 2 * 100 * (found + 1) >= 0.8 * room
-    # What is tried never takes more than all that is free.
+    # No attempt takes more than all free memory.
     assert all(100 * count <= room for count in machine.tried)
 
 
-def test_a_sweep_trains_no_larger_array_than_there_is_room_for(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_trains_no_larger_array_than_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, room=1_000, each=100)
-    news: list[News] = []
-    found = sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 10, told=news.append)
-    assert len(found) == 10 and max(each.members for each in news) == 3
+    events: list[Progress] = []
+    found = sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 10, callback=events.append)
+    assert len(found) == 10 and max(each.members for each in events) == 3
 
 
-def test_a_device_that_runs_out_is_a_limit_and_no_failure(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    step: Any = Together.advance
+def test_running_out_of_memory_is_a_limit_and_not_a_failure(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = TrialArray.advance
 
-    def advance(run: Together) -> Tensor:
-        if len(run.live) > 5:
+    def advance(run: TrialArray) -> Tensor:
+        if len(run.trials) > 5:
             raise torch.OutOfMemoryError("no more")
         return step(run)
 
-    monkeypatch.setattr(Together, "advance", advance)
-    assert room_for(plan, TRIALS) == 5
+    monkeypatch.setattr(TrialArray, "advance", advance)
+    assert capacity_for(plan, TRIALS) == 5
 
 
-def test_where_not_even_one_fits_that_is_said(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_that_fits_is_an_error(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, room=100, each=100)
     with pytest.raises(ConfigError, match="not one trial fits"):
-        room_for(plan, TRIALS)
+        capacity_for(plan, TRIALS)
 
 
-def test_where_the_system_does_not_tell_its_memory_one_has_to_say(
+def test_unknown_free_memory_is_an_error_that_names_together(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sweeping, "_MEMORY", tmp_path / "nothing")
+    monkeypatch.setattr(sweeping, "_MEMINFO", tmp_path / "nothing")
     with pytest.raises(ConfigError, match="by `together`"):
-        room_for(plan, TRIALS)
+        capacity_for(plan, TRIALS)
 
 
-def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
+def test_a_space_is_partitioned_by_what_cannot_be_fused(plan: Plan) -> None:
     text = {"lr": "log:1e-3:1e-1", "momentum": "0:0.9", "batch_size": "8,16", "optimizer": "sgd,adamw", "eps": "0:1e-3"}
     space = Space({name: parse_domain(domain) for name, domain in text.items()})
     drawn = RandomSampler(space, seed=3).ask(40)
@@ -112,10 +112,10 @@ def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
     assert len(groups) == 4 and all(len(kind) == 1 for kind in kinds)
     assert sorted(each.number for group in groups for each in group) == list(range(40))
     for group in groups:
-        assert Together(plan, group[:2]).batch_size == group[0].hyperparameters["batch_size"]
+        assert TrialArray(plan, group[:2]).batch_size == group[0].hyperparameters["batch_size"]
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_space_falls_into_arrays_by_what_cannot_be_fused(plan: Plan) -> None:
         ({"model_size": "huge"}, "model_size='huge': digits has"),
     ],
 )
-def test_a_knob_out_of_its_range_is_refused_by_name(hyperparameters: Any, words: str, plan: Plan) -> None:
+def test_a_hyperparameter_out_of_its_range_is_refused_by_name(hyperparameters: Any, words: str, plan: Plan) -> None:
     with pytest.raises(ConfigError, match=words):
         plan.setting(hyperparameters)
 
@@ -149,7 +149,7 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--lr fast", "lr='fast': must be a number"),
         ("--optimizer adamw --beta1 0.5:1.5", "beta1=1.5: must lie in [0, 1)"),
@@ -175,17 +175,17 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
     ],
 )
 def test_the_command_refuses_before_anything_is_trained_and_leaves_nothing(
-    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Together, "advance", None)
+    monkeypatch.setattr(TrialArray, "advance", None)
     folder = tmp_path / "sweep"
     assert main(["sweep", "--out", str(folder), *words.split()]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not folder.exists()
 
 
-class Looks(nn.Module):
-    """A model that decides by what it sees."""
+class DataDependent(nn.Module):
+    """A model whose control flow depends on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_run_as_an_array_is_named_on_the_command_line(
 ) -> None:
     from thinwire.tasks.base import Task
 
-    monkeypatch.setattr(Task, "model", lambda task, size=None, *, seed=0: Looks())
+    monkeypatch.setattr(Task, "model", lambda task, size=None, *, seed=0: DataDependent())
     assert main(["sweep", "--trials", "2", "--steps", "2", "--together", "2", "--out", str(tmp_path)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "the model's own forward" in told and "depends on a tensor's values" in told and "loop=True" in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert "the model's own forward" in message and "depends on a tensor's values" in message and "loop=True" in message

@@ -1,4 +1,4 @@
-"""An array on several workers goes on from disk as if it had never stopped."""
+"""An array on several workers resumes from disk as if it had never been interrupted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STRATEGIES: list[Strategy] = [
     Gossip(),
     PushSum(),
 ]
-# Threads share torch's own generator, so all models are made before there are any.
+# Threads share torch's own generator, so all models are made before the threads start.
 DROPPING = make(partial(Net, 0.3), 6, torch.float64)
 FACTORIES: list[Any] = [
     partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
@@ -48,7 +48,7 @@ WIDE = wide()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.PIN, "1")
 
 
@@ -75,7 +75,7 @@ class Run:
             trained(self.parallel, self.rank, range(step, step + 1), self.scaler)
             self.schedules.step()
 
-    def life(self) -> None:
+    def replace_models(self) -> None:
         """Fewer models than at first, and one of them new."""
         kept = self.parallel.select([2, 0])
         for follower in (self.schedules, self.scaler):
@@ -88,8 +88,8 @@ class Run:
         array, optimizer, worker = self.parallel.array, self.parallel.optimizer, self.parallel.worker
         slots = [whole(array, optimizer, index) for index in range(array.size)]
         kept = [{"x": r.x, **r.state} for r in worker.replicas]
-        told = repr([self.schedules.state_dict(), self.scaler.state_dict(), worker.step, worker.comm.step])
-        return [*slots, *kept, told]
+        rest = repr([self.schedules.state_dict(), self.scaler.state_dict(), worker.step, worker.comm.step])
+        return [*slots, *kept, rest]
 
 
 def equal(one: list[Any], other: list[Any]) -> bool:
@@ -103,7 +103,7 @@ def clean(found: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("size", [1, 3])
-def test_training_goes_on_bit_for_bit_from_the_middle_of_a_period(
+def test_training_resumes_bit_for_bit_from_the_middle_of_a_period(
     strategy: Strategy, size: int, tmp_path: Path
 ) -> None:
     def work(comm: Comm) -> tuple[list[Any], list[Any]]:
@@ -123,13 +123,13 @@ def test_training_goes_on_bit_for_bit_from_the_middle_of_a_period(
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3, momentum=0.6), PushSum()], ids=repr)
-def test_an_array_of_another_size_is_made_like_the_one_that_was_saved(strategy: Strategy, tmp_path: Path) -> None:
+def test_an_array_of_another_size_is_resized_to_the_saved_one(strategy: Strategy, tmp_path: Path) -> None:
     now = [FACTORIES[2], FACTORIES[0]]
 
     def work(comm: Comm) -> None:
         run = Run(comm, strategy)
         run.train(range(2))
-        run.life()
+        run.replace_models()
         run.train(range(2, SAVED))
         run.parallel.save(tmp_path, **run.parts)
         run.train(range(SAVED, STEPS))
@@ -146,7 +146,7 @@ def test_an_array_of_another_size_is_made_like_the_one_that_was_saved(strategy: 
 
 
 def on_a_rank(strategy: Strategy, folder: str, resume: bool) -> Any:
-    """For processes: nothing is measured there either, and tensors come back as arrays of numpy."""
+    """One process of a run: no kernel is measured there either, and tensors are returned as NumPy arrays."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(choice.PIN, "1")
         torch.manual_seed(3)
@@ -163,7 +163,7 @@ def on_a_rank(strategy: Strategy, folder: str, resume: bool) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.numpy(), found)
 
 
-def test_processes_go_on_bit_for_bit_and_with_their_own_chance() -> None:
+def test_processes_resume_bit_for_bit_with_their_own_random_generators() -> None:
     strategy = SlowMo(period=3, momentum=0.6)
     with tempfile.TemporaryDirectory() as folder:
         through = run_processes(2, on_a_rank, strategy, folder, False)
@@ -178,7 +178,7 @@ def test_processes_go_on_bit_for_bit_and_with_their_own_chance() -> None:
 
 @pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(AllReduce(), period=3, momentum=0.6)], ids=repr)
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (1, 2), (2, 1)])
-def test_another_number_of_workers_goes_on_where_all_agreed(
+def test_another_number_of_workers_resumes_if_all_agreed(
     strategy: Strategy, before: int, now: int, tmp_path: Path
 ) -> None:
     def held(run: Run) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,9 +203,9 @@ def test_another_number_of_workers_goes_on_where_all_agreed(
         return *found, run.parallel.worker.replicas[0].x.clone()
 
     wrote = thinwire.run_threads(before, saved)
-    went_on = thinwire.run_threads(now, loaded)
-    for x, buffers, after in went_on:
-        assert torch.equal(x, wrote[0][0]) and torch.equal(after, went_on[0][2])
+    resumed = thinwire.run_threads(now, loaded)
+    for x, buffers, after in resumed:
+        assert torch.equal(x, wrote[0][0]) and torch.equal(after, resumed[0][2])
         for name, buffer in buffers.items():
             mean = torch.stack([each[1][name].double() for each in wrote]).mean(0)
             torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
@@ -220,7 +220,7 @@ def test_another_number_of_workers_goes_on_where_all_agreed(
     ],
     ids=repr,
 )
-def test_another_number_of_workers_is_refused_where_something_would_be_lost(
+def test_another_number_of_workers_is_refused_if_state_would_be_lost(
     strategy: Strategy, words: str, tmp_path: Path
 ) -> None:
     def saved(comm: Comm) -> None:
@@ -242,7 +242,7 @@ def test_another_number_of_workers_is_refused_where_something_would_be_lost(
 # -- what may go wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_diverged_is_saved_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_model_that_diverged_is_saved_and_the_others_continue(tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
         run = Run(comm, AllReduce())
         with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_model_that_diverged_is_saved_and_the_others_go_on(tmp_path: Path) -> 
     thinwire.run_threads(2, work)
 
 
-def test_a_step_counts_where_every_rank_has_its_part_and_old_ones_go(tmp_path: Path) -> None:
+def test_a_checkpoint_needs_the_files_of_all_ranks_and_old_ones_are_removed(tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
         run = Run(comm, AllReduce())
         for step in range(5):
@@ -277,7 +277,7 @@ def test_a_step_counts_where_every_rank_has_its_part_and_old_ones_go(tmp_path: P
     thinwire.run_threads(2, work)
 
 
-def test_a_part_that_is_damaged_or_cannot_be_written_is_told_to_all_ranks_and_nothing_is_touched(
+def test_a_file_that_is_damaged_or_cannot_be_written_is_an_error_on_all_ranks_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
     def work(comm: Comm) -> None:
@@ -301,7 +301,7 @@ def test_a_part_that_is_damaged_or_cannot_be_written_is_told_to_all_ranks_and_no
     thinwire.run_threads(2, work)
 
 
-def test_what_belongs_elsewhere_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+def test_other_checkpoints_are_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
         run = Run(comm, AllReduce())
         run.train(range(2))
@@ -309,7 +309,7 @@ def test_what_belongs_elsewhere_is_refused_by_name_on_all_ranks(tmp_path: Path) 
         run.parallel.worker.save(tmp_path / "plain")
         for words, other, parts in (
             (r"the strategy is AllReduce\(\) in the checkpoint and LocalSGD", Run(comm, LocalSGD(2)), None),
-            ("the strategy is .* make it alike", Run(comm, LocalSGD(2), FACTORIES[:2]), None),
+            ("the strategy is .* make them equal", Run(comm, LocalSGD(2), FACTORIES[:2]), None),
             ("the seed is 0 in the checkpoint and 5 in this run", Run(comm, AllReduce(), seed=5), None),
             ("the schedules: one for each model in the checkpoint and none", run, {}),
             ("slot 1 has a MultiStepLR .* and a StepLR", Run(comm, AllReduce(), [FACTORIES[0]] * 3), None),
@@ -325,7 +325,7 @@ def test_what_belongs_elsewhere_is_refused_by_name_on_all_ranks(tmp_path: Path) 
     thinwire.run_threads(2, work)
 
 
-def test_layers_that_differ_between_models_go_on_too_and_their_number_cannot_change(tmp_path: Path) -> None:
+def test_layers_that_differ_between_models_resume_too_and_their_number_cannot_change(tmp_path: Path) -> None:
     def begun(comm: Comm) -> ParallelArray:
         array = fusion.fuse(WIDE, loop=["body"])
         return attach_array(array, fusion.Adam(array.parameters(), lr=RATES[:3]), SlowMo(period=2), comm=comm)
@@ -346,7 +346,7 @@ def test_layers_that_differ_between_models_go_on_too_and_their_number_cannot_cha
     thinwire.run_threads(2, work)
 
 
-def test_the_loop_of_the_page_saves_and_goes_on(tmp_path: Path) -> None:
+def test_the_loop_of_the_page_saves_and_resumes(tmp_path: Path) -> None:
     array = fusion.fuse([nn.Linear(6, 3) for _ in range(2)])
     optimizer = fusion.SGD(array.parameters(), lr=0.1)
     parallel = attach_array(array, optimizer, AllReduce(), comm=thinwire.run_threads(1, lambda comm: comm)[0])

@@ -15,42 +15,44 @@ Hyperparameters = dict[str, Any]
 
 
 class PackedSearcher(Searcher):
-    """Asks another searcher for every member, and tells it what has come of each.
+    """Proposes packs whose members another searcher proposes, and reports every member's result to that searcher.
 
     Args:
-        searcher: of single members.
+        searcher: proposes single members.
         together: members of a pack; the last pack may have fewer.
-        metric: of a member, what `searcher` judges by.
+        metric: the member's result that `searcher` optimizes.
         mode: "min" or "max".
-        space: of a member, as Tune writes it.
+        space: search space of a member, as Tune's search space.
 
     Raises:
-        ConfigError: the searcher has a space of its own.
+        ConfigError: the searcher already has a space.
     """
 
     def __init__(self, searcher: Searcher, together: int, *, metric: str, mode: str, space: Hyperparameters) -> None:
         super().__init__(metric=metric, mode=mode)
-        self.searcher, self.together, self.judged = searcher, together, metric
-        self.asked: dict[str, dict[str, Hyperparameters]] = {}
+        self.searcher, self.together, self.member_metric = searcher, together, metric
+        # The members that have no result yet, by pack and by the name that the inner searcher knows them by.
+        self.pending: dict[str, dict[str, Hyperparameters]] = {}
         if not searcher.set_search_properties(metric, mode, space):
             raise ConfigError(f"{type(searcher).__name__} has a space of its own already; make it without one")
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: Hyperparameters, **spec: Any) -> bool:
-        """Take note of what Tune judges packs by.
+        """Accept the tuner's metric, by which Tune compares packs.
 
         Raises:
-            ConfigError: the tuner was given a `param_space` besides.
+            ConfigError: the tuner has a `param_space` too.
         """
         if config:
             raise ConfigError(f"param_space={config} beside packed(): it has the space of members; leave one out")
         return True
 
     def suggest(self, trial_id: str) -> dict[str, list[Hyperparameters]] | None:
-        """The next pack; None while the inner searcher wants to wait, and Tune's own word when there is none left."""
+        """The next pack; None while the inner searcher waits for results, `Searcher.FINISHED` after its last trial."""
         finished: Any = Searcher.FINISHED
-        found = self.asked.setdefault(trial_id, {})
-        for place in range(len(found), self.together):
-            member = f"{trial_id}-{place}"
+        found = self.pending.setdefault(trial_id, {})
+        # Where the inner searcher returned None, Tune asks again for the same pack, which is then continued.
+        for index in range(len(found), self.together):
+            member = f"{trial_id}-{index}"
             hyperparameters = self.searcher.suggest(member)
             if hyperparameters is None:
                 return None
@@ -60,31 +62,31 @@ class PackedSearcher(Searcher):
         return {"members": list(found.values())} if found else finished
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
-        """Members are told of when their pack has ended."""
+        """Does nothing: results of members are reported when their pack has finished."""
 
     def on_trial_complete(self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False) -> None:
-        """Tell of every member of a pack; those that diverged have failed, as all of a pack that failed."""
+        """Report the result of every member of a pack; diverged members, and all of a failed pack, as errors."""
         rows = {} if error or not result else {row["trial"]: row for row in result.get("members", [])}
-        for place, member in enumerate(self.asked.pop(trial_id, {})):
-            row = rows.get(place)
-            if row is None or not math.isfinite(row[self.judged]):
+        for index, member in enumerate(self.pending.pop(trial_id, {})):
+            row = rows.get(index)
+            if row is None or not math.isfinite(row[self.member_metric]):
                 self.searcher.on_trial_complete(member, None, error=True)
             else:
-                told = {self.judged: row[self.judged], "training_iteration": row["steps"]}
-                self.searcher.on_trial_complete(member, told)
+                found = {self.member_metric: row[self.member_metric], "training_iteration": row["steps"]}
+                self.searcher.on_trial_complete(member, found)
 
     def get_state(self) -> dict[str, Any]:
-        """Who is being trained; the inner searcher is saved by itself."""
-        return {"asked": self.asked}
+        """The members that have no result yet; the inner searcher saves itself."""
+        return {"pending": self.pending}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """What `get_state` returned."""
-        self.asked = state["asked"]
+        """Restore the result of `get_state`."""
+        self.pending = state["pending"]
 
     def save(self, checkpoint_path: str) -> None:
-        """As the inner searcher."""
+        """Save the inner searcher."""
         self.searcher.save(checkpoint_path)
 
     def restore(self, checkpoint_path: str) -> None:
-        """As the inner searcher."""
+        """Restore the inner searcher."""
         self.searcher.restore(checkpoint_path)
