@@ -53,7 +53,7 @@ def test_a_tied_table_of_many_words_is_counted_too(rows: int, columns: int) -> N
         n_layer=1, n_embd=24, n_head=4, vocab_size=99, n_positions=8, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
     )
     models = [_evenly(torch_gpt2.GPT2LMHeadModel(config).double()) for _ in range(rows * columns)]
-    wanted = describe_transformer(models[0], samples=8, length=8)
+    expected = describe_transformer(models[0], samples=8, length=8)
 
     def work(mesh: Mesh2D) -> tuple[float, int, int]:
         model = parallelize_2d(models[mesh.whole.rank], mesh)
@@ -63,9 +63,9 @@ def test_a_tied_table_of_many_words_is_counted_too(rows: int, columns: int) -> N
         return mesh.payload_bytes, mesh.messages, sum(p.numel() for p in model.parameters())
 
     found = run(rows, columns, work)
-    assert max(sent for sent, _, _ in found) == pytest.approx(wanted.sent_bytes(rows, columns, element_nbytes=8))
+    assert max(sent for sent, _, _ in found) == pytest.approx(expected.sent_bytes(rows, columns, element_nbytes=8))
     assert {(messages, held) for _, messages, held in found} == {
-        (wanted.messages(rows, columns), wanted.parameters_held(rows, columns))
+        (expected.messages(rows, columns), expected.parameters_held(rows, columns))
     }
 
 
@@ -91,7 +91,7 @@ def test_activations_kept_are_those_predicted_within_a_twentieth(
     monkeypatch.setattr(tape, "Tape", Counted)
     size = GPTSize(layers=3, width=48, heads=4)
     models = [build(lambda: GPT(size, context=32, vocabulary=64), seed=0) for _ in range(4)]
-    wanted = describe_transformer(models[0], samples=8, length=32)
+    expected = describe_transformer(models[0], samples=8, length=32)
 
     def work(mesh: Mesh2D) -> int:
         model: Any = parallelize_2d(models[mesh.whole.rank], mesh)
@@ -113,9 +113,9 @@ def test_activations_kept_are_those_predicted_within_a_twentieth(
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.is_floating_point()}
         return sum(nbytes for pointer, nbytes in storages.items() if pointer not in own)
 
-    logits = wanted.tokens * 64 / 4  # the logits' gradient is not there yet
+    logits = expected.tokens * 64 / 4  # the logits' gradient is not there yet
     for held in run(2, 2, work):
-        predicted = wanted.activations_held(2, 2, checkpointed=checkpointed) - logits
+        predicted = expected.activations_held(2, 2, checkpointed=checkpointed) - logits
         assert held / 4 == pytest.approx(predicted, rel=0.05)
 
 
@@ -140,7 +140,7 @@ def test_the_best_mesh_is_the_fastest_and_the_reason_names_the_next() -> None:
 
 @pytest.mark.parametrize("samples", [1, 16, 128])
 def test_more_tokens_want_more_rows_as_the_formula_says(samples: int) -> None:
-    """Where latency and vocabulary count for little, the best mesh lies beside sqrt(T p / 3 h)."""
+    """With low latency and a small vocabulary the best mesh is near sqrt(T p / 3 h) rows."""
     model = replace(LARGE, samples=16 * samples, vocabulary=256)
     best = advise(model, 16, replace(LAN, seconds_per_message=0.0)).best
     near = best_rows(Layer(tokens=model.tokens, hidden=model.hidden, rows=4, columns=4))
@@ -193,8 +193,8 @@ def test_shared_key_heads_are_counted_on_a_llama() -> None:
         vocab_size=36, max_position_embeddings=8, pad_token_id=0,
     )  # fmt: skip
     models = [_evenly(transformers.LlamaForCausalLM(config)) for _ in range(4)]
-    wanted = describe_transformer(models[0], samples=4, length=8)
-    assert (wanted.key_heads, wanted.gated, wanted.inner) == (2, True, 48)
+    expected = describe_transformer(models[0], samples=4, length=8)
+    assert (expected.key_heads, expected.gated, expected.inner) == (2, True, 48)
 
     def work(mesh: Mesh2D) -> tuple[float, int]:
         model = parallelize_2d(models[mesh.whole.rank], mesh)
@@ -203,8 +203,8 @@ def test_shared_key_heads_are_counted_on_a_llama() -> None:
         return mesh.payload_bytes, sum(p.numel() for p in model.parameters())
 
     for sent, held in run(2, 2, work):
-        assert sent == pytest.approx(wanted.sent_bytes(2, 2))
-        assert held == wanted.parameters_held(2, 2)
+        assert sent == pytest.approx(expected.sent_bytes(2, 2))
+        assert held == expected.parameters_held(2, 2)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
 def test_a_linear_layer_is_the_serial_one_in_either_storage(rows: int, columns: int, layout: Any) -> None:
     for outputs in (12, 36):
         serial = linear(H, outputs)
-        wanted, found = both(serial, lambda mesh, s=serial: linear_2d(s, mesh, layout=layout), rows, columns)
-        for name in wanted:
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
+        expected, found = both(serial, lambda mesh, s=serial: linear_2d(s, mesh, layout=layout), rows, columns)
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_linear_layer_takes_the_storage_that_moves_less() -> None:
@@ -114,16 +114,16 @@ def test_norms_are_the_serial_ones(rows: int, columns: int, kind: str) -> None:
             return RMSNorm2D(serial.weight, mesh, size=H)
         return LayerNorm2D(serial.weight, serial.bias, mesh, size=H)
 
-    wanted, found = both(serial, make, rows, columns)
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-11, atol=1e-11)
+    expected, found = both(serial, make, rows, columns)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
 
 
 def test_a_variance_far_from_zero_does_not_cancel() -> None:
     far = (drawn(4, H) + 4096).float()
-    wanted = F.layer_norm(far.double(), (H,))
+    expected = F.layer_norm(far.double(), (H,))
     found = joined(run(2, 3, lambda mesh: LayerNorm2D(None, None, mesh, size=H)(block_of(far, mesh))), 2, 3)
-    assert (found - wanted).abs().max() < 2e-3
+    assert (found - expected).abs().max() < 2e-3
     naive = far.square().mean(-1) - far.mean(-1).square()
     assert (naive - far.double().var(-1, correction=0)).abs().max() > 0.05  # what subtracting squares would give
 
@@ -184,27 +184,27 @@ def test_attention_with_shared_heads_and_rotary_positions_is_the_serial_one(
         with pytest.raises(ConfigError, match=r"must be 0|must divide the other"):
             both(serial, make, rows, columns, x)
         return
-    wanted, found = both(serial, make, rows, columns, x)
+    expected, found = both(serial, make, rows, columns, x)
     if "projection.weight" in found:
         for kind in ("weight", "bias"):
             parts = found[f"projection.{kind}"].split([width, key_heads * 4, key_heads * 4])
             found |= {f"{name}.{kind}": part for name, part in zip(("query", "key", "value"), parts, strict=True)}
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-10)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
 
 
 def test_attention_takes_masks() -> None:
     serial = Rotary(H, 6, 6).double()
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(5, dtype=torch.bool)
-    wanted = serial(X, mask)
+    expected = serial(X, mask)
     layers = (serial.query, serial.key, serial.value, serial.out)
 
     def work(mesh: Mesh2D) -> Tensor:
         layer = Attention2D(*((s.weight, s.bias) for s in layers), mesh, heads=6, rotary_base=1e4)
         return layer(block_of(X, mesh), mask)
 
-    torch.testing.assert_close(joined(run(2, 3, work), 2, 3), wanted)
+    torch.testing.assert_close(joined(run(2, 3, work), 2, 3), expected)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -228,11 +228,11 @@ def test_feed_forward_parts_are_the_serial_ones(rows: int, columns: int, gated: 
             return FeedForward2D(*weights[:2], mesh)
         return FeedForward2D(*weights[:2], mesh, activation="swiglu", gate=weights[2])
 
-    wanted, found = both(serial, make, rows, columns)
+    expected, found = both(serial, make, rows, columns)
     if gated:
         found["gate.weight"], found["wide.weight"] = found["wide.weight"].chunk(2)
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-11, atol=1e-10)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-10)
 
 
 def test_a_gate_without_its_weights_is_refused() -> None:
@@ -248,16 +248,16 @@ def test_a_gate_without_its_weights_is_refused() -> None:
 @pytest.mark.parametrize(("rows", "columns"), MESHES)
 def test_dropout_is_the_same_on_every_mesh(rows: int, columns: int) -> None:
     serial = Dropout2D(0.4, None, seed=3, layer=2)
-    wanted = [serial(X), serial(X)]
+    expected = [serial(X), serial(X)]
 
     def work(mesh: Mesh2D) -> list[Tensor]:
         layer = Dropout2D(0.4, mesh, seed=3, layer=2)
-        return [layer(block_of(X, mesh)) for _ in wanted]
+        return [layer(block_of(X, mesh)) for _ in expected]
 
     found = run(rows, columns, work)
-    for step, whole in enumerate(wanted):
+    for step, whole in enumerate(expected):
         assert torch.equal(joined([each[step] for each in found], rows, columns), whole)
-    assert not torch.equal(*wanted)
+    assert not torch.equal(*expected)
 
 
 def test_dropout_drops_its_share_everywhere_and_blocks_have_unrelated_masks() -> None:

@@ -67,18 +67,18 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
         ours.backward()
         return ours.detach(), gradients(model, mesh)
 
-    wanted = serial_gradients(serial)
+    expected = serial_gradients(serial)
     for ours, grads in run(rows, columns, work, panels):
         torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=1e-12)
-        assert grads.keys() == wanted.keys()
-        for name in wanted:
-            torch.testing.assert_close(grads[name], wanted[name], rtol=1e-10, atol=1e-13)
+        assert grads.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(("rows", "columns"), MESHES)
 def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns: int) -> None:
     serial = gpt()
-    wanted = train(serial, serial_loss, lambda model: clip_grad_norm_(model.parameters(), 0.5))
+    expected = train(serial, serial_loss, lambda model: clip_grad_norm_(model.parameters(), 0.5))
 
     def work(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
         model = parallelized(mesh)
@@ -88,11 +88,11 @@ def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns
 
     found = run(rows, columns, work)
     for losses, state, vectors in found:
-        torch.testing.assert_close(losses, wanted, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=1e-11)
         for name, parameter in serial.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-8, atol=1e-8)
         assert vectors.keys() == found[0][2].keys()
-    for rank, (_, _, vectors) in enumerate(found):  # what all rows hold alike has the same bits
+    for rank, (_, _, vectors) in enumerate(found):  # replicated parameters have the same bits in all rows
         assert all(torch.equal(x, found[rank % columns][2][name]) for name, x in vectors.items())
 
 
@@ -101,7 +101,7 @@ def test_the_gradient_norm_counts_every_parameter_once(rows: int, columns: int) 
     serial = Encoder().double()
     ids, targets = tokens()
     F.cross_entropy(serial(ids).flatten(0, 1), targets.flatten()).backward()
-    wanted = torch.nn.utils.get_total_norm([p.grad for p in serial.parameters() if p.grad is not None])
+    expected = torch.nn.utils.get_total_norm([p.grad for p in serial.parameters() if p.grad is not None])
 
     def work(mesh: Mesh2D) -> Tensor:
         model = parallelized(mesh, Encoder().double())
@@ -109,7 +109,7 @@ def test_the_gradient_norm_counts_every_parameter_once(rows: int, columns: int) 
         return gradient_norm(model, mesh)
 
     for norm in run(rows, columns, work):
-        torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -130,12 +130,12 @@ def test_torch_s_encoder_with_masks_and_a_tied_head_is_laid_out(rows: int, colum
         cross_entropy_2d(ours, mesh.rows_of(targets), mesh).backward()
         return whole_activation(ours, mesh), gradients(model, mesh)
 
-    wanted = serial_gradients(serial)
+    expected = serial_gradients(serial)
     for ours, grads in run(rows, columns, work):
         torch.testing.assert_close(ours, logits.detach(), rtol=1e-10, atol=1e-10)
-        assert grads.keys() == wanted.keys()
-        for name in wanted:
-            torch.testing.assert_close(grads[name], wanted[name], rtol=1e-9, atol=1e-12)
+        assert grads.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
@@ -153,8 +153,8 @@ def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
 
     ours, grads = run(2, 2, work)[0]
     torch.testing.assert_close(ours, loss.detach())
-    for name, wanted in serial_gradients(serial).items():
-        torch.testing.assert_close(grads[name], wanted)
+    for name, expected in serial_gradients(serial).items():
+        torch.testing.assert_close(grads[name], expected)
 
 
 def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
@@ -280,8 +280,8 @@ def test_a_gradient_is_accumulated_over_several_passes() -> None:
         return gradients(model, mesh)
 
     grads = run(2, 2, work)[0]
-    for name, wanted in serial_gradients(serial).items():
-        torch.testing.assert_close(grads[name], wanted, rtol=1e-10, atol=1e-12)
+    for name, expected in serial_gradients(serial).items():
+        torch.testing.assert_close(grads[name], expected, rtol=1e-10, atol=1e-12)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -291,11 +291,11 @@ def test_a_gradient_is_accumulated_over_several_passes() -> None:
 def test_a_model_in_bf16_errs_at_most_twice_as_much_as_the_serial_one(autocast: bool) -> None:
     exact = gpt()
     serial_loss(exact).backward()
-    wanted = serial_gradients(exact)
+    expected = serial_gradients(exact)
     kind = torch.float32 if autocast else torch.bfloat16
 
     def error(grads: dict[str, Tensor]) -> float:
-        return float(sum((grads[n].double() - wanted[n]).square().sum() for n in wanted)) ** 0.5
+        return float(sum((grads[n].double() - expected[n]).square().sum() for n in expected)) ** 0.5
 
     serial = gpt().to(kind)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -98,10 +98,12 @@ def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
 
 
 def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> None:
-    wanted = run(2, 2, steps, Panels(2))
+    expected = run(2, 2, steps, Panels(2))
     with tempfile.TemporaryDirectory() as folder:
         found = run_processes(4, everything, folder)
-    for (losses, state, norm, nbytes), (our_losses, our_state, our_norm, our_nbytes) in zip(wanted, found, strict=True):
+    for (losses, state, norm, nbytes), (our_losses, our_state, our_norm, our_nbytes) in zip(
+        expected, found, strict=True
+    ):
         torch.testing.assert_close([torch.tensor(x) for x in our_losses], losses, rtol=1e-12, atol=1e-12)
         assert abs(our_norm - norm) < 1e-12 * norm
         assert our_nbytes == nbytes
@@ -153,7 +155,7 @@ def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[
             for number, whole in enumerate((c, *torch.autograd.grad((c * weight).sum(), (a, b)))):
                 blocks = [torch.from_numpy(products[f"{kind}{number}"]) for products, *_ in found]
                 torch.testing.assert_close(joined(blocks, rows, columns), whole.detach(), rtol=1e-12, atol=1e-12)
-        # Forward and both gradients send alike, but that the two of ABT need one gather of the result's along the row.
+        # Forward and both gradients send the same, except that the two gradients of ABT share one gather along the row.
         for layout, once in (("AB", 0.0), ("ABT", M * N / rows * (columns - 1) / columns)):
             nbytes = 8 * (3 * product_elements(M, K, N, rows, columns, layout=layout) - once)
             assert [sent[layout] for _, sent, _, _ in found] == pytest.approx([nbytes] * len(found), rel=1e-12)

@@ -112,9 +112,9 @@ def test_each_product_of_a_linear_layer_sends_the_bytes_of_its_formula(
             sent.append(mesh.payload_bytes)
         return [after - before for before, after in pairwise(sent)]
 
-    wanted = 8 * product_elements(M, K, N, rows, columns, layout=layout)
+    expected = 8 * product_elements(M, K, N, rows, columns, layout=layout)
     for sent in run(rows, columns, work):
-        assert sent == pytest.approx([wanted] * 3, rel=1e-12)
+        assert sent == pytest.approx([expected] * 3, rel=1e-12)
 
 
 class Largest(TorchDispatchMode):

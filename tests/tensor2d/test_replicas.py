@@ -63,7 +63,7 @@ RECIPES: dict[str, tuple[Strategy, Make]] = {
     "slow-momentum": (SlowMo(LocalSGD(2), period=2), sgd),
     "push-sum": (PushSum(), sgd),
     "slow-push-sum": (SlowMo(PushSum(), period=3), adamw),
-    # A codec that rounds every entry by itself, so that cutting a vector changes nothing.
+    # A codec that rounds every element independently, so that splitting a vector changes nothing.
     "momentum": (CompressedMomentum(codec=Bf16(), warmup_steps=2), one_bit_adam),
 }
 
@@ -124,9 +124,9 @@ def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dic
         return losses, own, whole_state(model, mesh.block)
 
 
-def assert_equal(found: list[Any], wanted: list[Any], blocks: int) -> None:
+def assert_equal(found: list[Any], expected: list[Any], blocks: int) -> None:
     for rank, (losses, own, agreed) in enumerate(found):
-        their_losses, their_own, their_agreed = wanted[rank // blocks]
+        their_losses, their_own, their_agreed = expected[rank // blocks]
         torch.testing.assert_close(losses, their_losses, rtol=1e-9, atol=1e-10)
         for name in their_own:
             torch.testing.assert_close(own[name], their_own[name], rtol=1e-7, atol=1e-8)
@@ -135,9 +135,9 @@ def assert_equal(found: list[Any], wanted: list[Any], blocks: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_on_meshes_train_like_whole_ones(recipe: str) -> None:
-    wanted = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)
+    expected = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)
     found = run_mesh_3d_threads(2, 2, 2, lambda mesh: cut(recipe, mesh), timeout=20)
-    assert_equal(found, wanted, 4)
+    assert_equal(found, expected, 4)
 
 
 def in_processes(rows: int, columns: int) -> list[Any]:
@@ -164,8 +164,8 @@ def _as_tensors(found: Any) -> Any:
 def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns: int) -> None:
     found = run_processes(4, in_processes, rows, columns)
     for k, recipe in enumerate(RECIPES):
-        wanted = run_threads(2, lambda comm, recipe=recipe: whole(recipe, comm), timeout=20)
-        assert_equal([_as_tensors(each[k]) for each in found], wanted, 2)
+        expected = run_threads(2, lambda comm, recipe=recipe: whole(recipe, comm), timeout=20)
+        assert_equal([_as_tensors(each[k]) for each in found], expected, 2)
 
 
 def test_replicated_parameters_keep_the_same_bits_under_a_codec_with_scales() -> None:

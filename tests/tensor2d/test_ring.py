@@ -53,10 +53,10 @@ def ringed(mesh: Mesh2D, key_heads: int, causal: bool, dtype: torch.dtype = torc
 def test_ring_attention_and_its_gradients_are_those_of_whole_attention(
     rows: int, columns: int, key_heads: int, causal: bool
 ) -> None:
-    wanted = serial(key_heads, causal)
+    expected = serial(key_heads, causal)
 
     def work(mesh: Mesh2D) -> None:
-        for ours, theirs in zip(ringed(mesh, key_heads, causal), wanted, strict=True):
+        for ours, theirs in zip(ringed(mesh, key_heads, causal), expected, strict=True):
             torch.testing.assert_close(ours, block(theirs, mesh), rtol=1e-12, atol=1e-12)
 
     run(rows, columns, work)
@@ -84,9 +84,9 @@ def test_bf16_errs_at_most_twice_as_much_as_whole_attention(causal: bool) -> Non
     rounded = serial(4, causal, torch.bfloat16)
 
     def work(mesh: Mesh2D) -> None:
-        for ours, theirs, wanted in zip(ringed(mesh, 4, causal, torch.bfloat16), rounded, exact, strict=True):
-            error = (ours.double() - block(wanted, mesh)).norm()
-            assert error <= 2 * (theirs.double() - wanted).norm() + 1e-6
+        for ours, theirs, expected in zip(ringed(mesh, 4, causal, torch.bfloat16), rounded, exact, strict=True):
+            error = (ours.double() - block(expected, mesh)).norm()
+            assert error <= 2 * (theirs.double() - expected).norm() + 1e-6
 
     run(4, 1, work)
 
@@ -118,8 +118,8 @@ def test_a_layer_with_ring_attention_is_the_serial_layer(rows: int, columns: int
     whole = stream.clone().requires_grad_()
     output = rotary_layer(None)(whole)
     output.backward(back)
-    wanted = whole.grad
-    assert wanted is not None
+    expected = whole.grad
+    assert expected is not None
 
     def work(mesh: Mesh2D) -> float:
         layer = rotary_layer(mesh)
@@ -131,7 +131,7 @@ def test_a_layer_with_ring_attention_is_the_serial_layer(rows: int, columns: int
         ours.backward(mesh.columns_of(back[:, places]))
         assert mine.grad is not None
         torch.testing.assert_close(ours.detach(), mesh.columns_of(output.detach()[:, places]), rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(mine.grad, mesh.columns_of(wanted[:, places]), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(mine.grad, mesh.columns_of(expected[:, places]), rtol=1e-11, atol=1e-11)
         return mesh.payload_bytes
 
     sent = run(rows, columns, work)
@@ -146,8 +146,8 @@ def in_processes() -> list[Any]:
 
 
 def test_processes_compute_what_threads_do() -> None:
-    wanted = run(2, 2, lambda mesh: ringed(mesh, 2, True))
-    for found, theirs in zip(run_processes(4, in_processes), wanted, strict=True):
+    expected = run(2, 2, lambda mesh: ringed(mesh, 2, True))
+    for found, theirs in zip(run_processes(4, in_processes), expected, strict=True):
         for ours, other in zip(found, theirs, strict=True):
             torch.testing.assert_close(torch.from_numpy(ours.copy()), other, rtol=1e-12, atol=1e-12)
 

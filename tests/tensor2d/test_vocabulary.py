@@ -57,9 +57,9 @@ def test_an_embedding_sends_the_bytes_of_its_formula(rows: int, columns: int, al
         return forward, mesh.payload_bytes - forward
 
     elements = embedding_elements(T * 5, 36, H, rows, columns, algorithm=algorithm)
-    wanted = 8 * elements + (4 * id_elements(T * 5, rows) if algorithm == "tokens" else 0)
+    expected = 8 * elements + (4 * id_elements(T * 5, rows) if algorithm == "tokens" else 0)
     for sent in run(rows, columns, work):
-        assert sent == pytest.approx((wanted, wanted))
+        assert sent == pytest.approx((expected, expected))
 
 
 def test_tokens_travel_where_there_are_fewer_than_rows_of_the_table() -> None:
@@ -136,8 +136,8 @@ def test_the_loss_is_over_the_whole_batch_whatever_rows_ignore(rows: int, column
     logits = (20 * drawn(T, 36)).requires_grad_()
     targets = torch.arange(T) % 36
     targets[: T // 2 + 1] = -100  # with two rows and more, one has no token at all
-    wanted = F.cross_entropy(logits, targets, reduction=reduction)
-    wanted.sum().backward()
+    expected = F.cross_entropy(logits, targets, reduction=reduction)
+    expected.sum().backward()
 
     def work(mesh: Mesh2D) -> tuple[Tensor, Tensor, float]:
         own = block_of(logits.detach(), mesh).requires_grad_()
@@ -149,24 +149,24 @@ def test_the_loss_is_over_the_whole_batch_whatever_rows_ignore(rows: int, column
     found = run(rows, columns, work)
     torch.testing.assert_close(joined([grad for _, grad, _ in found], rows, columns), logits.grad, rtol=1e-12, atol=0)
     for rank, (loss, _, sent) in enumerate(found):
-        expected = wanted.detach() if reduction != "none" else wanted.detach().chunk(rows)[rank // columns]
+        expected = expected.detach() if reduction != "none" else expected.detach().chunk(rows)[rank // columns]
         torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
         assert sent == 8 * loss_elements(T, rows, columns)
 
 
 def test_half_precision_logits_have_a_loss_of_single_precision() -> None:
     logits, targets = (8 * drawn(T, 36)).to(torch.bfloat16), torch.arange(T)
-    wanted = F.cross_entropy(logits.float(), targets)
+    expected = F.cross_entropy(logits.float(), targets)
     found = run(2, 2, lambda mesh: cross_entropy_2d(block_of(logits, mesh), mesh.rows_of(targets), mesh))[0]
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_column_of_padding_alone_takes_part_in_the_loss() -> None:
     logits = drawn(T, 3).requires_grad_()
     targets = torch.arange(T) % 3
-    wanted = F.cross_entropy(logits, targets)
-    wanted.backward()
+    expected = F.cross_entropy(logits, targets)
+    expected.backward()
     padded = torch.cat([logits.detach(), torch.full((T, 1), 99.0, dtype=torch.float64)], -1)
 
     def work(mesh: Mesh2D) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def test_a_column_of_padding_alone_takes_part_in_the_loss() -> None:
         return loss.detach(), own.grad
 
     found = run(1, 4, work)
-    torch.testing.assert_close(found[3][0], wanted.detach())
+    torch.testing.assert_close(found[3][0], expected.detach())
     grads = joined([grad for _, grad in found], 1, 4)
     torch.testing.assert_close(grads[:, :3], logits.grad)
     assert not grads[:, 3].any()

@@ -17,7 +17,6 @@ from thinwire.cli.trials import headings_of, progress_display, rows_of, show, su
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from thinwire.sweep.journal import Journal
     from thinwire.sweep.plan import Plan
     from thinwire.sweep.space import Domain, Space
     from thinwire.sweep.trials import Outcome, Population
@@ -109,7 +108,9 @@ class Sweep:
         return self._run(self.out or default_folder(self.task, "sweep"))
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
+        # Imported here, because `thinwire --help` must not wait for torch.
         from thinwire.fusion import keep_memory
+        from thinwire.sweep.journal import Journal
         from thinwire.sweep.sampling import sampler_of
         from thinwire.sweep.sweeping import check_counts, sweep
         from thinwire.sweep.trials import ranked
@@ -118,9 +119,14 @@ class Sweep:
         check_counts(self.trials, self.together)
         space = self._space()
         plan = self._plan(space)
+        # Every check comes before the folder is made: a mistyped option leaves nothing behind.
         plan.check(space)
         sampler = sampler_of(self.sampler, space, seed=self.seed)
-        journal = self._journal(folder, resume)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
+        journal = Journal(folder / _JOURNAL, self._settings(), resume=resume, overwrite=self.overwrite)
         # A sampler that learns needs the outcomes of some trials before it proposes others.
         at_once = -(-self.trials // 4) if self.sampler == "optuna" and self.together is None else None
         counts = {"together": self.together, "at_once": at_once}
@@ -155,21 +161,13 @@ class Sweep:
         if self.overwrite:
             raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing; leave out one of them")
         before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
+        # An option that is given again with the value it began with is allowed, and so is one at its default.
         for name, value in now.items():
             if value not in (defaults[name], before[name]):
                 option = name.replace("_", "-")
                 begun = "without it" if before[name] is None else f"with {before[name]}"
                 raise ConfigError(f"--{option} {value}: the sweep began {begun}; leave it out")
         return replace(self, **before)
-
-    def _journal(self, folder: Path, resume: bool) -> Journal:
-        from thinwire.sweep.journal import Journal
-
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
-        return Journal(folder / _JOURNAL, self._settings(), resume=resume, overwrite=self.overwrite)
 
     def _plan(self, space: Space) -> Plan:
         import torch
@@ -264,6 +262,7 @@ class Sweep:
         start = time.perf_counter()
         alone = [train_alone(plan, each.trial) for each in track(outcomes, "one after another", console=err)]
         taken = time.perf_counter() - start
+        # A trial that was stopped has fewer steps than its counterpart.
         pairs = [(a.loss, b.loss) for a, b in zip(outcomes, alone, strict=True) if not a.stopped]
         return {
             "sequential_seconds": taken,
@@ -284,7 +283,7 @@ class Sweep:
         try:
             from thinwire.report.sweep import write_sweep
         except ModuleNotFoundError:
-            return None
+            return None  # matplotlib is an optional dependency
         return write_sweep(
             folder,
             {name: [each.trial.hyperparameters[name] for each in best] for name in space.domains},

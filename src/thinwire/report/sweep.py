@@ -59,6 +59,7 @@ def sweep_picture(
     figure = canvas(1.2 + 3.2 * across, 0.6 + 2.8 * down)
     finite = [loss for loss in losses if isfinite(loss)]
     top = max(finite, default=1.0)
+    # Diverged trials are drawn at the upper edge, where they cannot stretch the axis.
     shown = [loss if isfinite(loss) else top for loss in losses]
     for place, (name, values) in enumerate(hyperparameters.items(), 1):
         axes = figure.add_subplot(down, across, place)

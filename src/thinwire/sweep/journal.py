@@ -58,7 +58,7 @@ class Journal:
         self._every_seconds, self._every_steps = every_seconds, every_steps
         self._capacities: list[int] = []
         self._arrays: list[Fields] = []
-        self._current: Fields | None = None
+        self._current: Fields | None = None  # of the array that was being trained when the sweep was interrupted
         # How many capacities and arrays this process has asked for; those already in the lists are not made again.
         self._capacities_asked = self._arrays_asked = 0
         self._seconds_before, self._started, self._complete = 0.0, time.monotonic(), False
@@ -94,6 +94,7 @@ class Journal:
             before = self._arrays[self._arrays_asked - 1]
             self._check_trials(before["trials"], proposed)
             return [_outcome_from_json(fields) for fields in before["outcomes"]]
+        # Only the first array that is trained after resuming continues from a saved state.
         begun: tuple[TrialArray, list[Outcome]] | None = None
         saved, self._current = self._current, None
         if saved is not None:

@@ -106,6 +106,7 @@ class ParallelArray:
         for index in indices:
             if not 0 <= index < self.array.size:
                 raise ConfigError(f"slot {index}: there are {self.array.size}, counted from 0")
+        # The parameters become new tensors, so the array is attached again and the strategy's state moved over.
         before = self.worker
         before.detach()
         kept = self.array.select(indices)
@@ -141,11 +142,17 @@ class ParallelArray:
         shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
         self._agree("the slot that is filled", [index, sorted(hyperparameters.items())])
         self._agree("the model that is put in", [repr(model), shapes])
+        # Only after both checks: a rank that raised would leave the others waiting in the broadcasts below.
         self.array.insert(index, model, seed=seed)
         self.optimizer.reset(index, **hyperparameters)
         with torch.no_grad():
             tensors = [*self.array.parameters(), *(buffer for _, buffer in self.array.named_buffers())]
-            rows = [_row(tensor, index) for tensor in tensors if owner_of(tensor) in (None, index)]
+            # A tensor that one model has alone (a layer that could not be fused) has a single row.
+            rows = [
+                tensor[index if owner_of(tensor) is None else 0]
+                for tensor in tensors
+                if owner_of(tensor) in (None, index)
+            ]
             for alike in by_kind(rows).values():
                 vector = flatten(alike, layout := lay_out([("", row) for row in alike]))
                 self.worker.comm.broadcast_(vector, 0).wait()
@@ -213,7 +220,12 @@ class ParallelArray:
         def checked() -> dict[str, Any]:
             if "array" not in first["extra"]:
                 raise CheckpointError(f"{home}: holds one model and no array; load it with worker.load")
-            _refuse_other_recipe(worker, first["state"]["identity"])
+            identity = first["state"]["identity"]
+            for name, value in (("the strategy", brief(worker.strategy)), ("the seed", str(worker.seed))):
+                if identity[name] != value:
+                    raise CheckpointError(
+                        f"{name} is {identity[name]} in the checkpoint and {value} in this run; make them equal"
+                    )
             check(first["extra"]["array"], self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
             return first["state"] if same_size else _resized(contents, worker)
 
@@ -387,11 +399,6 @@ def _share_skips(scaler: GradScaler, comm: Comm, device: torch.device) -> None:
 # -- strategy state of single models -----------------------------------------------------------------------------------
 
 
-def _row(tensor: Tensor, index: int) -> Tensor:
-    """A view of one model's part of a tensor: a row of [B, ...], or the only row of a tensor that it has alone."""
-    return tensor[index if owner_of(tensor) is None else 0]
-
-
 def _select_state(old: Layout, new: Layout, kept: Selection, before: Tensor) -> Tensor:
     """A state tensor of the models that are kept; one that is not a vector like `x` belongs to all models."""
     if before.numel() != old[1][-1].stop:
@@ -461,15 +468,6 @@ def _read(parts: Sequence[RankFile]) -> list[dict[str, Any]]:
 
 def _world_size(content: Mapping[str, Any]) -> int:
     return int(content["state"]["identity"]["the number of workers"])
-
-
-def _refuse_other_recipe(worker: Worker, theirs: Mapping[str, str]) -> None:
-    ours = {"the strategy": brief(worker.strategy), "the seed": str(worker.seed)}
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise CheckpointError(
-                f"{name} is {theirs[name]} in the checkpoint and {value} in this run; make them equal"
-            )
 
 
 def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class Plan:
         if size not in self.task.sizes:
             raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
         return Setting(
+            # The task's defaults belong to an optimizer: another optimizer has another usual learning rate.
             lr=_number(hyperparameters, "lr", usual.lr),
             momentum=_number(hyperparameters, "momentum", usual.momentum),
             weight_decay=_number(hyperparameters, "weight_decay", usual.weight_decay),
@@ -130,6 +131,7 @@ class Plan:
             ConfigError: a hyperparameter does not exist, has an impossible value, or has no effect because none of the
                 optimizers has it.
         """
+        # Settings are valid in intervals, so the ends of a range stand for all of it.
         for hyperparameters in space.extremes():
             self.setting(hyperparameters)
         sizes = space.domains.get("batch_size")

@@ -65,6 +65,7 @@ class _Pack:
     def __init__(self, plan: Plan, trials: Sequence[Trial], folder: Path, every: int) -> None:
         self.plan, self.trials, self.folder, self.tune = plan, trials, folder, _tune()
         self.finished, self.arrays = list[Outcome](), 0
+        # Tune restarts a failed or paused pack from its last checkpoint, perhaps on another machine.
         before = self.tune.get_checkpoint()
         if before is not None:
             before.to_directory(str(folder))
@@ -72,6 +73,7 @@ class _Pack:
             folder,
             {MEMBERS: [dict(trial.hyperparameters) for trial in trials]},
             resume=before is not None,
+            # By steps only, so that the reports of all packs are at the same steps.
             every_seconds=0,
             every_steps=every,
             on_write=self._report_current,
@@ -110,6 +112,7 @@ def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:
     """The report of a pack: the best member's loss and index, and a table of all members in their order."""
     every = sorted(outcomes, key=lambda each: each.trial.number)
     best = ranked(every)[0]
+    # Tune compares reports by loss, and NaN has no order.
     loss = best.loss if math.isfinite(best.loss) else math.inf
     table = [outcome_to_json(each) for each in every]
     return {"loss": loss, "best": best.trial.number, "steps": steps, MEMBERS: table}

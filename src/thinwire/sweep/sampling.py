@@ -69,26 +69,26 @@ class OptunaSampler:
         self.study = study
         self._states = optuna.trial.TrialState
         self._distributions = {name: _distribution(optuna, domain) for name, domain in space.domains.items()}
-        self._asked: dict[int, Any] = {}
+        self._pending: dict[int, Any] = {}
 
     def ask(self, count: int) -> list[Trial]:
         """The study's next trials."""
-        asked = [self.study.ask(self._distributions) for _ in range(count)]
-        self._asked.update((each.number, each) for each in asked)
-        return [Trial(each.number, dict(each.params)) for each in asked]
+        proposed = [self.study.ask(self._distributions) for _ in range(count)]
+        self._pending.update((each.number, each) for each in proposed)
+        return [Trial(each.number, dict(each.params)) for each in proposed]
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
         """Report outcomes to the study: diverged trials as failed, and trials that were stopped early as pruned."""
         for outcome in outcomes:
-            asked = self._asked.pop(outcome.trial.number)
+            trial = self._pending.pop(outcome.trial.number)
             if not math.isfinite(outcome.loss):
-                self.study.tell(asked, state=self._states.FAIL)
+                self.study.tell(trial, state=self._states.FAIL)
                 continue
-            asked.report(outcome.loss, outcome.steps)
+            trial.report(outcome.loss, outcome.steps)
             if outcome.stopped:
-                self.study.tell(asked, state=self._states.PRUNED)
+                self.study.tell(trial, state=self._states.PRUNED)
             else:
-                self.study.tell(asked, outcome.loss)
+                self.study.tell(trial, outcome.loss)
 
 
 def _distribution(optuna: Any, domain: Domain) -> Any:

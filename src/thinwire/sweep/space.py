@@ -107,6 +107,7 @@ class Space:
     def draw(self, seed: int, number: int) -> dict[str, Value]:
         """The hyperparameters of trial `number`, a function of the seed and the number only."""
         rng = np.random.default_rng(np.random.SeedSequence((seed, number)))
+        # Sorted, so that draws do not depend on the order in which hyperparameters were given.
         return {name: self.domains[name].at(float(rng.random())) for name in sorted(self.domains)}
 
 

@@ -49,6 +49,7 @@ class TrialArray:
             raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
         ((_, self.batch_size, size),) = fixed
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
+        # `fuse` copies the model, so that all trials start from the same parameters.
         self.array = fuse([plan.task.model(size, seed=plan.seed)] * len(trials))
         self.optimizer = fused_optimizer(self.array, settings)
         if plan.population is not None:
@@ -75,7 +76,9 @@ class TrialArray:
         )
         self.array.zero_grad()
         losses = self.array.losses(cross_entropy, self.array(*inputs), targets)
+        # The sum, so that each model's gradient is that of its own loss.
         losses.sum().backward()
+        # In place: the optimizer reads this tensor of learning rates, [B].
         self.optimizer.param_groups[0]["lr"].copy_(self.rates * self.plan.lr_factor(self.step))
         self.optimizer.step()
         self.step += 1
@@ -147,21 +150,21 @@ class TrialArray:
     def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
-        loss, hits, targets = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
+        loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
         self.array.eval()
         with torch.no_grad():
-            for *inputs, wanted in task.data.held_out(self.plan.eval_limit):
+            for *inputs, targets in task.data.held_out(self.plan.eval_limit):
                 logits = self.array(*inputs)
-                counted = wanted != IGNORED
-                loss += self.array.losses(partial(cross_entropy, reduction="sum"), logits, wanted).double()
-                hits += ((logits.argmax(-1) == wanted) & counted).flatten(1).sum(1)
-                targets += int(counted.sum())
+                counted = targets != IGNORED
+                loss += self.array.losses(partial(cross_entropy, reduction="sum"), logits, targets).double()
+                hits += ((logits.argmax(-1) == targets) & counted).flatten(1).sum(1)
+                total += int(counted.sum())
         self.array.train()
         return [
             Outcome(
                 trial=trial,
-                loss=float(loss[slot]) / targets,
-                metric=task.measure.of(float(loss[slot]), int(hits[slot]), targets),
+                loss=float(loss[slot]) / total,
+                metric=task.measure.of(float(loss[slot]), int(hits[slot]), total),
                 steps=self.step,
                 stopped=stopped,
                 copies=self.copies[slot],

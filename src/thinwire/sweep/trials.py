@@ -71,6 +71,7 @@ def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Outcomes, best first: more steps, then lower loss, then lower number; diverged ones last."""
 
     def key(outcome: Outcome) -> tuple[bool, int, float, int]:
+        # NaN compares false with everything, which would leave the order undefined.
         finite = math.isfinite(outcome.loss)
         return not finite, -outcome.steps, outcome.loss if finite else 0.0, outcome.trial.number
 
@@ -173,6 +174,7 @@ class Population:
         """For each member, by slot, the slot whose state it continues from: its own, or one of the best."""
         slot_of = {each.trial.number: slot for slot, each in enumerate(outcomes)}
         order = [slot_of[each.trial.number] for each in ranked(outcomes)]
+        # Half at most: a member cannot be both copied and replaced, and one member alone has nothing to copy.
         count = min(max(1, math.floor(self.share * len(order))), len(order) // 2)
         found = list(range(len(order)))
         for slot in order[len(order) - count :]:

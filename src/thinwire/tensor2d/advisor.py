@@ -141,6 +141,7 @@ def advise(
         raise ConfigError(f"limit_nbytes={limit_nbytes}: must be positive, such as {16 * _GIB}; None is no limit")
     shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
     costs = tuple(_cost(model, rows, columns, pace, precision, limit_nbytes) for rows, columns in shapes)
+    # Equally fast meshes are ordered by memory.
     possible = [cost for cost in costs if not cost.refusal]
     best = min(possible, key=lambda cost: (cost.seconds, cost.memory_bytes), default=None)
     return Advice(model, pace, costs, best, _reason(costs, best))
@@ -154,6 +155,7 @@ def _cost(
         return MeshCost(rows, columns, refusal)
     size = precision.element_nbytes
     sent, messages = model.sent_bytes(rows, columns, element_nbytes=size), model.messages(rows, columns)
+    # A parameter, its gradient and the optimizer's state.
     parameters = model.parameters_held(rows, columns) * (2 * size + precision.state_nbytes)
     kept = model.activations_held(rows, columns, checkpointed=precision.checkpointed)
     activations = (kept + model.transit_held(rows, columns)) * size
@@ -212,7 +214,9 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
     product = min(_seconds_of_product(width) for _ in range(repeats))
+    # The large message includes the latency once. Between local processes the difference can be lost in noise.
     slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64)
+    # The slowest rank limits every collective; and ranks with different figures would choose different panels.
     latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
 
@@ -247,6 +251,7 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
     Raises:
         ConfigError: another type of model.
     """
+    # By the type's name, so that `transformers` need not be installed.
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     blocks, table = getattr(model, "blocks", None), getattr(getattr(model, "positions", None), "table", None)

@@ -70,6 +70,7 @@ class Attention2D(nn.Module):
         self.size = query[0].shape[0] // heads
         key_heads = key[0].shape[0] // self.size
         self.causal, self.rotary_base, self.ring = causal, rotary_base, ring
+        # Queries, keys and values in one product where each column has whole heads of all three.
         if key_heads % mesh.columns:
             self.query: Linear2D | None = Linear2D(*query, mesh)
             self.key: Linear2D | None = gathered_heads(key, mesh, heads=heads, key_heads=key_heads, size=self.size)
@@ -96,7 +97,13 @@ class Attention2D(nn.Module):
             raise ConfigError(
                 "a mask with ring=True: no rank has all scores; use causal=True, or split samples over the rows"
             )
-        query, key, value = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self._project(stream))
+        if self.projection is not None:
+            sizes = [size // self.projection.mesh.columns for size in self.projection.sections]
+            parts = self.projection(stream).split(sizes, dim=-1)
+        else:
+            assert self.query is not None and self.key is not None and self.value is not None
+            parts = self.query(stream), self.key(stream), self.value(stream)
+        query, key, value = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
         rows = self.out.mesh.along_column
         if self.rotary_base is not None:
             length = stream.shape[1]
@@ -108,13 +115,6 @@ class Attention2D(nn.Module):
         else:
             output = attend(query, key, value, mask=mask, causal=self.causal, dropout=self.dropout)
         return self.out(output.transpose(1, 2).flatten(2))
-
-    def _project(self, stream: Tensor) -> tuple[Tensor, ...]:
-        if self.projection is not None:
-            sizes = [size // self.projection.mesh.columns for size in self.projection.sections]
-            return self.projection(stream).split(sizes, dim=-1)
-        assert self.query is not None and self.key is not None and self.value is not None
-        return self.query(stream), self.key(stream), self.value(stream)
 
 
 class MultiheadAttention2D(Module2D):
@@ -175,6 +175,7 @@ class MultiheadAttention2D(Module2D):
             raise ConfigError(
                 "MultiheadAttention2D: query, key and value must be the same tensor; cross attention is not supported"
             )
+        # The parameters may have been replaced since, by a loaded file for example.
         inner = self._inner[0]
         inner.weight, inner.bias = self.in_proj_weight, self.in_proj_bias
         parts = inner.project(query, self.shared("in_proj_bias")).chunk(3, dim=-1)
@@ -219,7 +220,7 @@ def attend(
 def apply_rotary(x: Tensor, base: float, positions: Tensor) -> Tensor:
     """Rotate the pairs (k, k + d / 2) of x [..., s, d] by angles proportional to their `positions` [s]."""
     half = x.shape[-1] // 2
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = torch.promote_types(x.dtype, torch.float32)  # bf16 does not represent all integers above 256
     rates = base ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     angles = positions.to(exact)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

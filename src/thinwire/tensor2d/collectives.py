@@ -55,6 +55,7 @@ class _SumGradientsOverRows(Function):
     @staticmethod
     def forward(ctx: Any, mesh: Mesh2D, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh = mesh
+        # A parameter that is not used must get no gradient, as in the serial model, instead of zeros.
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
@@ -73,7 +74,7 @@ class _SumGradientsOverRows(Function):
 class _SumOverRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D) -> Tensor:
-        return recorded(lambda: mesh.along_column.all_reduce_(x.clone()).wait())
+        return recorded(lambda: mesh.along_column.all_reduce_(x.clone()).wait())  # all_reduce_ overwrites its input
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -114,11 +115,12 @@ def _transpose_over_mesh(block: Tensor, mesh: Mesh2D) -> Tensor:
     i, j, rows, columns = mesh.place
     tall, wide = block.shape[0] * rows, block.shape[1] * columns
     ours = _Rectangle.block(mesh, i, j, tall, wide)
-    wanted = [_Rectangle.block(mesh, k, m, wide, tall).flipped() for k in range(rows) for m in range(columns)]
-    sent = [block[ours.within(want)].reshape(-1) for want in wanted]
+    needed = [_Rectangle.block(mesh, k, m, wide, tall).flipped() for k in range(rows) for m in range(columns)]
+    sent = [block[ours.within(piece)].reshape(-1) for piece in needed]
     held = [_Rectangle.block(mesh, k, m, tall, wide) for k in range(rows) for m in range(columns)]
-    here = wanted[mesh.whole.rank]
+    here = needed[mesh.whole.rank]
     spots = [here.within(other) for other in held]
+    # Received as rectangles of this matrix, and transposed at the end, so that sender and receiver index alike.
     swapped = block.new_empty((tall // columns, wide // rows))
     arrived = mesh.whole.all_to_all(sent, [swapped[spot].numel() for spot in spots]).wait()
     for spot, piece in zip(spots, arrived, strict=True):

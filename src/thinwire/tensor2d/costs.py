@@ -69,6 +69,7 @@ def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns:
         columns: columns of the mesh.
         layout: "AB", "ABT", or "auto" for the one that sends less.
     """
+    # Activations of one side cross the columns, gathered or as partial sums; the weight crosses the rows.
     side = {"AB": inputs, "ABT": outputs, "auto": min(inputs, outputs)}[layout]
     return tokens * side * (columns - 1) / (rows * columns) + inputs * outputs * (rows - 1) / (rows * columns)
 
@@ -112,6 +113,7 @@ def norm_elements(layer: Layer, direction: Direction = "both", *, kind: str = "l
 
     A layer norm gathers two numbers per token forward and sums two backward; an RMS norm sums one each way.
     """
+    # For each element a rank sends c - 1 elements in an all-gather and 2 (c - 1) / c in an all-reduce.
     own, others = layer.tokens / layer.rows, layer.columns - 1
     summed = 2 * others / layer.columns * own
     forward, backward = (2 * others * own, 2 * summed) if kind == "layer" else (summed, summed)
@@ -159,6 +161,7 @@ def one_dimensional_elements(
     backward pass gathers the two layer inputs once more. An implementation that keeps the gathered inputs instead
     (torch's does) sends no more than without sequence parallelism.
     """
+    # Two all-reduces of T h elements in each direction: after attention and after the feed-forward part.
     p, volume = layer.ranks, layer.tokens * layer.hidden
     once = 4 * volume * (p - 1) / p
     again = 2 * volume * (p - 1) / p if sequence_parallel and not keeps_gathered else 0.0
@@ -189,6 +192,7 @@ def activations_held(layer: Layer, heads: int, *, scheme: Scheme = "2d") -> floa
     the gathered inputs of linear layers are kept. Statistics of norms and attention are added to it.
     """
     whole, part = float(layer.tokens * layer.hidden), layer.tokens * layer.hidden / layer.ranks
+    # Fused attention keeps one number per token and head, a norm two per token.
     attention = layer.tokens * heads / layer.ranks
     if scheme == "1d":
         return 4 * whole + 12 * part + 4 * layer.tokens + attention
@@ -249,6 +253,7 @@ def most_tokens(
     def fits(tokens: int) -> bool:
         return element_size * step_peak(replace(layer, tokens=tokens), layers, heads, scheme=scheme) <= limit_nbytes
 
+    # Doubling, then bisection: the peak grows with the number of tokens.
     top = 1
     while fits(top):
         top *= 2

@@ -132,6 +132,7 @@ def _gather_table(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
         panels.cuts(height), lambda cut: [lambda: mesh.along_column.all_gather(table_vh[cut[0] : cut[1]].contiguous())]
     )
     for (start, stop), (pieces,) in gathered:
+        # Of this panel each row of the mesh holds the same part of its own block.
         for row, piece in enumerate(pieces):
             local, inside = _within(ids - row * height - start, stop - start)
             found = torch.where(inside, piece[local], found)
@@ -150,6 +151,7 @@ def _gradient_of_gathered_table(
 
 
 def _gather_ids(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
+    # As int32, which is half of the bytes; no vocabulary needs more.
     all_ids = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
     local, inside = _within(all_ids - mesh.row * table_vh.shape[0], table_vh.shape[0])
     return reduce_scatter(list(torch.where(inside, table_vh[local], 0)), mesh.along_column)

@@ -83,6 +83,7 @@ class Linear2D(Module2D):
             raise ConfigError(f"{name}: sections={sections} must add up to its {self.out_features} outputs")
         outputs = Axis(self.out_features, "columns" if self.layout == "AB" else "rows", sections, padded)
         inputs = Axis(self.in_features, "rows" if self.layout == "AB" else "columns")
+        # The products need [in, out] for "AB" and [out, in] for "ABT"; the serial weight may be stored either way.
         axes = (outputs, inputs) if straight else (inputs, outputs)
         self.place_("weight", Placement(axes, transposed=straight == (self.layout == "AB")), weight)
         if bias is None:
@@ -95,6 +96,7 @@ class Linear2D(Module2D):
         y = self.project(x, self.shared("bias"))
         if not self._head_size:
             return y
+        # Whole heads: this column's share may be less than the heads that its queries need.
         first, last = self._heads_kept
         return gather_over_columns(y, self.mesh)[..., first * self._head_size : last * self._head_size]
 
@@ -131,6 +133,7 @@ class TiedHead2D(Module2D):
     ) -> None:
         super().__init__(mesh)
         self.panels = panels
+        # The same parameter object, so that optimizers and norms see one tied parameter.
         self.weight = embedding.weight
         self.placements["weight"] = placement = embedding.placements["weight"]
         rows = placement.axes[0]

@@ -46,14 +46,16 @@ def cross_entropy_2d(
     """
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: one target a token")
-    flat, wanted = logits.flatten(0, -2), targets.flatten()
-    losses = cast(Tensor, _TokenLosses.apply(flat, wanted, mesh, vocabulary, ignore_index, tokens_at_a_time))
+    flat, flat_targets = logits.flatten(0, -2), targets.flatten()
+    losses = cast(Tensor, _TokenLosses.apply(flat, flat_targets, mesh, vocabulary, ignore_index, tokens_at_a_time))
     if reduction == "none":
         return losses.view(targets.shape)
     total = sum_over_rows(losses.sum(), mesh)
     if reduction == "sum":
         return total
-    count = recorded(lambda: mesh.along_column.all_reduce_((wanted != ignore_index).sum().to(losses.dtype)).wait())
+    count = recorded(
+        lambda: mesh.along_column.all_reduce_((flat_targets != ignore_index).sum().to(losses.dtype)).wait()
+    )
     return total / count
 
 
@@ -75,9 +77,9 @@ class _TokenLosses(Function):
         here, counted = targets - mesh.column * width, targets != ignore_index
         valid = (here >= 0) & (here < limit) & counted
         here = here.clamp(0, max(limit - 1, 0))
-        log_total, wanted = recorded(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
+        log_total, target_logits = recorded(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
         ctx.save_for_backward(logits, log_total, here, valid, counted)
-        return torch.where(counted, log_total - wanted, 0)
+        return torch.where(counted, log_total - target_logits, 0)
 
     @staticmethod
     @once_differentiable
@@ -105,6 +107,6 @@ def _statistics(logits: Tensor, here: Tensor, valid: Tensor, mesh: Mesh2D, token
         parts[0, some] = exact.amax(-1)
         parts[1, some] = (exact - parts[0, some, None]).exp_().sum(-1)
         parts[2, some] = exact.gather(1, here[some, None]).squeeze(1) * valid[some]
-    highest, sums, wanted = torch.stack(mesh.along_row.all_gather(parts).wait()).unbind(1)
+    highest, sums, target_logits = torch.stack(mesh.along_row.all_gather(parts).wait()).unbind(1)
     top = highest.amax(0)
-    return torch.stack([top + (sums * (highest - top).exp()).sum(0).log(), wanted.sum(0)])
+    return torch.stack([top + (sums * (highest - top).exp()).sum(0).log(), target_logits.sum(0)])

@@ -51,6 +51,7 @@ class Mesh2D:
         self.panels = panels or Panels()
         self.place = Place(along_column.rank, along_row.rank, along_column.size, along_row.size)
         row, column, rows, columns = self.place
+        # Transposing a table addresses rank (i, j) as number i * c + j.
         if (whole.size, whole.rank) != (rows * columns, row * columns + column):
             raise ConfigError(
                 f"rank {whole.rank} of {whole.size} at ({row}, {column}) of a {rows}x{columns} mesh: ranks must be "

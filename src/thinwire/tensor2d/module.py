@@ -58,6 +58,7 @@ class SharedGradients:
     def __init__(self, model: nn.Module, mesh: Mesh2D) -> None:
         self._mesh = mesh
         model.register_forward_pre_hook(self._set_aliases)
+        # After an exception too: aliases left behind would belong to a graph that no longer exists.
         model.register_forward_hook(self._clear_aliases, always_call=True)
 
     def _set_aliases(self, model: nn.Module, _: Any) -> None:
@@ -92,6 +93,7 @@ def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
     Raises:
         KeyError: a parameter that does not belong to a `Module2D`.
     """
+    # With duplicates: a tied parameter may appear first under a name of either of its modules.
     known = {
         f"{prefix}.{name}".lstrip("."): placement
         for prefix, layer in model.named_modules(remove_duplicate=False)

@@ -95,6 +95,7 @@ class _Standardised(Function):
     def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
         exact = x.to(accumulation_dtype(x.dtype))
         mean, scale = recorded(lambda: _mean_and_scale(exact, mesh, epsilon)).unsqueeze(-1)
+        # The backward pass needs y and not x, so only y is kept.
         y = ((exact - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         ctx.mesh = mesh
@@ -136,6 +137,7 @@ class _Scaled(Function):
 
 def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
     """[2, ...]: the mean over all columns, and the reciprocal of the standard deviation."""
+    # Chan's formula: squares of each part about its own mean, plus those of the parts' means about the whole mean.
     own = x.mean(-1)
     squares = (x - own.unsqueeze(-1)).square().sum(-1)
     parts = torch.stack(mesh.along_row.all_gather(torch.stack([own, squares])).wait())

@@ -43,7 +43,7 @@ class Panels:
 
     def cuts(self, width: int) -> list[Cut]:
         """The slices [start, stop) of `width` columns, one per panel; their widths differ by at most one."""
-        count = max(1, min(self.count, width))
+        count = max(1, min(self.count, width))  # an empty block still takes part in one message
         return [(width * k // count, width * (k + 1) // count) for k in range(count)]
 
     def pipeline(

@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 from thinwire.tensor2d.embedding import Embedding2D
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
-from thinwire.tensor2d.module import Module2D, SharedGradients
+from thinwire.tensor2d.module import SharedGradients
 from thinwire.tensor2d.plan import (
     Attend,
     Dense,
@@ -68,7 +68,7 @@ def parallelize_2d(
         >>> def network():
         ...     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
         ...     for parameter in model.parameters():
-        ...         nn.init.constant_(parameter, 0.1)
+        ...         parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
         ...     return model
         >>> x, targets = torch.ones(2, 4), torch.tensor([0, 3])
         >>> def loss(mesh):
@@ -76,9 +76,9 @@ def parallelize_2d(
         ...     logits = model(mesh.columns_of(mesh.rows_of(x)))
         ...     return round(cross_entropy_2d(logits, mesh.rows_of(targets), mesh).item(), 4)
         >>> run_mesh_threads(2, 2, loss)
-        [1.3863, 1.3863, 1.3863, 1.3863]
+        [8.8295, 8.8295, 8.8295, 8.8295]
         >>> round(nn.functional.cross_entropy(network()(x), targets).item(), 4)
-        1.3863
+        8.8295
         >>> run_mesh_threads(2, 2, lambda mesh: tuple(parallelize_2d(network(), mesh)[0].weight.shape))
         [(2, 4), (2, 4), (2, 4), (2, 4)]
     """
@@ -99,6 +99,7 @@ def parallelize_2d(
         setattr(module, attribute, value)
     for name, replacement in replacements.items():
         parent, _, last = name.rpartition(".")
+        # New modules are in training mode; the model may be in evaluation.
         setattr(model.get_submodule(parent), last, replacement.train(model.get_submodule(name).training))
     SharedGradients(model, mesh)
     _replace_loss(model, mesh)
@@ -114,6 +115,7 @@ def _styles(model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style]) -> dict[s
     styles: dict[str, Style] = {}
     within: dict[str, Style] = {}
     opaque: list[str] = []
+    # A linear layer that has an embedding's weight is an output head, whatever its name.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in opaque):
@@ -148,9 +150,13 @@ def _styles_within(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
     Raises:
         ConfigError: a setting of the module that is not supported.
     """
+    # By names of types and attributes, so that `transformers` need not be installed.
     kind = type(module).__name__
     if kind == "GPT2Attention":
-        return _gpt2(name, module)
+        if module.is_cross_attention:
+            raise ConfigError(f"{name}: cross attention cannot be split over a mesh; use a model without it")
+        _refuse_dropout(name, module.attn_dropout.p, "attn_pdrop")
+        return {"": DividedCounts(("num_heads", "split_size")), "c_attn": Dense(sections=3)}
     if all(hasattr(module, each) for each in ("q_proj", "k_proj", "v_proj", "o_proj", "num_key_value_groups")):
         return _llama(name, module, mesh)
     if kind == "Attention" and hasattr(module, "projection") and hasattr(module, "heads"):
@@ -158,13 +164,6 @@ def _styles_within(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
     if kind == "Positions" and hasattr(module, "table"):
         return {"": Positions("table", added=True)}
     return {}
-
-
-def _gpt2(name: str, module: Any) -> Mapping[str, Style]:
-    if module.is_cross_attention:
-        raise ConfigError(f"{name}: cross attention cannot be split over a mesh; use a model without it")
-    _refuse_dropout(name, module.attn_dropout.p, "attn_pdrop")
-    return {"": DividedCounts(("num_heads", "split_size")), "c_attn": Dense(sections=3)}
 
 
 def _llama(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
@@ -176,6 +175,7 @@ def _llama(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
     check_divides(heads, columns, f"{name} of {heads} heads", f"the mesh has {columns} columns")
     if key_heads % columns == 0:
         return {"": DividedCounts()}
+    # With gathered key heads a column may have fewer query heads per key head than the whole model.
     own, group = heads // columns, heads // key_heads
     keys = KeyHeads(heads, key_heads)
     return {
@@ -229,8 +229,3 @@ def whole_activation(x: Tensor, mesh: Mesh2D, *, size: int | None = None) -> Ten
     """
     row = torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1)
     return torch.cat(mesh.along_column.all_gather(row).wait())[..., :size]
-
-
-def is_laid_out(model: nn.Module) -> bool:
-    """Whether a model has layers on a mesh."""
-    return any(isinstance(module, Module2D) for module in model.modules())

@@ -43,19 +43,19 @@ class Axis:
 
     def runs(self, place: Place) -> list[Run]:
         """The intervals [start, stop) of the whole that a rank holds, in the order in which it stores them."""
+        order = [(0, self.size)]
+        if len(self.sections) > 1:
+            # The whole, reordered: first the shares of column 0 of every section, then those of column 1. The rows
+            # split the same order, so that both layouts of a linear layer give a column the same outputs.
+            starts, columns = [0, *accumulate(self.sections)], place.columns
+            order = [
+                (start + size * j // columns, start + size * (j + 1) // columns)
+                for j in range(columns)
+                for start, size in zip(starts, self.sections, strict=False)
+            ]
         length = self.length(place)
         start = {"rows": place.row, "columns": place.column, "none": 0}[self.cut] * length
-        return _within(self._order(place.columns), start, start + length)
-
-    def _order(self, columns: int) -> list[Run]:
-        if len(self.sections) < 2:
-            return [(0, self.size)]
-        starts = [0, *accumulate(self.sections)]
-        return [
-            (start + size * j // columns, start + size * (j + 1) // columns)
-            for j in range(columns)
-            for start, size in zip(starts, self.sections, strict=False)
-        ]
+        return _within(order, start, start + length)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class _AB(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (a, b), grad = ctx.saved_tensors, grads[0]
+        # With create_graph=True the gradients need gradients, which only the functions below have.
         if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():
             # One pipeline for both: the weight's operand is sent while the input's gradient is multiplied.
             mesh, panels = ctx.settings
@@ -290,6 +291,7 @@ class _PartialSums:
         self._in_flight = []
 
     def _store(self, cut: Cut, work: Work[list[Tensor]]) -> None:
+        # In the order of ranks and not of arrival, so that runs are reproducible.
         target = _part(self._slices, self._dimension, cut, copy=False)
         target.copy_(sum_terms(work.wait()).view(target.shape))
 
@@ -308,10 +310,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product in the dtype of `total`, which may be wider than that of the operands."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        total += torch.mm(left, right, out_dtype=total.dtype)  # accumulated in fp32 without casting the operands
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
@@ -323,5 +326,5 @@ def _part(x: Tensor, dimension: int, cut: Cut, *, copy: bool = True) -> Tensor:
 
 
 def _width(size: int, mesh: Mesh2D) -> int:
-    check_divides(size, mesh.slices, "a product", f"a {mesh.rows}x{mesh.columns} mesh cuts it into slices")
+    check_divides(size, mesh.slices, "a product", f"a {mesh.rows}x{mesh.columns} mesh splits it into slices")
     return size // mesh.slices

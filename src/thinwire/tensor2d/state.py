@@ -30,9 +30,14 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
     keep = everywhere or mesh.whole.rank == 0
     wholes: dict[int, Tensor] = {}
     for parameter, placement in placed(model).values():
-        blocks = _gather_blocks(parameter.detach(), mesh)
+        across = torch.stack(mesh.along_row.all_gather(parameter.detach().contiguous()).wait())
+        down = mesh.along_column.all_gather(across).wait()
         if keep:
-            wholes[id(parameter)] = placement.join(blocks)
+            places = [(i, j) for i in range(mesh.rows) for j in range(mesh.columns)]
+            wholes[id(parameter)] = placement.join(
+                {Place(i, j, mesh.rows, mesh.columns): down[i][j] for i, j in places}
+            )
+    # Not earlier: every rank must take part in the gathers.
     if not keep:
         return {}
     names = {name: wholes[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -55,6 +60,7 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
     Raises:
         CheckpointError: a name is missing, or a tensor has another shape; nothing is loaded then.
     """
+    # All checks come before the first copy, so that an error leaves the model as it was.
     found = placed(model)
     for name, (_, placement) in found.items():
         _check_shape(name, placement.shape, state[name].shape if name in state else None)
@@ -122,6 +128,7 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
     if mesh.whole.rank == 0:
         from safetensors.torch import save
 
+        # The format refuses tensors that share memory.
         first = {value.data_ptr(): name for name, value in reversed(state.items())}
         kept = {name: value.contiguous() for name, value in state.items() if first[value.data_ptr()] == name}
         write_atomically(path, save(kept, metadata={"format": "pt"}))
@@ -169,13 +176,6 @@ def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
         saved = {name: file.get_tensor(name) for name in own}
     for name, x in own.items():
         x.copy_(saved[name])
-
-
-def _gather_blocks(block: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
-    across = torch.stack(mesh.along_row.all_gather(block.contiguous()).wait())
-    down = mesh.along_column.all_gather(across).wait()
-    rows, columns = mesh.rows, mesh.columns
-    return {Place(i, j, rows, columns): down[i][j] for i in range(rows) for j in range(columns)}
 
 
 def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:

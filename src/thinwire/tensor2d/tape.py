@@ -18,6 +18,7 @@ from thinwire.errors import MismatchError
 
 
 class _Current(threading.local):
+    # Per thread, because ranks may be threads of one process.
     tape: Tape | None = None
 
 
@@ -57,7 +58,7 @@ class Tape:
         """The next result: computed and recorded, or replayed."""
         if self._next is None:
             result = make()
-            self._results.append(result.detach())
+            self._results.append(result.detach())  # with its graph it would keep the block's activations alive
             return result
         if self._next == len(self._results):
             raise MismatchError(
