@@ -19,7 +19,7 @@ from thinwire.tensor2d.ring import positions_of, ring_attend
 class Attention2D(nn.Module):
     """Self-attention on a stream [b / r, s, h / c], with optional grouped queries and rotary positions.
 
-    Queries, keys and values are computed by one linear layer. Where there are fewer key heads than columns, keys and
+    Queries, keys and values are computed by one linear layer. If the columns do not divide the key heads, keys and
     values have layers of their own, whose outputs are gathered along the row; each column then takes the heads it
     needs.
 
@@ -70,7 +70,7 @@ class Attention2D(nn.Module):
         self.size = query[0].shape[0] // heads
         key_heads = key[0].shape[0] // self.size
         self.causal, self.rotary_base, self.ring = causal, rotary_base, ring
-        # Queries, keys and values in one product where each column has whole heads of all three.
+        # One product for all three, unless a column would get parts of key heads.
         if key_heads % mesh.columns:
             self.query: Linear2D | None = Linear2D(*query, mesh)
             self.key: Linear2D | None = gathered_heads(key, mesh, heads=heads, key_heads=key_heads, size=self.size)

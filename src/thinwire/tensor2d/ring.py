@@ -120,6 +120,7 @@ class _Ring(Function):
                 query_grad[:, :, mine] += slopes @ k
                 pair_grad[0, :, :, theirs] += _sum_over_group(slopes.mT @ q, key.shape[1])
                 pair_grad[1, :, :, theirs] += _sum_over_group(weights.mT @ back, key.shape[1])
+            # Not overlapped: the next row adds to these sums before it passes them on.
             if comm.size > 1:
                 (pair_grad,) = _send_to_next(pair_grad, comm).wait()
         return query_grad.to(query.dtype), pair_grad[0].to(key.dtype), pair_grad[1].to(value.dtype), None, None
@@ -129,6 +130,7 @@ def _attend_blockwise(query: Tensor, key: Tensor, value: Tensor, comm: Comm, cau
     """[b, n, s / r, d + 1]: the output, and the logarithm of the softmax denominator."""
     exact = accumulation_dtype(query.dtype)
     output = torch.zeros_like(query, dtype=exact)
+    # Minus infinity is the logarithm of an empty sum: the first chunk replaces it without a special case.
     log_total = torch.full(query.shape[:3], -torch.inf, dtype=exact, device=query.device)
     for src, pair in _ring_passes(torch.stack([key, value]), comm):
         for mine, theirs, triangle in _pairs(query.shape[2], comm, src, causal):
@@ -144,6 +146,7 @@ def _attend_blockwise(query: Tensor, key: Tensor, value: Tensor, comm: Comm, cau
 
 def _ring_passes(pair: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     """Every row's rank with its keys and values, this row's first; the next ones are received meanwhile."""
+    # Sent before this pair is used, so that arithmetic hides the message; the last pair is not passed on.
     for step in range(comm.size):
         following = _send_to_next(pair, comm) if step + 1 < comm.size else None
         yield (comm.rank - step) % comm.size, pair
