@@ -154,6 +154,7 @@ class Plan:
         """The factor of the learning rate at a step, counted from 0."""
         if self.schedule == "constant":
             return 1.0
+        # From 1 at the first step to 0.1 after the last.
         return 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
 
 

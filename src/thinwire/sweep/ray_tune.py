@@ -50,7 +50,7 @@ def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
     Raises:
         ConfigError: Ray Tune is not installed.
     """
-    _tune()
+    _tune()  # a missing installation is an error here, and not in every worker process
     return partial(_train_pack, plan, every)
 
 

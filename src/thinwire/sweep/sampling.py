@@ -82,8 +82,10 @@ class OptunaSampler:
         for outcome in outcomes:
             trial = self._pending.pop(outcome.trial.number)
             if not math.isfinite(outcome.loss):
+                # Failed trials are left out of the study's model.
                 self.study.tell(trial, state=self._states.FAIL)
                 continue
+            # TPE ranks pruned trials by the loss that was reported and by its step.
             trial.report(outcome.loss, outcome.steps)
             if outcome.stopped:
                 self.study.tell(trial, state=self._states.PRUNED)

@@ -134,7 +134,7 @@ def parse_domain(text: str) -> Domain:
 def _value(word: str) -> Value:
     if not word:
         raise ConfigError(f"an empty value; {_EXAMPLE}")
-    for kind in (int, float):
+    for kind in (int, float):  # int first, so that 16 stays a whole number
         try:
             return kind(word)
         except ValueError:

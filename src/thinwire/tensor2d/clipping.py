@@ -26,10 +26,11 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
         if parameter.grad is not None and not (placement.replicated and mesh.row > 0)
     ]
     first = next(model.parameters())
-    # A rank without any counted gradient adds zero: the sums below need every rank.
+    # A rank without any counted gradient adds zero, because the all-reduces need every rank.
     total = torch.zeros(1, dtype=accumulation_dtype(first.dtype), device=first.device)
     for grad in counted:
         total += grad.to(total.dtype).square().sum()
+    # Rows first, then columns: every rank adds in the same order and has the same bits.
     mesh.along_row.all_reduce_(total).wait()
     mesh.along_column.all_reduce_(total).wait()
     return total.sqrt().squeeze(0)

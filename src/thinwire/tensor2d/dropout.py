@@ -41,6 +41,7 @@ class Dropout2D(nn.Module):
         if not 0 <= p < 1:
             raise ConfigError(f"p={p}: the probability of dropping must lie in [0, 1); 0.1 is usual")
         self.p, self.mesh, self.seed, self.layer, self.dimension = p, mesh, seed, layer, dimension
+        # A buffer, because a resumed run needs the number of calls for the same masks.
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:

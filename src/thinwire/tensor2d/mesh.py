@@ -305,6 +305,7 @@ def run_mesh_3d_threads(
             return work(Mesh3D(comm_of(data[block], copy), mesh))
         except BaseException as error:
             failures.append(error)
+            # Other threads may be waiting in any of the communicators.
             for hub in (*across, *down, *whole, *data):
                 hub.lose(world.rank, error)
             raise

@@ -92,6 +92,7 @@ def checkpoint_2d(run: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 
     Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv:1604.06174.
     """
+    # Only the non-reentrant implementation takes a `context_fn`.
     return checkpoint(run, *arguments, use_reentrant=False, context_fn=checkpoint_contexts, **keywords)
 
 
