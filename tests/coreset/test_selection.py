@@ -14,11 +14,10 @@ import thinwire
 from tests.oracles.coreset import apart, best_cost, blobs, clusters, cost, greedy, points
 from thinwire import Comm, ConfigError
 from thinwire.coreset import Coreset, EuclideanDistances, select
-from thinwire.coreset.classes import interleaved, shares
-from thinwire.coreset.facility import CoordinateFacility, TorchNearest
-from thinwire.coreset.goals import Goal
+from thinwire.coreset.facility import CoordinateFacility, Goal, TorchNearest
 from thinwire.coreset.greedy import lazy
 from thinwire.coreset.methods import unit_of
+from thinwire.coreset.selection import interleaved, shares
 from thinwire.coreset.similarity import centred, power_above
 from thinwire.kernels import nearest
 
@@ -58,7 +57,7 @@ def test_greedy_equals_its_definition(way: str, method: str, n: int, budget: int
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_greedy_keeps_its_promise_against_all_subsets(seed: int) -> None:
+def test_greedy_keeps_its_guarantee_against_all_subsets(seed: int) -> None:
     x = points(11, d=3, seed=seed)
     distances = apart(x)
     top = distances.max() * len(x)
@@ -188,7 +187,7 @@ def test_near_duplicates_keep_their_digits(way: str) -> None:
     assert sizes[:2] == pytest.approx(clusters(apart(x), picks)[:2])
 
 
-def test_all_points_stand_for_themselves_even_where_some_are_equal(way: str) -> None:
+def test_all_points_represent_themselves_even_where_some_are_equal(way: str) -> None:
     x = points(9).repeat(3, 1)
     found = select(x, fraction=1.0)
     assert sorted(found.indices.tolist()) == list(range(27))

@@ -19,12 +19,10 @@ from tests.oracles.coreset import apart, blobs, clusters, cost, points
 from tests.pool import run_processes
 from thinwire import Comm, GroupComm
 from thinwire.coreset import Coreset, select
-from thinwire.coreset.facility import CoordinateFacility, TorchNearest
-from thinwire.coreset.fused import FusedNearest
-from thinwire.coreset.goals import Goal
+from thinwire.coreset.facility import CoordinateFacility, FusedNearest, Goal, TorchNearest
 from thinwire.coreset.methods import unit_of
-from thinwire.coreset.neighbours import neighbours, recall
 from thinwire.coreset.similarity import centred
+from thinwire.coreset.sparse import neighbours, recall
 from thinwire.coreset.streaming import _sifted, streaming
 from thinwire.kernels import nearest
 
@@ -162,7 +160,7 @@ def test_exact_neighbours_are_those_of_a_sorted_row() -> None:
 
 
 def test_inverted_lists_find_most_neighbours_and_true_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    import thinwire.coreset.neighbours as module
+    import thinwire.coreset.sparse as module
 
     monkeypatch.setattr(module, "_CELL", 60)
     monkeypatch.setattr(module, "_PROBES", 6)
@@ -176,7 +174,7 @@ def test_inverted_lists_find_most_neighbours_and_true_distances(monkeypatch: pyt
 
 
 def test_cells_with_too_few_points_are_joined_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import thinwire.coreset.neighbours as module
+    import thinwire.coreset.sparse as module
 
     monkeypatch.setattr(module, "_CELL", 5)
     monkeypatch.setattr(module, "_PROBES", 1)

@@ -19,8 +19,7 @@ from thinwire.coreset.proxies import (
     reader,
     relative_error,
 )
-from thinwire.coreset.strata import Strata, allocate, stratify
-from thinwire.coreset.subset import Subset, budget_of
+from thinwire.coreset.subset import Strata, Subset, allocate, budget_of, stratify
 from thinwire.errors import ConfigError, NonFiniteError
 
 N, INPUTS, WIDTH, CLASSES = 60, 5, 7, 4

@@ -21,8 +21,7 @@ from thinwire.coreset.proxies import last_layer, relative_error
 from thinwire.coreset.sampler import CraigSampler, Point, Weighted, weighted_mean
 from thinwire.coreset.schedule import Selector
 from thinwire.coreset.selection import select
-from thinwire.coreset.strata import Strata
-from thinwire.coreset.subset import Subset
+from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.storage.tree import pack, unpack
 
@@ -173,7 +172,7 @@ def test_logit_coresets_are_those_of_the_oracle_class_by_class() -> None:
         assert subset.weights[mine].tolist() == weights.tolist()
 
 
-def test_a_representative_is_of_the_class_it_speaks_for() -> None:
+def test_a_representative_is_of_the_class_it_represents() -> None:
     dataset = data()
     labels = dataset.tensors[1]
     for policy in (Craig(fraction=0.2), Stratified(fraction=0.2), Craig(fraction=0.3, mode="strata")):
@@ -287,7 +286,7 @@ def test_adam_s_moments_change_what_is_near() -> None:
 # -- baselines ---------------------------------------------------------------------------------------------------------
 
 
-def test_scores_take_the_points_told_least_rightly() -> None:
+def test_scores_take_the_points_with_the_largest_errors() -> None:
     dataset, model = data(), net()
     x, y = dataset.tensors
     misses = (model(x).softmax(1) - F.one_hot(y, CLASSES)).norm(dim=1)
@@ -460,7 +459,7 @@ def test_a_resumed_sampler_goes_on_where_the_other_stopped(policy: Policy, epoch
         assert list(resumed) == list(sampler)
 
 
-def test_a_loop_with_workers_says_itself_how_far_it_is() -> None:
+def test_a_loop_with_workers_states_how_far_it_is() -> None:
     sampler = CraigSampler(subset_of(20))
     everything = list(sampler)
     state = sampler.state_dict(consumed=8)

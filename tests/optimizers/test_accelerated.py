@@ -1,4 +1,4 @@
-"""Accelerated minibatch SGD: AC-SA alone, and on gradients of many workers."""
+"""Accelerated minibatch SGD: AC-SA on one process, and on gradients of many workers."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ def test_every_stage_at_least_halves_the_gap_of_a_strongly_convex_function(condi
 def test_a_stage_as_long_as_the_strong_convexity_implies_is_that_stage() -> None:
     curvatures = torch.logspace(0, -2, 5, dtype=DOUBLE)
     ends: list[Tensor] = []
-    for told in ({"strong_convexity": 0.01}, {"restart_every": 40}):
+    for stage in ({"strong_convexity": 0.01}, {"restart_every": 40}):
         bowl = Bowl(curvatures, torch.ones(5, dtype=DOUBLE))
-        descend(bowl, AcSA(bowl.parameters(), 0.5, **told), 90)
+        descend(bowl, AcSA(bowl.parameters(), 0.5, **stage), 90)
         ends.append(bowl.x.detach())
     assert torch.equal(*ends)
 
@@ -293,12 +293,12 @@ def test_the_model_of_other_optimizers_is_evaluated_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr": 0.0}, r"lr=0.0: must be positive and finite; 1/\(2L\)"),
+        ({"lr": 0.0}, r"lr=0.0: must be positive and finite; up to 1/\(2L\)"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"strong_convexity": -1.0}, "strong_convexity=-1.0, .*must be finite and not negative"),
         ({"weight_decay": float("inf")}, "weight_decay=inf: must be finite"),
         ({"restart_every": 0}, "restart_every=0: a stage has at least 1 step"),
-        ({"restart_every": 3, "strong_convexity": 0.1}, "each says how long a stage is"),
+        ({"restart_every": 3, "strong_convexity": 0.1}, "each sets the length of a stage"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

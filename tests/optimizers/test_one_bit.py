@@ -1,4 +1,4 @@
-"""1-bit LAMB and 1-bit Adam under CompressedMomentum: oracles, and what the papers say of each stage."""
+"""1-bit LAMB and 1-bit Adam under CompressedMomentum: oracles, and the papers' claims about each stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXACT = {torch.float64: 2e-6, torch.float32: 2e-5}
 _PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
 
 
-def knobs_of(settings: dict[str, Any]) -> oracles.Hyperparameters:
+def hyperparameters_of(settings: dict[str, Any]) -> oracles.Hyperparameters:
     return oracles.Hyperparameters(rate=settings["lr"], decay=settings.get("weight_decay", 0.0))
 
 
@@ -37,7 +37,13 @@ def test_it_equals_its_oracle(kind: Kind, size: int, dtype: torch.dtype) -> None
     problem, settings = Regression(size, 30, dtype), dict[str, Any](lr=0.03, weight_decay=0.1)
     found = path(size, CompressedMomentum(OneBit(block=8), warmup_steps=10), problem, 30, kind, **settings)
     expected = oracle(
-        problem, size, 30, warmup=10, code=oracles.signs(8), hyperparameters=knobs_of(settings), adam=kind is OneBitAdam
+        problem,
+        size,
+        30,
+        warmup=10,
+        code=oracles.signs(8),
+        hyperparameters=hyperparameters_of(settings),
+        adam=kind is OneBitAdam,
     )
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[dtype]
 
@@ -204,7 +210,7 @@ def test_the_warm_up_ends_by_itself_when_the_variance_has_settled() -> None:
             (model[0] * gradients[0]).sum().backward()
             optimizer.step()
             ended.append(optimizer.frozen)
-        assert "earlier" not in optimizer.state[model[0]]
+        assert "previous_variance" not in optimizer.state[model[0]]
         return ended
 
     for ended in thinwire.run_threads(2, body):
@@ -268,9 +274,9 @@ def test_equal_gradients_of_one_size_a_block_lose_nothing() -> None:
                 optimizer.freeze()
         return flat(x)
 
-    alone = body(None)
+    single = body(None)
     for found in thinwire.run_threads(2, body):
-        assert distance(found, alone) < 1e-6
+        assert distance(found, single) < 1e-6
 
 
 @pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
@@ -329,7 +335,7 @@ def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) ->
 
     found = thinwire.run_threads(size, body, timeout=20)
     momenta = found[0][0]
-    said = momenta[1:].sum(0)
+    sent = momenta[1:].sum(0)
     meant = (0.9 * momenta[:-1] + 0.1 * gradients[1:].mean(1)).sum(0)
     residual = torch.stack([state["error"] for _, state in found]).mean(0)
     for _, state in found:
@@ -337,7 +343,7 @@ def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) ->
             if name.startswith("server_error/"):
                 start, stop = map(int, name.removeprefix("server_error/").split("-"))
                 residual[start:stop] += state[name]
-    assert (said + residual - meant).abs().max() < 1e-5
+    assert (sent + residual - meant).abs().max() < 1e-5
     assert residual.abs().max() > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""1-bit methods where things go wrong or sizes are odd: what is skipped, saved and counted."""
+"""1-bit methods with faults and unusual sizes: what is skipped, saved and counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)
 
 
 def all_of(worker: Worker) -> dict[str, Tensor]:
-    """Everything a rank remembers, by name, but for its place in time."""
+    """The whole state of a rank by name, except its step."""
     found = {"x": worker.replicas[0].x.clone()}
     found |= {f"strategy {name}": x.clone() for name, x in worker.replicas[0].state.items() if "norm" not in name}
     for i, parameter in enumerate(worker.model.parameters()):
@@ -54,8 +54,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_lets_all_skip_the_step(
         (loss * (bad if comm.rank == 1 else 1.0)).backward()
         worker.optimizer.step()
         after = all_of(worker)
-        words = [] if strategy.overlap else ["strategy said"]
-        assert [name for name in before if not torch.equal(before[name], after[name])] in ([], words, ["strategy said"])
+        words = [] if strategy.overlap else ["strategy message"]
+        assert [name for name in before if not torch.equal(before[name], after[name])] in (
+            [],
+            words,
+            ["strategy message"],
+        )
         taken(worker, problem, 9, 12)
         worker.detach()
         assert worker.step == 12
@@ -195,7 +199,7 @@ def test_an_optimizer_frozen_at_any_step_begins_with_its_own_variance() -> None:
         assert (state["fresh"] > 0).all()
 
 
-def test_what_was_unsaid_is_conserved_when_the_number_of_workers_changes() -> None:
+def test_residuals_are_conserved_when_the_number_of_workers_changes() -> None:
     problem = Regression(3, 12, torch.float32)
 
     def body(comm: Comm) -> dict[str, Tensor]:
@@ -220,7 +224,7 @@ def test_what_was_unsaid_is_conserved_when_the_number_of_workers_changes() -> No
     assert torch.allclose(residual([{**state} for state in after]), residual(before), rtol=1e-5, atol=1e-9)
 
 
-# -- odd sizes and values ----------------------------------------------------------------------------------------------
+# -- unusual sizes and values ------------------------------------------------------------------------------------------
 
 
 class Lengths(nn.Module):
@@ -235,7 +239,7 @@ class Lengths(nn.Module):
 @pytest.mark.parametrize("sizes", [[1], [7], [8], [9], [3, 0, 4], [1, 1], [17, 40]])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", [SMALL, OVERLAPPED], ids=["after", "during"])
-def test_vectors_of_any_length_are_said(strategy: CompressedMomentum, size: int, sizes: list[int]) -> None:
+def test_vectors_of_any_length_are_sent(strategy: CompressedMomentum, size: int, sizes: list[int]) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         model = Lengths(sizes)
         before = flat(model)
@@ -286,7 +290,7 @@ def test_a_tensor_without_momentum_does_not_spoil_the_others_coefficients() -> N
         assert coefficients == [0.5, 1.0]
 
 
-def test_two_dtypes_are_said_apart_and_frozen_together() -> None:
+def test_two_dtypes_are_sent_separately_and_frozen_together() -> None:
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, SMALL, Mixed(), lr=0.01)
         for x, y in batches(comm.rank, 8):
@@ -327,7 +331,7 @@ def test_a_coded_step_sends_what_its_formula_says(size: int, overlap: bool) -> N
         assert sent == [gradient] * 4 + [codes] * 3
 
 
-def test_small_buckets_are_said_together_in_quarters_of_the_vector() -> None:
+def test_small_buckets_are_sent_together_in_quarters_of_the_vector() -> None:
     def body(comm: Comm) -> tuple[list[int], Tensor]:
         model = Lengths([10] * 16)
         worker = begun(comm, OVERLAPPED, model, lr=0.03)

@@ -55,13 +55,13 @@ def test_an_optimizer_that_cannot_freeze_is_refused() -> None:
         thinwire.attach(model, torch.optim.AdamW(model.parameters()), CompressedMomentum())
 
 
-def test_parameters_that_come_after_the_variance_is_frozen_are_refused() -> None:
+def test_parameters_added_after_the_variance_is_frozen_are_refused() -> None:
     model, late = net(), nn.Parameter(torch.ones(3))
     optimizer = OneBitLamb(model.parameters())
     optimizer.freeze()
     optimizer.add_param_group({"params": [late]})
     late.grad = torch.ones(3)
-    with pytest.raises(ConfigError, match="3 elements came after the variance was frozen"):
+    with pytest.raises(ConfigError, match="3 elements was added after the variance was frozen"):
         optimizer.step()
 
 

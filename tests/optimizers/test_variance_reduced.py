@@ -163,7 +163,7 @@ def test_every_further_ten_passes_of_saga_gain_at_least_a_decimal() -> None:
     assert gaps[2] < gaps[1] / 10
 
 
-def test_saga_remembers_the_mean_of_its_table() -> None:
+def test_saga_stores_the_mean_of_its_table() -> None:
     task = problem()
     layer, optimizer = train_saga(task, batches_of(50, 4), lr=0.1)
     table = optimizer.state[layer.weight]["table"]
@@ -232,8 +232,8 @@ def test_svrg_steps_back_from_its_snapshot_when_a_closure_fails() -> None:
 @pytest.mark.parametrize(
     ("indices", "words"),
     [
-        (None, "give their numbers"),
-        ([0, 1, 2], "one number a sample"),
+        (None, "give indices="),
+        ([0, 1, 2], "one index for each sample"),
         ([0, 1, 1, 2], "must differ"),
         ([0, 1, 2, N], "must differ and lie in"),
         ([0, 1, 2, -1], "must differ and lie in"),
@@ -250,7 +250,7 @@ def test_saga_refuses_numbers_that_cannot_be_those_of_the_batch(indices: list[in
 
 def test_saga_refuses_a_step_without_a_batch() -> None:
     layer = problem().layer()
-    with pytest.raises(ConfigError, match="call backward"):
+    with pytest.raises(ConfigError, match=r"no backward\(\)"):
         Saga(layer, N, lr=0.1).step(indices=torch.tensor([0]))
 
 

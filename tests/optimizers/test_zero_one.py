@@ -1,4 +1,4 @@
-"""0/1 Adam: its oracle on threads and on processes, its steps, and what its stages promise."""
+"""0/1 Adam: its oracle on threads and on processes, its steps, and the guarantees of its stages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from thinwire.plan import explain
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.strategies.gradients.zero_one import ZeroOne
 
-# Gradients are averaged at 0, 1, 2, 4, 6 and 8; agreements are after steps 3, 5, 7, 9 and 10, 11, 12, then every
+# Gradients are averaged at 0, 1, 2, 4, 6 and 8; synchronisations are after steps 3, 5, 7, 9 and 10, 11, 12, then every
 # second one three times, then every fourth.
 SCHEDULE = ZeroOne(OneBit(block=8), variance_steps=10, variance_doubling=2, local_doubling=3, most_local=4)
 AVERAGES = frozenset({0, 1, 2, 4, 6})
-AGREES = frozenset({3, 5, 7, 8, 9, 10, 11, 12, 14, 16, 18, 22, 26, 30, 34})
+SYNCHRONISES = frozenset({3, 5, 7, 8, 9, 10, 11, 12, 14, 16, 18, 22, 26, 30, 34})
 STEPS = 36
 
 
@@ -35,7 +35,7 @@ def rates(steps: int = STEPS) -> list[float]:
     return [0.03 / (1 + step / 10) for step in range(steps)]
 
 
-def travelled(
+def trained(
     comm: Comm | None, problem: Regression, decay: float, first: int = 0, last: int = STEPS, strategy: Any = SCHEDULE
 ) -> tuple[Worker, Tensor]:
     """The run with its falling learning rate, and the parameters after every step."""
@@ -54,19 +54,19 @@ def gone(worker: Worker, problem: Regression, first: int, last: int) -> Tensor:
 def expected(problem: Regression, size: int, decay: float) -> Tensor:
     hyperparameters = oracles.Hyperparameters(decay=decay)
     code = oracles.signs(8)
-    run = oracles.ZeroOne(SIZES, hyperparameters, AVERAGES, AGREES, oracles.TwoStages(code, code), rates())
+    run = oracles.ZeroOne(SIZES, hyperparameters, AVERAGES, SYNCHRONISES, oracles.TwoStages(code, code), rates())
     return run.run(problem.gradient, problem.start.expand(size, -1))
 
 
-def test_gaps_double_as_they_are_told() -> None:
-    assert {step for step in range(STEPS) if SCHEDULE.averages(step)} == AVERAGES
-    assert {step for step in range(STEPS) if SCHEDULE.agrees(step)} == AVERAGES | AGREES
+def test_gaps_double_as_configured() -> None:
+    assert {step for step in range(STEPS) if SCHEDULE.averages_gradients(step)} == AVERAGES
+    assert {step for step in range(STEPS) if SCHEDULE.synchronises(step)} == AVERAGES | SYNCHRONISES
     usual = ZeroOne()
-    gaps = [step for step in range(1000) if usual.averages(step)]
+    gaps = [step for step in range(1000) if usual.averages_gradients(step)]
     assert gaps[:18] == [*range(16), 16, 18]
     assert gaps[32:34] == [48, 52]
-    assert all(usual.agrees(step) for step in range(2000))
-    assert not usual.agrees(2000) and usual.agrees(2001)
+    assert all(usual.synchronises(step) for step in range(2000))
+    assert not usual.synchronises(2000) and usual.synchronises(2001)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -75,20 +75,20 @@ def test_it_equals_its_oracle(size: int, decay: float) -> None:
     problem = Regression(size, STEPS, torch.float64)
 
     def body(comm: Comm) -> Tensor:
-        worker, path = travelled(comm, problem, decay)
+        worker, path = trained(comm, problem, decay)
         worker.detach()
         return path
 
     found = torch.stack(thinwire.run_threads(size, body, timeout=20), dim=1)
     assert distance(found, expected(problem, size, decay)) < 2e-6
-    for step in AVERAGES | AGREES:
+    for step in AVERAGES | SYNCHRONISES:
         assert all(torch.equal(found[step, 0], found[step, rank]) for rank in range(size))
     if size > 1:
-        assert not torch.equal(found[13, 0], found[13, 1]), "workers must have been alone"
+        assert not torch.equal(found[13, 0], found[13, 1]), "workers must have taken local steps"
 
 
 def on_processes() -> list[list[float]]:
-    worker, path = travelled(None, Regression(4, STEPS, torch.float64), 0.1)
+    worker, path = trained(None, Regression(4, STEPS, torch.float64), 0.1)
     worker.detach()
     return path.tolist()
 
@@ -113,7 +113,7 @@ def test_with_gradients_at_every_step_it_is_adam_without_corrections_bit_for_bit
     assert torch.equal(found[0], plain[0])
 
 
-def test_with_one_stretch_of_averages_and_no_step_alone_it_is_one_bit_adam() -> None:
+def test_with_a_warm_up_and_no_local_step_it_is_one_bit_adam() -> None:
     problem = Regression(2, 20, torch.float64)
 
     def body(comm: Comm, strategy: Any, kind: Any) -> Tensor:
@@ -134,12 +134,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def whole(comm: Comm) -> Tensor:
-        worker, path = travelled(comm, problem, 0.1)
+        worker, path = trained(comm, problem, 0.1)
         worker.detach()
         return path[-1]
 
     def halves(comm: Comm) -> Tensor:
-        worker, _ = travelled(comm, problem, 0.1, 0, middle)
+        worker, _ = trained(comm, problem, 0.1, 0, middle)
         state = worker.state_dict()
         worker.detach()
         other = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, weight_decay=0.1)
@@ -152,12 +152,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("step", [11, 16], ids=["agreed", "after some alone"])
-def test_a_gradient_that_is_not_finite_lets_all_pass_over_an_agreement(step: int) -> None:
+@pytest.mark.parametrize("step", [11, 16], ids=["after another", "after local steps"])
+def test_a_gradient_that_is_not_finite_makes_all_skip_a_synchronisation(step: int) -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        worker, _ = travelled(comm, problem, 0.0, 0, step)
+        worker, _ = trained(comm, problem, 0.0, 0, step)
         residual = worker.replicas[0].state["error"].clone()
         before = parameters_of(worker).clone()
         worker.optimizer.zero_grad()
@@ -176,11 +176,11 @@ def test_a_gradient_that_is_not_finite_lets_all_pass_over_an_agreement(step: int
     assert torch.equal(found[0][2], found[1][2])
 
 
-def test_a_gradient_that_is_not_finite_counts_as_zero_where_a_worker_is_alone() -> None:
+def test_a_gradient_that_is_not_finite_counts_as_zero_in_a_local_step() -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm, factor: float) -> Tensor:
-        worker, _ = travelled(comm, problem, 0.0, 0, 13)
+        worker, _ = trained(comm, problem, 0.0, 0, 13)
         worker.optimizer.zero_grad()
         (problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
         worker.optimizer.step()
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_where_a_worker_is_alone() 
     assert torch.equal(bad[1], none[1]) and bad[0].isfinite().all()
 
 
-def test_weight_decay_is_no_part_of_what_momenta_become() -> None:
+def test_weight_decay_is_not_part_of_momenta() -> None:
     problem = Regression(1, STEPS, torch.float64)
 
     def body(comm: Comm) -> Tensor:
@@ -229,7 +229,7 @@ def test_parameters_in_16_bits_move_by_a_master() -> None:
     assert torch.equal(first, second)
 
 
-def test_nothing_is_sent_where_a_worker_is_alone() -> None:
+def test_nothing_is_sent_in_a_local_step() -> None:
     problem = Regression(2, STEPS, torch.float32)
 
     def body(comm: Comm) -> list[float]:
@@ -243,9 +243,9 @@ def test_nothing_is_sent_where_a_worker_is_alone() -> None:
         return sent
 
     sent = thinwire.run_threads(2, body)[0]
-    assert {step for step, nbytes in enumerate(sent) if not nbytes} == set(range(STEPS)) - AVERAGES - AGREES
+    assert {step for step, nbytes in enumerate(sent) if not nbytes} == set(range(STEPS)) - AVERAGES - SYNCHRONISES
     assert {sent[step] for step in AVERAGES} == {34 * 4.0}
-    assert len({sent[step] for step in AGREES}) == 1
+    assert len({sent[step] for step in SYNCHRONISES}) == 1
 
 
 def test_a_dry_run_counts_its_bytes() -> None:

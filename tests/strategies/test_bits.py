@@ -1,4 +1,4 @@
-"""What must hold for the rules that say how many bits a gradient is worth."""
+"""The rules that choose the bits of a gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire import ConfigError
-from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Rule, Step, passed_over
+from thinwire.strategies.gradients.bit_rules import (
+    BitBudget,
+    BitLedger,
+    ErrorBound,
+    FixedBits,
+    Rule,
+    Step,
+    skipped_step,
+)
 from thinwire.strategies.gradients.bits import (
     best_bits,
     bits_of,
@@ -31,7 +39,7 @@ WEIGHTS = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30)
 
 
 def run(rule: Rule, squares: list[float], rates: list[float], *, share: float = 0.25) -> tuple[list[int], BitLedger]:
-    """The bits of a run whose rule is told of each step's own square, and the last ledger."""
+    """The bits of a run whose rule knows each step's own square, and the last ledger."""
     ledger, chosen = BitLedger(), list[int]()
     for square, rate in zip(squares, rates, strict=True):
         step = Step([square], [1], rate, share)
@@ -219,7 +227,7 @@ def test_spent_by_a_rule_bits_leave_less_error_than_the_same_at_every_step() -> 
     assert error_of(weights, chosen) < 0.92 * error_of(weights, [4] * 600)
 
 
-def test_longer_runs_than_planned_begin_anew() -> None:
+def test_a_run_longer_than_planned_starts_the_plan_again() -> None:
     for rule in (BitBudget(4.0, 20), ErrorBound(1e-3, 20, 1.0, 0.05)):
         once, _ = run(rule, SQUARES[:20], [0.3] * 20)
         twice, ledger = run(rule, SQUARES[:20] * 2, [0.3] * 40)
@@ -237,13 +245,13 @@ def test_fixed_bits_are_fixed() -> None:
 
 def test_a_ledger_comes_back_from_its_numbers() -> None:
     _, ledger = run(ErrorBound(1e-2, 60), SQUARES, [0.1] * 60)
-    assert BitLedger.read(ledger.written()) == ledger
-    assert ledger.written().dtype == torch.float64
+    assert BitLedger.read(ledger.to_tensor()) == ledger
+    assert ledger.to_tensor().dtype == torch.float64
 
 
-def test_a_step_that_told_nothing_costs_bits_and_adds_no_error() -> None:
+def test_a_skipped_step_costs_bits_and_adds_no_error() -> None:
     ledger = BitLedger(3, 12.0, 0.5, 1.0, 0.2)
-    after = passed_over(ledger, Step([float("nan")], [7], 0.1, 1.0), [8])
+    after = skipped_step(ledger, Step([float("nan")], [7], 0.1, 1.0), [8])
     assert after == BitLedger(4, 20.0, 0.5, 1.0, 0.2)
 
 

@@ -1,4 +1,4 @@
-"""What must hold for gradients averaged in as many bits as they are worth."""
+"""DQ-SGD: its oracle, bounds and budgets, bytes, faults and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIX: list[Rule] = [
 
 def parts_of(r: Replica) -> Tensor:
     """What was exchanged last: where each part begins and ends, and in how many bits."""
-    return r.state["now"].flatten()
+    return r.state["sent"].flatten()
 
 
 def cuts_of(n: int, size: int, block: int) -> list[slice]:
@@ -44,15 +44,15 @@ def cuts_of(n: int, size: int, block: int) -> list[slice]:
 
 
 def two_stages(rows: Tensor, bits: int, block: int, key: int, *, dither: bool, answer: int | None = 0) -> Tensor:
-    """Every worker codes the piece of every server, which codes the mean in more bits, or says it as it is."""
+    """Every worker codes the piece of every server, which codes the mean in more bits, or sends it in fp32."""
     size, pieces = len(rows), list[Tensor]()
     for server, cut in enumerate(cuts_of(rows.shape[1], len(rows), block)):
         if cut.start == cut.stop:
             continue
         draws = [uniform(cut.stop - cut.start, int(worker_key(key, rank, size, server))) for rank in range(size)]
-        heard = sum(coded(x[cut], bits, block, u, dither=dither) for x, u in zip(rows, draws, strict=True))
+        total = sum(coded(x[cut], bits, block, u, dither=dither) for x, u in zip(rows, draws, strict=True))
         mean, own = (
-            torch.as_tensor(heard) / size,
+            torch.as_tensor(total) / size,
             uniform(cut.stop - cut.start, int(worker_key(key, 0, 1, size + server))),
         )
         pieces.append(mean if answer is None else coded(mean, bits + answer, block, own, dither=dither))
@@ -60,7 +60,7 @@ def two_stages(rows: Tensor, bits: int, block: int, key: int, *, dither: bool, a
 
 
 def share_of(size: int, *, dither: bool, answer: int | None) -> float:
-    """What both stages err by, over what one worker's code does where it is not dithered."""
+    """The squared error of both stages, over that of one worker's code without dither."""
     return (1 / size + (0 if answer is None else 0.25**answer)) / (3 if dither else 1)
 
 
@@ -120,8 +120,8 @@ def test_on_four_processes_it_equals_its_oracle_bits_and_all() -> None:
     strategies = [DQSGD(RULES[1], block=8), DQSGD(SIX[1], block=8, answer=2), DQSGD(SIX[2], block=8, answer=None)]
     ended = run_processes(4, on_a_process, strategies)
     assert all(each == ended[0] for each in ended)
-    for strategy, (x, told) in zip(strategies, ended[0], strict=True):
-        rows = torch.tensor(told).view(-1, 3)
+    for strategy, (x, sent) in zip(strategies, ended[0], strict=True):
+        rows = torch.tensor(sent).view(-1, 3)
         parts = [slice(int(start), int(stop)) for start, stop, _ in rows]
         wanted, bits = oracle(strategy.rule, problem, 4, parts, block=8, answer=strategy.answer)
         assert rows[:, 2].tolist() == bits[-1]
@@ -152,7 +152,7 @@ def test_one_worker_alone_codes_nothing() -> None:
     assert torch.equal(together(1, DQSGD(FixedBits(2)), problem, RATES), together(1, thinwire.Local(), problem, RATES))
 
 
-# -- what the rules are told -------------------------------------------------------------------------------------------
+# -- what the rules know -----------------------------------------------------------------------------------------------
 
 
 def test_squares_are_sums_of_entries_times_their_blocks_squared_scale() -> None:
@@ -168,10 +168,10 @@ def test_codes_err_no_more_than_the_bound_says() -> None:
     rows = torch.randn(4, 200, generator=draw)
     for bits, answer in ((2, 0), (4, 0), (6, 0), (2, 1), (5, 3), (3, None)):
         for dither in (False, True):
-            said = [two_stages(rows, bits, 8, key, dither=dither, answer=answer) for key in range(40)]
-            error = sum(float((each - rows.mean(0)).square().sum()) for each in said) / 40
+            means = [two_stages(rows, bits, 8, key, dither=dither, answer=answer) for key in range(40)]
+            error = sum(float((each - rows.mean(0)).square().sum()) for each in means) / 40
             share = share_of(4, dither=dither, answer=answer)
-            # With dither the error is what is said, but for three standard errors of what was drawn here.
+            # With dither the error equals the formula, up to three standard errors of what was drawn here.
             assert error < 1.03 * squares(rows, 8) / 4 * share / (2 ** (bits - 1) - 1) ** 2
 
 
@@ -179,8 +179,8 @@ def test_draws_of_workers_are_independent_so_that_their_errors_average_out() -> 
     x = torch.randn(512, generator=torch.Generator().manual_seed(1))
     keys = [int(worker_key(draw_key(0, t), rank, 8)) for t in range(50) for rank in range(8)]
     errors = torch.stack([coded(x, 3, 64, uniform(512, key), dither=True) - x for key in keys])
-    alone, averaged = errors.square().mean(), errors.view(50, 8, 512).mean(1).square().mean()
-    assert 0.09 < float(averaged / alone) < 0.16
+    single, averaged = errors.square().mean(), errors.view(50, 8, 512).mean(1).square().mean()
+    assert 0.09 < float(averaged / single) < 0.16
 
 
 @pytest.mark.parametrize("convexity", [0.0, 0.2])
@@ -225,7 +225,7 @@ def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize(("answer", "answered"), [(0, 9.0), (2, 15.0), (None, 96.0)])
-def test_observations_tell_what_was_spent_both_ways(answer: int | None, answered: float) -> None:
+def test_metrics_show_the_bits_spent_in_both_directions(answer: int | None, answered: float) -> None:
     def body(comm: Comm) -> dict[str, float]:
         strategy = DQSGD(FixedBits(3), block=8, answer=answer)
         worker = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 4))
@@ -271,10 +271,10 @@ def test_a_run_without_data_spends_its_budget() -> None:
     assert spent == pytest.approx(50 * 2 * 0.75 * 48 * 2048 * 3 / 8, rel=0.02)
 
 
-# -- faults, saving, other cuts ----------------------------------------------------------------------------------------
+# -- faults, checkpoints, other buckets --------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_passes_over_it() -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_skips_the_step() -> None:
     strategy = DQSGD(ErrorBound(1e-2, 20), block=8)
 
     def body(comm: Comm) -> tuple[bool, BitLedger, Tensor]:
@@ -326,7 +326,7 @@ def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
         for each in (first, second):
             each.detach()
         (r,) = second.replicas
-        return flat(second.model), r.state["now"], BitLedger.read(r.state["ledger"]).step
+        return flat(second.model), r.state["sent"], BitLedger.read(r.state["ledger"]).step
 
     found = thinwire.run_threads(2, body)
     assert torch.equal(found[0][0], found[1][0])

@@ -1,4 +1,4 @@
-"""What must hold for methods that move a few coordinates at a time: Sketched SGD, local top-k and FetchSGD."""
+"""Sparse updates: Sketched SGD, local top-k and FetchSGD."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_all_workers_hold_the_same_bits_after_every_step(strategy: Strategy) -> 
     assert torch.equal(seen, seen[:, :1].expand_as(seen))
 
 
-# -- what is said and what is not --------------------------------------------------------------------------------------
+# -- updates and residuals ---------------------------------------------------------------------------------------------
 
 
 class Whole(Quadratic):
@@ -137,7 +137,7 @@ def whole_gradients(steps: int, size: int, n: int) -> Tensor:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("recovery", ["sketch", "gather"])
-def test_what_is_moved_and_what_is_unsaid_add_up_to_all_momenta_bitwise(recovery: Any, momentum: float) -> None:
+def test_updates_and_residuals_add_up_to_all_momenta_bitwise(recovery: Any, momentum: float) -> None:
     n, size, steps = 40, 4, 10
     strategy = SketchedSGD(
         0.1, 4, momentum=momentum, masking=False, lr_in_residual=False, dense_below=0, recovery=recovery
@@ -153,7 +153,7 @@ def test_what_is_moved_and_what_is_unsaid_add_up_to_all_momenta_bitwise(recovery
     assert unsent.abs().max() > 0
 
 
-def test_without_a_second_round_as_much_is_lost_as_estimates_are_off() -> None:
+def test_without_a_second_round_the_errors_of_estimates_are_lost() -> None:
     n, size, steps = 60, 2, 8
     strategy = SketchedSGD(0.1, 2, second_round=0, momentum=0.0, lr_in_residual=False, dense_below=0, recovery="sketch")
     problem = Whole(torch.ones(size), torch.zeros(size, n))
@@ -171,18 +171,18 @@ def test_without_a_second_round_as_much_is_lost_as_estimates_are_off() -> None:
     assert torch.allclose(gone, off, rtol=0, atol=1e-4)
 
 
-def test_momentum_and_what_is_unsaid_are_nothing_where_something_moved() -> None:
+def test_momentum_and_residual_are_zero_where_an_update_was_applied() -> None:
     def see(r: Replica) -> Tensor:
         return torch.stack([r.g != 0, r.state["momentum"] == 0, r.state["unsent"] == 0])
 
     seen = watched(3, SKETCH(), Regression(3, 8, torch.float32), RATES[:8], see)
-    moved, silent, said = seen.unbind(2)
+    moved, no_momentum, no_residual = seen.unbind(2)
     assert moved.sum(2).eq(7).all()
-    assert (silent & said)[moved].all()
-    assert not (silent & said)[~moved].all()
+    assert (no_momentum & no_residual)[moved].all()
+    assert not (no_momentum & no_residual)[~moved].all()
 
 
-def test_chosen_places_whose_sum_is_nothing_are_forgotten_too() -> None:
+def test_chosen_positions_whose_sum_is_zero_are_cleared_too() -> None:
     class Opposed(Quadratic):
         def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
             return (model() * torch.tensor([1.0, -1.0])[rank]).sum()
@@ -192,7 +192,7 @@ def test_chosen_places_whose_sum_is_nothing_are_forgotten_too() -> None:
     assert torch.equal(seen, torch.zeros_like(seen))
 
 
-def test_everything_moved_at_every_step_is_plain_sgd_whatever_the_momentum() -> None:
+def test_updating_everything_at_every_step_is_plain_sgd_whatever_the_momentum() -> None:
     problem = Regression(3, 12, DOUBLE)
     for recovery in ("sketch", "gather"):
         strategy = SketchedSGD(1.0, 1, momentum=0.9, dense_below=0, recovery=recovery)
@@ -200,7 +200,7 @@ def test_everything_moved_at_every_step_is_plain_sgd_whatever_the_momentum() -> 
         assert distance(together(3, strategy, problem, RATES), plain) < 1e-12
 
 
-def test_without_masking_everything_moved_is_heavy_ball() -> None:
+def test_without_masking_updating_everything_is_heavy_ball() -> None:
     problem = Regression(3, 12, DOUBLE)
     strategy = SketchedSGD(1.0, 1, momentum=0.9, masking=False, dense_below=0)
     wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
@@ -235,7 +235,7 @@ def test_two_steps_on_few_parameters_are_those_computed_by_hand(size: int) -> No
     assert torch.allclose(seen[:, 0], torch.tensor([0.995, 0.995 - 0.005 * 0.995 - 0.9 * 0.005]), rtol=0, atol=1e-7)
 
 
-def test_a_parameter_without_learning_rate_stays_and_what_it_should_have_moved_stays_unsaid() -> None:
+def test_a_parameter_without_learning_rate_stays_and_so_does_its_residual() -> None:
     problem = Regression(2, 6, torch.float32)
     for strategy in (SKETCH(fraction=1.0), SKETCH(fraction=1.0, lr_in_residual=False), FetchSGD(1.0, conserving=True)):
         seen = watched(2, strategy, problem, [0.1] * 6, factors=[1.0, 0.0])
@@ -251,7 +251,7 @@ def test_rates_of_groups_are_kept_apart() -> None:
     assert distance(found, together(2, thinwire.AllReduce(), problem, RATES, factors=[1.0, 0.5])) < 1e-12
 
 
-def test_half_precision_keeps_what_is_unsaid_in_single() -> None:
+def test_half_precision_keeps_residuals_in_single() -> None:
     def body(comm: Comm) -> tuple[torch.dtype, Tensor]:
         worker = engine.attach(comm, SKETCH(), model=engine.net().bfloat16(), optimizer=plain)
         batches = [(x.bfloat16(), y.bfloat16()) for x, y in engine.batches(comm.rank, 4)]
@@ -274,7 +274,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     "strategy", [SKETCH(), SKETCH(recovery="gather"), FetchSGD(0.2), FetchSGD(0.2, conserving=True)]
 )
-def test_a_gradient_that_is_not_finite_on_one_rank_lets_all_pass_over_the_step(strategy: Strategy, bad: float) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step(strategy: Strategy, bad: float) -> None:
     def body(comm: Comm) -> tuple[bool, bool, Tensor, float]:
         worker = engine.attach(comm, strategy, optimizer=plain)
         for group in worker.optimizer.param_groups:
@@ -317,7 +317,7 @@ def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: Strateg
         assert torch.equal(whole, resumed)
 
 
-def test_another_number_of_workers_has_as_much_unsaid() -> None:
+def test_another_number_of_workers_has_the_same_residual_in_total() -> None:
     draw = torch.Generator().manual_seed(0)
     states = [
         {name: torch.randn(9, generator=draw) for name in ("momentum", "unsent")} | {"error_sketch": torch.ones(2, 3)}
@@ -428,7 +428,7 @@ def test_fetch_sgd_equals_its_oracle(size: int) -> None:
     assert torch.allclose(tables[-1, 0], error, rtol=0, atol=2e-6)
 
 
-def test_a_conserving_table_stays_the_sketch_of_what_is_unsaid() -> None:
+def test_a_conserving_table_stays_the_sketch_of_the_residuals() -> None:
     def see(r: Replica) -> Tensor:
         return torch.cat([r.state["error_sketch"].flatten(), r.state["unsent"]])
 
@@ -479,7 +479,7 @@ def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[
 @pytest.mark.parametrize("strategy", [SketchedSGD(), FetchSGD()], ids=lambda s: type(s).__name__)
 def test_optimizers_with_a_momentum_of_their_own_are_refused(strategy: Strategy) -> None:
     for optimizer in (engine.momentum, lambda model: torch.optim.AdamW(model.parameters())):
-        with pytest.raises(ConfigError, match=r"the momentum is .* own.* use torch.optim.SGD without momentum"):
+        with pytest.raises(ConfigError, match=r"it must apply .* use torch.optim.SGD without momentum"):
             engine.attach(thinwire.CountingComm(0, 2), strategy, optimizer=optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What Sketched SGD relies on in its tables: that they add up, and how far estimates may be off."""
+"""Count sketches: they add up, and the errors of their estimates are bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import heavy, sketch_, unsketch
-from thinwire.strategies.gradients.sketches import Cut, distinct_marks
+from thinwire.strategies.gradients.sketches import Split, distinct_marks
 
 
 def table_of(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
@@ -35,7 +35,7 @@ def test_an_estimate_is_seldom_off_by_more_than_two_standard_errors() -> None:
         off = (unsketch(table_of(x, 5, 256, key), None, 4000, key=key) - x).abs()
         far += int((off > 2 * x.norm() / sqrt(256)).sum())
         total += 4000
-    assert far / total < 0.1035  # three of five rows, each with a chance of a quarter at the most
+    assert far / total < 0.1035  # three of five rows, each with a probability of a quarter at most
 
 
 def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance() -> None:
@@ -46,14 +46,14 @@ def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance()
     assert off.square().mean() < 1.05 * deviation**2
 
 
-def test_the_norm_can_be_told_from_a_table() -> None:
+def test_the_norm_can_be_estimated_from_a_table() -> None:
     for key in range(5):
         x = drawn(5000, key)
-        told = float(table_of(x, 5, 512, key).square().sum(1).median())
-        assert abs(told / float(x.square().sum()) - 1) < 3 * sqrt(2 / 512)
+        estimate = float(table_of(x, 5, 512, key).square().sum(1).median())
+        assert abs(estimate / float(x.square().sum()) - 1) < 3 * sqrt(2 / 512)
 
 
-def test_two_elements_meet_in_a_cell_no_more_often_than_chance_has_it() -> None:
+def test_two_elements_share_a_cell_no_more_often_than_at_random() -> None:
     columns, rows, keys = 16, 5, 200
     for i, j in ((0, 1), (0, 16), (3, 35), (5, 21), (15, 16)):
         x = torch.zeros(40)
@@ -80,17 +80,21 @@ def test_four_candidates_for_each_hold_nearly_all_of_the_largest() -> None:
     assert found >= 0.98 * 5 * k
 
 
-def test_marks_of_what_was_moved_never_cancel_in_a_cell() -> None:
+def test_marks_of_updated_elements_never_cancel_in_a_cell() -> None:
     where = torch.arange(0, 300, 3)
     touched = table_of(distinct_marks(300, where), 5, 8, 1) != 0
     assert touched.all()
 
 
-def test_places_of_a_cut_vector_are_found_again() -> None:
-    cut = Cut([slice(2, 5), slice(9, 12), slice(14, 15)], [slice(0, 2), slice(5, 9), slice(12, 14)])
+def test_positions_in_a_split_vector_are_found_again() -> None:
+    split = Split([slice(2, 5), slice(9, 12), slice(14, 15)], [slice(0, 2), slice(5, 9), slice(12, 14)])
     x = torch.arange(15.0)
-    assert cut.large_of(x)[torch.arange(7)].tolist() == cut.places(torch.arange(7)).tolist() == [2, 3, 4, 9, 10, 11, 14]
-    assert cut.small_of(x).tolist() == [0, 1, 5, 6, 7, 8, 12, 13]
-    whole = Cut([slice(0, 15)], [])
+    assert (
+        split.large_of(x)[torch.arange(7)].tolist()
+        == split.positions(torch.arange(7)).tolist()
+        == [2, 3, 4, 9, 10, 11, 14]
+    )
+    assert split.small_of(x).tolist() == [0, 1, 5, 6, 7, 8, 12, 13]
+    whole = Split([slice(0, 15)], [])
     assert whole.large_of(x) is x
-    assert whole.places(torch.tensor([4])).tolist() == [4]
+    assert whole.positions(torch.tensor([4])).tolist() == [4]

@@ -1,6 +1,5 @@
 """Coresets: the few points that speak for all, with their weights."""
 
-from thinwire.coreset.coreset import Coreset
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.policy import Points
 from thinwire.coreset.proxies import reader
@@ -8,6 +7,7 @@ from thinwire.coreset.sampler import CraigSampler, Weighted, weighted_mean
 from thinwire.coreset.schedule import Selector
 from thinwire.coreset.selection import select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
+from thinwire.coreset.subset import Coreset
 
 __all__ = [
     "Coreset",

@@ -8,13 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.coreset.classes import shares
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
-from thinwire.coreset.selection import select
+from thinwire.coreset.selection import select, shares
 from thinwire.coreset.similarity import Distances, EuclideanDistances
-from thinwire.coreset.strata import Strata, stratify
-from thinwire.coreset.subset import Subset, budget_of, keyed
+from thinwire.coreset.subset import Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
 from thinwire.validation import check_kinds
 

@@ -8,13 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.coreset.coreset import Coreset
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
-from thinwire.coreset.strata import Strata, stratify
-from thinwire.coreset.subset import Subset, budget_of, keyed
+from thinwire.coreset.subset import Coreset, Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
 from thinwire.validation import check_kinds
 

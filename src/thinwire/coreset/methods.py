@@ -9,11 +9,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Numbers
-from thinwire.coreset.fused import nearest_of
-from thinwire.coreset.goals import Goal, Picks
-from thinwire.coreset.greedi import best_of_parts, picked_in_parts
-from thinwire.coreset.greedy import lazy, naive, nothing, stochastic
+from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Goal, Numbers, Picks, nearest_of
+from thinwire.coreset.greedy import best_of_parts, lazy, naive, nothing, picked_in_parts, stochastic
 from thinwire.coreset.similarity import Distances, power_above
 from thinwire.coreset.sparse import sparse
 from thinwire.coreset.streaming import streaming

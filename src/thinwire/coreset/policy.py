@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.coreset.proxies import LastLayer, Read, features, head_of, last_layer
-from thinwire.coreset.strata import Strata
-from thinwire.coreset.subset import Subset
+from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.coreset.coreset import Coreset
 from thinwire.coreset.methods import unit_of
 from thinwire.coreset.similarity import Features, centred, checked
 from thinwire.coreset.sparse import nearest_of_many
+from thinwire.coreset.subset import Coreset
 
 _SAMPLE = 20_000
 _MODELS = 8

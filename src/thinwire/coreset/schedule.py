@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from thinwire.coreset.policy import Points, Policy
-from thinwire.coreset.strata import Strata
-from thinwire.coreset.subset import Subset
+from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import CheckpointError
 
 

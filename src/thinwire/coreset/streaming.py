@@ -20,9 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.coreset.facility import Facility, Gains, Nearest, Numbers, rounded
-from thinwire.coreset.fused import nearest_of
-from thinwire.coreset.goals import Goal, Picks
+from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, Picks, nearest_of, rounded
 from thinwire.coreset.greedy import lazy, replayed
 from thinwire.coreset.similarity import to_rows
 

@@ -1,4 +1,4 @@
-"""What changes the update, given a gradient: optimizers that torch has not."""
+"""Optimizers that torch does not have."""
 
 from thinwire.optimizers.acsa import AcSA
 from thinwire.optimizers.lamb import Lamb

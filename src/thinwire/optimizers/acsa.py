@@ -1,4 +1,4 @@
-"""AC-SA: accelerated stochastic approximation, which makes the most of few rounds of large batches."""
+"""AC-SA: accelerated stochastic approximation, for few rounds of large batches."""
 
 from __future__ import annotations
 
@@ -16,40 +16,52 @@ from thinwire.replica.flat import copy_each_
 
 
 class AcSA(ClosureOptimizer):
-    r"""Take ever longer steps from a slow average of where they led, and keep that average as the result.
+    r"""Take growing gradient steps, and return a weighted average of the iterates.
 
     With $x = \bar x$ the initial parameters, for $t = 1, 2, ...$ and $a_t = 2/(t+1)$,
 
     $$\hat x = (1-a_t)\,\bar x + a_t x, \qquad x \leftarrow x - \gamma t\, g(\hat x), \qquad
       \bar x \leftarrow (1-a_t)\,\bar x + a_t x .$$
 
-    The model's parameters are $\hat x$ while it trains; the result is $\bar x$. Inside `evaluating()` the parameters
-    are $\bar x$, and `Worker.consensus` enters it by itself. On convex functions with $L$-Lipschitz gradients,
+    The model's parameters are $\hat x$ during training; the result is $\bar x$. Inside `evaluating()` the parameters
+    are $\bar x$; `Worker.consensus` enters it automatically. On convex functions with $L$-Lipschitz gradients,
     $\gamma \le 1/(2L)$ and gradients without noise, after $R$ steps
 
     $$F(\bar x) - F^* \le \frac{2\,|x_1 - x^*|^2}{\gamma R (R+1)},$$
 
-    where gradient descent needs $R$ instead of $R^2$. Noise adds up as steps grow: where it dominates, $\gamma$
-    should fall with the number of steps as $R^{-3/2}$.
+    where gradient descent has $R$ instead of $R^2$. Growing steps accumulate noise: where it dominates, $\gamma$ should
+    fall with the number of steps as $R^{-3/2}$.
 
-    With `strong_convexity` $\mu$ the method starts anew from $\bar x$ after every $\lceil\sqrt{8/(\gamma\mu)}\rceil$
-    steps, each stage at least halving $F - F^*$ where there is no noise; `restart_every` says a stage's length itself.
+    With `strong_convexity` $\mu$ the method restarts from $\bar x$ every $\lceil\sqrt{8/(\gamma\mu)}\rceil$ steps.
+    Without noise each stage at least halves $F - F^*$. `restart_every` sets the length of a stage directly.
 
-    Accelerated minibatch SGD is this on gradients averaged over workers and over the round: `AllReduce()`, and all but
-    the last pass of a round under `no_sync()`. Each step computes the parameters from its own state, so strategies that
-    move parameters are refused by `attach`.
-    State: `iterate` ($x$), `aggregate` ($\bar x$), each like the parameters, and `step` ($t$, of the stage).
+    Accelerated minibatch SGD is this method on gradients averaged over workers and over the round: `AllReduce()`, and
+    all but the last backward pass of a round under `no_sync()`. Each step computes the parameters from the optimizer's
+    own state, so `attach` refuses strategies that move parameters.
+
+    State: `iterate` ($x$), `aggregate` ($\bar x$), each like the parameters, and `step` ($t$, within the stage).
 
     Lan, An optimal method for stochastic composite optimization, Mathematical Programming 133, 2012; stages: Ghadimi
     and Lan, Optimal Stochastic Approximation Algorithms for Strongly Convex Stochastic Composite Optimization II, SIAM
     J. Optim. 23, 2013. Its use in rounds: Woodworth, Patel and Srebro, NeurIPS 2020, arXiv:2006.04735.
 
+    Example:
+        >>> x = nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = AcSA([x], lr=0.5)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     (x.square().sum() / 2).backward()
+        ...     optimizer.step()
+        >>> with optimizer.evaluating():
+        ...     bool(x.square().sum() / 2 <= 2 / (0.5 * 10 * 11))  # the bound above
+        True
+
     Args:
         params: the parameters.
         lr: $\gamma$, at most $1/(2L)$; it may be scheduled. More is faster until it diverges.
-        strong_convexity: $\mu$; 0 for functions that are just convex. Taken too large, stages are too short and
-            convergence is gradient descent's.
-        restart_every: steps of a stage, instead of those that `strong_convexity` implies.
+        strong_convexity: $\mu$; 0 for functions that are just convex. With too large a value stages are too short, and
+            convergence is that of gradient descent.
+        restart_every: steps of a stage, instead of those that follow from `strong_convexity`.
         weight_decay: adds this times $\hat x$ to the gradient.
 
     Raises:
@@ -66,7 +78,7 @@ class AcSA(ClosureOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if not 0 < lr < inf:
-            raise ConfigError(f"lr={lr}: must be positive and finite; 1/(2L) is the most that is certain to converge")
+            raise ConfigError(f"lr={lr}: must be positive and finite; up to 1/(2L) convergence is guaranteed")
         if not 0 <= strong_convexity < inf or not 0 <= weight_decay < inf:
             raise ConfigError(
                 f"strong_convexity={strong_convexity}, weight_decay={weight_decay}: must be finite and not negative"
@@ -75,8 +87,8 @@ class AcSA(ClosureOptimizer):
             raise ConfigError(f"restart_every={restart_every}: a stage has at least 1 step; None never restarts")
         if restart_every is not None and strong_convexity:
             raise ConfigError(
-                f"restart_every={restart_every}, strong_convexity={strong_convexity}: each says how long a stage is; "
-                "give one of them"
+                f"restart_every={restart_every}, strong_convexity={strong_convexity}: each sets the length of a stage; "
+                "give only one of them"
             )
         settings = {"strong_convexity": strong_convexity, "restart_every": restart_every, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, **settings})
@@ -106,7 +118,7 @@ class AcSA(ClosureOptimizer):
         if t >= _stage_steps(group, lr):
             copy_each_(iterates, aggregates)
             t = 0
-        # The gradient of the next step is to be taken between the two, so the model moves there now.
+        # The next gradient is evaluated at a point between the two, so the model moves there now.
         copy_each_(list(trained), aggregates)
         torch._foreach_lerp_(list(trained), iterates, 2 / (t + 2))  # pyright: ignore
         for parameter in trained:
@@ -114,7 +126,7 @@ class AcSA(ClosureOptimizer):
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Inside, the parameters are the result, for evaluation and export; afterwards they are as they were."""
+        """Replace the parameters by the result inside, for evaluation and export, and restore them afterwards."""
         held = [p for group in self.param_groups for p in group["params"] if "aggregate" in self.state.get(p, {})]
         if not held:
             yield
@@ -130,7 +142,7 @@ class AcSA(ClosureOptimizer):
 
 
 def _stage_steps(group: dict[str, Any], lr: float) -> float:
-    """Steps until the method starts anew; infinite where it never does."""
+    """Steps until the method restarts; infinite where it never does."""
     if group["restart_every"] is not None:
         return int(group["restart_every"])
     strength = lr * group["strong_convexity"]

@@ -1,4 +1,4 @@
-"""What the optimizers share: closures, batches of parameters that fit the cache, and state that keeps its dtype."""
+"""Shared by the optimizers: closures, batches of parameters that fit the cache, and state that keeps its dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 T = TypeVar("T")
-_BATCH_ELEMENTS = 1 << 20
+_BATCH_ELEMENTS = 1 << 20  # 4 MB in fp32
 
 
 @overload
@@ -41,10 +41,10 @@ class ClosureOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step along the gradients that are there.
+        """One step along the current gradients.
 
         Args:
-            closure: computes the loss and its gradients anew, for loops that work so.
+            closure: recomputes the loss and its gradients, as in torch.
 
         Returns:
             The closure's loss; None without a closure.
@@ -59,9 +59,9 @@ class ClosureOptimizer(Optimizer):
 
 
 def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in their order, so many at a time that all passes over them but the first find them in the cache.
+    """Parameters in their order, in batches so small that every pass but the first finds them in the cache.
 
-    Accelerators, whose cost is in the calls, get all at once.
+    On accelerators, where launches are what costs, all parameters are one batch.
     """
     batch: list[Tensor] = []
     size = 0
@@ -76,7 +76,7 @@ def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Undo what torch does on loading: it casts all state of a parameter to the parameter's own dtype."""
+    """Undo the cast that torch does on loading: of all state of a parameter to the parameter's own dtype."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):

@@ -1,27 +1,29 @@
-"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: a variance that freezes, and a momentum that workers agree on."""
+"""The base of 1-bit Adam, 1-bit LAMB and 0/1 Adam: the variance freezes, and workers then average momenta."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
+from thinwire.kernels.adaptive import adam_descend_
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
+from thinwire.optimizers.lamb import check_adaptive, take_in_
 from thinwire.replica.flat import copy_each_
 
 
 class FreezingOptimizer(ClosureOptimizer):
-    """An adaptive optimizer in two stages: until `freeze()` as it comes, from then on with a variance that stays.
+    """An adaptive optimizer in two stages: a warm-up until `freeze()`, then steps with a constant variance.
 
-    A strategy may take part once the variance is frozen: it asks `next_momenta_` for the momentum after this worker's
-    gradient, averages it over workers, and hands the mean to `set_next_momenta`; the next step uses that instead of the
-    gradient. Where no strategy does, the momentum follows the gradient of the parameters, whoever has averaged it.
+    Once the variance is frozen, a strategy can average momenta instead of gradients: `next_momenta_` gives the momentum
+    that this worker's gradient leads to, and `set_next_momenta` takes the mean over workers, which the next step uses
+    instead of the gradient. Without such a strategy, the parameters' gradients update the momentum.
 
-    Parameters in 16 bits have a copy in fp32 (`master`) that steps are taken on; the state is in fp32 at least.
+    Parameters in 16 bits have a copy in fp32 (`master`), which the steps update; the state is in fp32 at least.
     State: `momentum`, `variance`, and what the subclass adds, each like its parameter.
     """
 
@@ -32,24 +34,24 @@ class FreezingOptimizer(ClosureOptimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether the first stage is over."""
+        """Whether the warm-up is over."""
         return bool(self.param_groups[0]["frozen"])
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """End the first stage: the variance stays as it is from now on.
+        """End the warm-up: the variance stays constant from now on.
 
-        Entries that never had a gradient would be divided by nothing but epsilon. They take the mean variance of their
-        tensor's others, and tensors without any that of all.
+        Entries that never had a gradient would be divided by epsilon alone. They get the mean variance of their
+        tensor's other entries; tensors without any get that of all tensors.
         """
         if self.frozen:
             return
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    self.begin(parameter)
+                    self.init_state(parameter)
         for state in self.state.values():
-            state.pop("earlier", None)
+            state.pop("previous_variance", None)
         variances = [state["variance"] for state in self.state.values()]
         if variances:
             sums = torch.stack([v.sum(dtype=torch.float64).cpu() for v in variances])
@@ -62,47 +64,45 @@ class FreezingOptimizer(ClosureOptimizer):
             group["frozen"] = True
         self.on_freeze([(g, [self.state[p] for p in g["params"] if p in self.state]) for g in self.param_groups])
 
-    def begin(self, parameter: Tensor) -> None:
-        """Make the state of a parameter, where it has none.
+    def init_state(self, parameter: Tensor) -> None:
+        """Create the state of a parameter that has none.
 
         Raises:
-            ConfigError: the variance is frozen already, so that this one would never have any.
+            ConfigError: the variance is frozen already, so that this parameter would never get one.
         """
         state = self.state[parameter]
         if state:
             return
         if self.frozen:
             raise ConfigError(
-                f"a parameter of {parameter.numel()} elements came after the variance was frozen; "
-                "hand every parameter to the optimizer at the start"
+                f"a parameter of {parameter.numel()} elements was added after the variance was frozen; "
+                "give every parameter to the optimizer at the start"
             )
         state.update(zero_moments(parameter))
-        self.on_begin(parameter, state)
+        self.on_init_state(parameter, state)
 
     @torch.no_grad()
     def variance_change(self) -> Tensor:
-        """By how much the variance has changed since this was last asked, as a share of it; infinite the first time.
+        """The relative change of the variance since the last call; infinite at the first.
 
         Returns:
             $|v - v'|_1 / |v|_1$ over all parameters, a number in fp64 on the first parameter's device.
         """
-        change, whole = [], []
+        changes, totals = [], []
         for state in self.state.values():
-            earlier = state.get("earlier")
-            moved = (
-                state["variance"].sum() * float("inf") if earlier is None else (state["variance"] - earlier).abs().sum()
-            )
-            change.append(moved.double())
-            whole.append(state["variance"].sum(dtype=torch.float64))
-            state["earlier"] = state["variance"].clone()
+            variance, previous = state["variance"], state.get("previous_variance")
+            change = variance.sum() * float("inf") if previous is None else (variance - previous).abs().sum()
+            changes.append(change.double())
+            totals.append(variance.sum(dtype=torch.float64))
+            state["previous_variance"] = variance.clone()
         device = self.param_groups[0]["params"][0].device
-        if not whole:
+        if not totals:
             return torch.tensor(float("inf"), dtype=torch.float64, device=device)
-        ratio = torch.stack([c.to(device) for c in change]).sum() / torch.stack([w.to(device) for w in whole]).sum()
+        ratio = torch.stack([c.to(device) for c in changes]).sum() / torch.stack([t.to(device) for t in totals]).sum()
         return ratio.nan_to_num(float("inf"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict()` of an optimizer like this returned; every tensor keeps its dtype."""
+        """Load what `state_dict()` of an equal optimizer returned; every tensor keeps its dtype."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
@@ -118,12 +118,12 @@ class FreezingOptimizer(ClosureOptimizer):
         share: float,
         rescale: bool,
     ) -> None:
-        """Write what this worker would send: its momentum after these gradients, while its own state stays as it is.
+        """Write the message of this worker: its momentum after these gradients. The state does not change.
 
         Args:
             momenta: like the parameters and of their state's dtype; overwritten.
             gradients: like the parameters; they may be the momenta themselves.
-            parameters: to which these belong.
+            parameters: that these belong to.
             share: gradients are multiplied by this first.
             rescale: the result is multiplied by each tensor's `coefficient`.
         """
@@ -131,48 +131,48 @@ class FreezingOptimizer(ClosureOptimizer):
         for group in self.param_groups:
             for batch in cache_batches([p for p in group["params"] if p in place]):
                 chosen, states = [momenta[place[p]] for p in batch], [self.state[p] for p in batch]
-                ends = [gradients[place[p]] for p in batch]
+                new = [gradients[place[p]] for p in batch]
                 if share != 1.0:
-                    ends = torch._foreach_mul(ends, share)  # pyright: ignore
-                _lerp_into_(chosen, ends, [each["momentum"] for each in states], group["betas"][0])
+                    new = torch._foreach_mul(new, share)  # pyright: ignore
+                _lerp_into_(chosen, new, [each["momentum"] for each in states], group["betas"][0])
                 if rescale:
                     torch._foreach_mul_(chosen, [each["coefficient"] for each in states])  # pyright: ignore
                 self.on_send(group, chosen, states)
 
     @torch.no_grad()
     def set_next_momenta(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, rescale: bool) -> None:
-        """Let the next step use these momenta, which are equal on all workers, instead of gradients.
+        """Make the next step use these momenta, which are equal on all workers, instead of gradients.
 
         Args:
             momenta: like the parameters; the next step overwrites them.
-            parameters: to which these belong.
+            parameters: that these belong to.
             rescale: momenta are divided by each tensor's `coefficient`, in place.
         """
         if rescale:
             torch._foreach_div_(list(momenta), [self.state[p]["coefficient"] for p in parameters])  # pyright: ignore
         self._next_momenta.update(zip(parameters, momenta, strict=True))
 
-    def skip(self) -> None:
-        """Let the next step change nothing, because what workers agreed on is not finite."""
+    def skip_next_step(self) -> None:
+        """Make the next step change nothing, as the mean momentum is not finite."""
         self._skipping = True
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Move every parameter that has a gradient or a momentum that was agreed on."""
-        agreed, self._next_momenta = self._next_momenta, {}
+        """Move every parameter that has a gradient or a mean momentum."""
+        means, self._next_momenta = self._next_momenta, {}
         skipping, self._skipping = self._skipping, False
         if skipping:
             return
         for group in self.param_groups:
-            moved = [p for p in group["params"] if p.numel() and (p.grad is not None or p in agreed)]
+            moved = [p for p in group["params"] if p.numel() and (p.grad is not None or p in means)]
             for parameter in moved:
-                self.begin(parameter)
+                self.init_state(parameter)
             for batch in cache_batches(moved):
-                self._move(group, batch, agreed)
+                self._move(group, batch, means)
             self.on_moved(group)
 
-    def _move(self, group: dict[str, Any], parameters: Sequence[Tensor], agreed: dict[Tensor, Tensor]) -> None:
+    def _move(self, group: dict[str, Any], parameters: Sequence[Tensor], means: dict[Tensor, Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
         momenta = [state["momentum"] for state in states]
@@ -181,7 +181,7 @@ class FreezingOptimizer(ClosureOptimizer):
         else:
             weight = 1 - group["betas"][0]
             after = [
-                agreed[p] if p in agreed else torch.lerp(m, _gradient(p, m), weight)
+                means[p] if p in means else torch.lerp(m, _gradient(p, m), weight)
                 for p, m in zip(parameters, momenta, strict=True)
             ]
             self.frozen_step(group, exact, after, states)
@@ -192,18 +192,18 @@ class FreezingOptimizer(ClosureOptimizer):
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Add what the subclass keeps for a parameter."""
+    def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Add the subclass's own state of a parameter."""
 
     @abstractmethod
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """The variance has been frozen: make what the second stage needs, from each group and its tensors' states."""
+        """Create the state of the second stage; called once the variance is frozen, with each group's states."""
 
     def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-        """Turn the next momenta of some of a group's tensors, in place, into what is sent of them."""
+        """Turn next momenta of some of a group's tensors into the message, in place; as they are by default."""
 
     def on_moved(self, group: dict[str, Any]) -> None:
-        """A group has taken its step."""
+        """Called after a group has taken its step."""
 
     @abstractmethod
     def warm_step(
@@ -213,7 +213,7 @@ class FreezingOptimizer(ClosureOptimizer):
         gradients: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """Move parameters in the first stage, and their state with them."""
+        """One step of the warm-up: move the parameters and update their state."""
 
     @abstractmethod
     def frozen_step(
@@ -223,13 +223,13 @@ class FreezingOptimizer(ClosureOptimizer):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """Move parameters in the second stage; the new momenta are used up, the old ones are in the states."""
+        """One step of the second stage; states hold the old momenta, and the new ones may be overwritten."""
 
 
 def _lerp_into_(targets: list[Tensor], starts: Sequence[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Every target that far from its start to its end; it may be the start itself."""
+    """Write the interpolation from every start to its end; a target may be the start itself."""
     if ends[0].device.type == "cpu":
-        # One pass over memory, where copying and moving would be two.
+        # One pass over memory; a copy followed by an interpolation would be two.
         for target, start, end in zip(targets, starts, ends, strict=True):
             torch.lerp(start.to(end.dtype), end, weight, out=target)
         return
@@ -239,3 +239,72 @@ def _lerp_into_(targets: list[Tensor], starts: Sequence[Tensor], ends: list[Tens
 
 def _gradient(parameter: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if parameter.grad is None else parameter.grad.to(like.dtype)
+
+
+# -- Adam without bias correction --------------------------------------------------------------------------------------
+
+
+class FreezingAdam(FreezingOptimizer):
+    """Adam without bias correction in two stages, of which a subclass defines the second.
+
+    Args:
+        params: the parameters.
+        lr: the learning rate.
+        betas: of the moments, each in [0, 1); more averages over more steps.
+        eps: shortens the steps of entries with small gradients.
+        weight_decay: a pull towards zero.
+
+    Attributes:
+        group_defaults: initial values of the subclass's own keys of each parameter group.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    group_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_adaptive(lr, betas, eps, weight_decay)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, **self.group_defaults})
+
+    def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Nothing besides the moments."""
+
+    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+        """All coefficients are 1: momenta are sent as they are."""
+        for _, states in groups:
+            for state in states:
+                state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
+
+    def warm_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """Adam without bias correction."""
+        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
+        take_in_(group, momenta, variances, gradients)
+        adam_step_(group, parameters, momenta, variances)
+
+
+def adam_step_(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    variances: list[Tensor],
+    before: list[Tensor] | None = None,
+) -> None:
+    """A step along Adam's direction; the new momenta are copied into `before`, the state's own, where it is given."""
+    settings = {"eps": group["eps"], "decay": group["weight_decay"], "rate": float(group["lr"])}
+    adam_descend_(parameters, before or momenta, momenta, variances, **settings)

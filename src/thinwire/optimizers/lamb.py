@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, at a length in proportion to each tensor's own."""
+"""LAMB: Adam's direction, with a step in proportion to each tensor's norm."""
 
 from __future__ import annotations
 
@@ -25,24 +25,32 @@ class Lamb(ClosureOptimizer):
 
     $$x \leftarrow x - \gamma\, c\, u, \qquad c = \min(\max(|x|/|u|, c_{min}), c_{max}),$$
 
-    where $c = 1$ as long as either norm is zero. With `bias_correction`, $m$ and $v$ in $u$ are divided by
-    $1-\beta^t$, as in the paper; without it this is the first stage of `OneBitLamb`, bit for bit.
+    where $c = 1$ if either norm is zero. With `bias_correction`, $m$ and $v$ in $u$ are divided by
+    $1-\beta^t$, as in the paper; without it this is the warm-up of `OneBitLamb`, bit for bit.
 
     State: `momentum` and `variance`, each like the parameters, in fp32 at least; for parameters in 16 bits a `master`
-    copy in fp32 that steps are taken on; `step`.
+    copy in fp32, which the steps update; `step`.
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962,
     Algorithm 2.
 
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([3.0, 4.0]))  # a norm of 5
+        >>> optimizer = Lamb([x], lr=0.1)
+        >>> x.grad = torch.tensor([1e-3, 1e-3])
+        >>> optimizer.step()
+        >>> round(float((x.detach() - torch.tensor([3.0, 4.0])).norm()), 4)  # lr times the norm, whatever the gradient
+        0.5
+
     Args:
         params: the parameters.
         lr: $\gamma$; a step of 1 would move a tensor by its own norm.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more remembers longer.
-        eps: $\epsilon$; more bounds the steps of entries with small gradients.
-        weight_decay: $\lambda$, a pull towards zero that is part of the direction.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
+        eps: $\epsilon$; more shortens the steps of entries with small gradients.
+        weight_decay: $\lambda$, a pull towards zero that is part of the direction $u$.
         least_trust: $c_{min}$.
-        most_trust: $c_{max}$; less holds back tensors with large norms and small updates.
-        bias_correction: whether moments are corrected for having begun at zero.
+        most_trust: $c_{max}$; less limits tensors with large norms and small updates.
+        bias_correction: whether moments are corrected for their start at zero.
 
     Raises:
         ConfigError: a value out of its range.
@@ -73,14 +81,13 @@ class Lamb(ClosureOptimizer):
             group["step"] += 1
             moved = [p for p in group["params"] if p.grad is not None and p.numel()]
             for parameter in moved:
-                state = self.state[parameter]
-                if not state:
-                    state.update(zero_moments(parameter))
+                if not self.state[parameter]:
+                    self.state[parameter].update(zero_moments(parameter))
             for batch in cache_batches(moved):
                 self._move(group, batch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict()` of an optimizer like this returned; every tensor keeps its dtype."""
+        """Load what `state_dict()` of an equal optimizer returned; every tensor keeps its dtype."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
@@ -99,19 +106,19 @@ class Lamb(ClosureOptimizer):
             copy_each_([p for p, _ in rounded], [x for _, x in rounded])
 
 
-# -- the arithmetic, on lists of tensors -----------------------------------------------------------------------------
+# -- the arithmetic, on lists of tensors -------------------------------------------------------------------------------
 
 
 def take_in_(group: dict[str, Any], momenta: list[Tensor], variances: list[Tensor], gradients: list[Tensor]) -> None:
-    """Both moments take in a gradient."""
+    """Update both moments with a gradient."""
     beta1, beta2 = group["betas"]
     torch._foreach_lerp_(momenta, gradients, 1 - beta1)  # pyright: ignore
     torch._foreach_mul_(variances, beta2)  # pyright: ignore
     torch._foreach_addcmul_(variances, gradients, gradients, value=1 - beta2)  # pyright: ignore
 
 
-def spreads_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
-    """What a momentum is divided by: the root of the variance, and epsilon."""
+def denominators_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
+    """The denominators of Adam's direction: the root of the variance, plus epsilon."""
     roots = torch._foreach_sqrt(variances)  # pyright: ignore
     torch._foreach_add_(roots, group["eps"])  # pyright: ignore
     return list(roots)
@@ -120,17 +127,17 @@ def spreads_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
 def directions_of(
     group: dict[str, Any], momenta: list[Tensor], variances: list[Tensor], *, corrected: bool = False
 ) -> list[Tensor]:
-    """Adam's direction of every tensor, without decay."""
+    """Adam's direction of every tensor, without weight decay."""
     if not corrected:
-        return list(torch._foreach_div(momenta, spreads_of(group, variances)))  # pyright: ignore
+        return list(torch._foreach_div(momenta, denominators_of(group, variances)))  # pyright: ignore
     first, second = (1 - beta ** group["step"] for beta in group["betas"])
     means = torch._foreach_div(momenta, first)  # pyright: ignore
     squares = torch._foreach_div(variances, second)  # pyright: ignore
-    return list(torch._foreach_div(means, spreads_of(group, list(squares))))  # pyright: ignore
+    return list(torch._foreach_div(means, denominators_of(group, list(squares))))  # pyright: ignore
 
 
 def add_decay_(group: dict[str, Any], directions: list[Tensor], parameters: list[Tensor]) -> None:
-    """Add the pull towards zero."""
+    """Add weight decay."""
     if group["weight_decay"]:
         torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])  # pyright: ignore
 
@@ -141,23 +148,23 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """How far each tensor goes along its direction, and of which tensors both norms are positive; two vectors."""
-    lengths, reaches = norms_of(parameters), norms_of(directions)
-    known = (lengths > 0) & (reaches > 0)
-    bounded = (lengths / reaches).clamp(group["least_trust"], group["most_trust"])
+    """The trust ratio of each tensor, and whether both of its norms are positive; two vectors."""
+    sizes, lengths = norms_of(parameters), norms_of(directions)
+    known = (sizes > 0) & (lengths > 0)
+    bounded = (sizes / lengths).clamp(group["least_trust"], group["most_trust"])
     return torch.where(known, bounded, torch.ones_like(bounded)), known
 
 
 def descend_(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor], ratios: Tensor) -> None:
-    """Take the step; the directions are used up."""
+    """Take the step; the directions are overwritten."""
     adaptive.descend_(parameters, directions, ratios, rate=float(group["lr"]))
 
 
-# -- what may be asked for -------------------------------------------------------------------------------------------
+# -- checks of hyperparameters -----------------------------------------------------------------------------------------
 
 
 def check_adaptive(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Refuse what no adaptive method can do.
+    """Refuse invalid hyperparameters of Adam-like methods.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -173,7 +180,7 @@ def check_adaptive(lr: float, betas: tuple[float, float], eps: float, weight_dec
 
 
 def check_trust(least_trust: float, most_trust: float) -> None:
-    """Refuse bounds that leave nothing between them.
+    """Refuse invalid bounds of the trust ratio.
 
     Raises:
         ConfigError: with the values, the rule and the fix.

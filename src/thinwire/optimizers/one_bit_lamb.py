@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB whose second stage needs no gradient of the others, only a momentum."""
+"""1-bit LAMB: LAMB whose second stage only needs the mean momentum of all workers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from thinwire.replica.flat import copy_each_
 
 
 class OneBitLamb(FreezingOptimizer):
-    r"""LAMB that goes on without a variance of its own making: it rebuilds what it needs from the momentum alone.
+    r"""LAMB until `freeze()`; from then on trust ratios that are rebuilt from the momentum alone.
 
-    Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, and a mean $\bar c$ of each tensor's trust
-    ratios is kept, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. From then on $v$ and $\bar c$ stay. With $m$ the
-    new momentum and $m'$ the one before, a fresh variance $\tilde v$ is kept of the gradient that would have led there,
+    Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, with an exponential mean of each tensor's trust
+    ratios, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. From then on $v$ and $\bar c$ are constant. With $m$ the
+    new momentum and $m'$ the previous one, $\tilde g$ is the gradient that leads from one to the other, and $\tilde v$
+    its fresh variance,
 
     $$\tilde g = \frac{m - \beta_1 m'}{1-\beta_1}, \qquad \tilde v \leftarrow \beta_2 \tilde v + (1-\beta_2)\tilde g^2,
       \qquad r = \max_i \frac{\sqrt{v_i}+\epsilon}{\sqrt{\tilde v_i}+\epsilon},$$
@@ -36,29 +37,40 @@ class OneBitLamb(FreezingOptimizer):
     $$u_0 = \frac{m}{\sqrt v + \epsilon}, \qquad u = u_0 + \lambda x, \qquad \rho = \min(1, |u_0|/|u|), \qquad
       r \leftarrow \rho r + 1 - \rho,$$
 
-    where $r$ is held in $[r_{min}, r_{max}]$ and within a share $\tau$ of its last value. The step is
-    $x \leftarrow x - \gamma\, r \bar c\, u$. Under `CompressedMomentum()` $m$ is what all workers agreed on; otherwise
-    it follows the gradient.
+    where $r$ is clamped to $[r_{min}, r_{max}]$ and to within a share $\tau$ of its last value. The step is
+    $x \leftarrow x - \gamma\, r \bar c\, u$. Under `CompressedMomentum()` $m$ is the mean over workers; otherwise this
+    worker's gradient updates it.
 
-    $\bar c$ is corrected for having begun at zero, and steps in which a norm was zero leave it alone.
+    $\bar c$ is corrected for its start at zero, and does not change in steps in which a norm is zero.
+
     State: `momentum`, `variance`, `fresh` ($\tilde v$, once frozen), each like the parameters, in fp32 at least; per
     tensor `trust`, `trust_weight`, `factor` ($r$) and `coefficient`; for parameters in 16 bits `master`.
 
     Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed,
     HiPC 2022, arXiv:2104.06069, Algorithm 1.
 
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = OneBitLamb([x], lr=0.1)
+        >>> for step in range(3):
+        ...     x.grad = torch.tensor([1.0, 1.0])
+        ...     optimizer.step()
+        >>> optimizer.freeze()
+        >>> sorted(optimizer.state[x])
+        ['coefficient', 'factor', 'fresh', 'momentum', 'trust', 'trust_weight', 'variance']
+
     Args:
         params: the parameters.
         lr: $\gamma$.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more remembers longer.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
         eps: $\epsilon$.
         weight_decay: $\lambda$.
-        least_trust: $c_{min}$, of the first stage.
-        most_trust: $c_{max}$, of the first stage.
+        least_trust: $c_{min}$, in the warm-up.
+        most_trust: $c_{max}$, in the warm-up.
         trust_beta: $\beta_3$; more makes $\bar c$ a mean over more steps.
         least_factor: $r_{min}$.
         most_factor: $r_{max}$; more lets steps grow further where gradients have shrunk.
-        factor_change: $\tau$, the most that $r$ changes in a step, as a share of it.
+        factor_change: $\tau$, the largest relative change of $r$ in one step.
 
     Raises:
         ConfigError: a value out of its range.
@@ -94,13 +106,13 @@ class OneBitLamb(FreezingOptimizer):
         more = {"most_trust": most_trust, "trust_beta": trust_beta, "least_factor": least_factor}
         super().__init__(params, {**settings, **more, "most_factor": most_factor, "factor_change": factor_change})
 
-    def on_begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Make room for the mean of trust ratios."""
+    def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Add the mean of trust ratios."""
         for name in ("trust", "trust_weight"):
             state[name] = torch.zeros((), dtype=state["momentum"].dtype, device=parameter.device)
 
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Begin the fresh variance at the frozen one, the factor at 1, and settle the coefficients."""
+        """Start the fresh variance at the frozen one and the factor at 1, and compute the coefficients."""
         states = [state for _, members in groups for state in members]
         for state in states:
             state["fresh"] = state["variance"].clone()
@@ -138,7 +150,7 @@ class OneBitLamb(FreezingOptimizer):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """LAMB on a frozen variance, its steps longer or shorter as the fresh one tells."""
+        """LAMB on the frozen variance, with step lengths corrected by the fresh one."""
         before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
         decay = group["weight_decay"]
         settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}
@@ -146,7 +158,7 @@ class OneBitLamb(FreezingOptimizer):
         if decay:
             share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
             grown = share * grown + (1 - share)
-        # Bounded for good, and then by how far a single step may change it: the second bound wins.
+        # Bounded in value, then in change: this order lets the second win where the two conflict.
         last, change = torch.stack([state["factor"] for state in states]), group["factor_change"]
         bounded = grown.clamp(group["least_factor"], group["most_factor"])
         factors = torch.minimum(torch.maximum(bounded, (1 - change) * last), (1 + change) * last)

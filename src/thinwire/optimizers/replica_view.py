@@ -1,4 +1,4 @@
-"""What strategies of the 1-bit family see: a freezing optimizer, addressed by slices of a replica's flat vectors."""
+"""A freezing optimizer, addressed by slices of a replica's flat vectors: the strategies of the 1-bit family use it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from thinwire.replica.moments import Moments
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """The worker's optimizer and those of its parameters that lie in one replica.
+    """The worker's optimizer, and those of its parameters that belong to one replica.
 
     Attributes:
         optimizer: the worker's own, which may have parameters in other replicas too.
         parameters: of the replica.
-        segments: where each lies in the replica's vectors.
+        segments: the position of each in the replica's vectors.
     """
 
     optimizer: FreezingOptimizer
@@ -28,17 +28,17 @@ class ReplicaView:
 
     @property
     def has_first_parameter(self) -> bool:
-        """Whether the optimizer's first parameter is here: this replica decides where one has to decide for all."""
+        """Whether the optimizer's first parameter is here; the one replica that has it decides for all."""
         first = next(p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
         return any(parameter is first for parameter in self.parameters)
 
     @property
     def variance_steps(self) -> int:
-        r"""Over how many steps the variance is a mean, $1/(1-\beta_2)$."""
+        r"""The time constant of the variance in steps, $1/(1-\beta_2)$."""
         return max(1, round(1 / (1 - max(group["betas"][1] for group in self.optimizer.param_groups))))
 
     def within(self, part: slice, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that lie in a part of the replica's vectors, and their segments of one such vector."""
+        """The parameters in a part of the replica's vectors, and their segments of one such vector."""
         chosen = [
             (parameter, segment.of(vector))
             for parameter, segment in zip(self.parameters, self.segments, strict=True)
@@ -56,7 +56,7 @@ class ReplicaView:
 
 
 def replica_view(moments: Moments) -> ReplicaView | None:
-    """The optimizer behind a replica's moments; None where there is none, as in a dry run."""
+    """The view of a replica's freezing optimizer; None where there is none, as in a dry run."""
     optimizer = moments.optimizer
     if not isinstance(optimizer, FreezingOptimizer):
         return None

@@ -1,4 +1,4 @@
-"""SAGA for linear models: a remembered number for each sample and output takes the noise out of the steps."""
+"""SAGA for linear models: variance reduction with a table of one number for each sample and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.optimizers.base import evaluate
 
 
 class Saga(Optimizer):
-    r"""Step along the mini-batch gradient, minus what was remembered of its samples, plus the mean of all that is.
+    r"""Step along the mini-batch gradient, minus its samples' entries in a table of gradients, plus the table's mean.
 
     For $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$ with a table of gradients $\alpha_i$,
 
@@ -22,21 +22,34 @@ class Saga(Optimizer):
       + \lambda w), \qquad \alpha_i \leftarrow \nabla f_i(w)\ \text{for } i\in B .$$
 
     A linear layer's gradient is $r_i\otimes[x_i;1]$, and $x_i$ does not change, so the table holds $r_i$ alone: one
-    number a sample and output. It starts at zero. The steps need no decreasing rate: at a constant
+    number a sample and output. It starts at zero. The learning rate need not decrease: with a constant
     $\gamma\le 1/(3L)$ convergence is linear where $F$ is strongly convex.
 
-    The loss must be the mean over the batch. Weights of samples belong into the loss; with mean 1, as coresets give
-    them, $F$ is then the weighted sum over `n` samples. The samples of a batch are drawn evenly and differ.
-    State: `table` [n, outputs], and for each parameter `mean`, its remembered gradient.
+    The loss must be the mean over the batch. Weights of samples belong in the loss; where their mean is 1, as with
+    coresets, $F$ is the weighted sum over `n` samples. The samples of a batch are drawn uniformly, without repetition.
+
+    State: `table` [n, outputs], and for each parameter `mean`, the mean of the gradients in the table.
 
     Defazio, Bach and Lacoste-Julien, SAGA: A Fast Incremental Gradient Method With Support for Non-Strongly Convex
     Composite Objectives, NeurIPS 2014, arXiv:1407.0202, section 2, with mini-batches.
 
+    Example:
+        >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]])
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> optimizer = Saga(layer, n=2, lr=0.05)
+        >>> for step in range(400):
+        ...     indices = torch.tensor([step % 2])
+        ...     optimizer.zero_grad()
+        ...     ((layer(x[indices]) - y[indices]) ** 2).mean().backward()
+        ...     optimizer.step(indices=indices)
+        >>> round(layer.weight.item(), 4)  # least squares: (1 * 1 + 2 * 4) / (1 + 4)
+        1.8
+
     Args:
-        layer: the model, or its only layer that is trained.
-        n: samples that the table has room for.
-        lr: $\gamma$, the step size; at most $1/(3L)$ for certain convergence.
-        weight_decay: $\lambda$; its gradient is exact at every step, and kept out of the table.
+        layer: the model, or the only layer of it that is trained.
+        n: samples in the table.
+        lr: $\gamma$; convergence is guaranteed up to $1/(3L)$.
+        weight_decay: $\lambda$; its gradient is exact at every step, and not part of the table.
 
     Raises:
         ConfigError: a value out of its range.
@@ -57,7 +70,7 @@ class Saga(Optimizer):
         self.state[layer.weight]["table"] = layer.weight.new_zeros(n, layer.out_features)
         for parameter in self._trained():
             self.state[parameter]["mean"] = torch.zeros_like(parameter)
-        layer.register_forward_hook(self._watch)
+        layer.register_forward_hook(self._record_inputs)
 
     @overload
     def step(self, closure: None = None, *, indices: Tensor | None = None) -> None: ...
@@ -67,15 +80,15 @@ class Saga(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *, indices: Tensor | None = None) -> float | None:
-        """One step; the gradients of the batch's mean loss are there.
+        """One step along the gradients of the batch's mean loss.
 
         Args:
-            closure: computes the loss and its gradients anew, where a loop works so.
-            indices: int64, [batch]; which samples the batch holds.
+            closure: recomputes the loss and its gradients, as in torch.
+            indices: int64, [batch]; the numbers of the batch's samples.
 
         Raises:
-            ConfigError: the numbers are missing, repeated, out of range or not as many as the batch has samples; or
-                the layer has not seen a batch with gradients since the last step.
+            ConfigError: indices are missing, repeated, out of range or not one for each sample; or the layer has not
+                processed a batch with gradients since the last step.
         """
         loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)
@@ -97,25 +110,25 @@ class Saga(Optimizer):
         return list(self._layer.parameters())
 
     def _outer(self, parameter: Tensor, numbers: Tensor, inputs: Tensor) -> Tensor:
-        """The sum of gradients whose numbers these are, like the parameter."""
+        """The sum of the gradients that these numbers stand for in the table, like the parameter."""
         return numbers.T @ inputs if parameter is self._layer.weight else numbers.sum(0)
 
-    def _watch(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _record_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:
             self._inputs = inputs[0].detach()
-            output.register_hook(self._keep)
+            output.register_hook(self._record_residuals)
 
-    def _keep(self, gradient: Tensor) -> None:
+    def _record_residuals(self, gradient: Tensor) -> None:
         self._residuals = gradient.detach()
 
     def _batch(self, indices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if indices is None:
-            raise ConfigError("step(indices=None): SAGA must know which samples the batch holds; give their numbers")
+            raise ConfigError("step(indices=None): SAGA needs the numbers of the batch's samples; give indices=")
         if self._inputs is None or self._residuals is None:
-            raise ConfigError("step(): the layer has seen no batch since the last step; call backward() first")
+            raise ConfigError("step(): no backward() through the layer since the last step; call it first")
         if self._residuals.ndim != 2 or indices.shape != (len(self._residuals),):
             raise ConfigError(
-                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one number a sample"
+                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one index for each sample"
             )
         rows = indices.to(self._residuals.device)
         if int(rows.min()) < 0 or int(rows.max()) >= self.n or len(rows.unique()) < len(rows):
@@ -123,7 +136,7 @@ class Saga(Optimizer):
         return self._inputs, self._residuals, rows
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Load what `state_dict` returned.
 
         Raises:
             ConfigError: its table is of another number of samples.
@@ -131,5 +144,5 @@ class Saga(Optimizer):
         tables = [entry["table"] for entry in state_dict["state"].values() if "table" in entry]
         if not tables or len(tables[0]) != self.n:
             found = len(tables[0]) if tables else "no"
-            raise ConfigError(f"the state holds {found} samples; this optimizer has room for {self.n}")
+            raise ConfigError(f"the state holds {found} samples; this optimizer was made for {self.n}")
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""SVRG: a full gradient now and then takes the noise out of the steps between."""
+"""SVRG: variance reduction with an occasional full gradient."""
 
 from __future__ import annotations
 
@@ -14,32 +14,49 @@ from thinwire.optimizers.base import evaluate
 
 
 class Svrg(Optimizer):
-    r"""Step along the mini-batch gradient, minus that at a snapshot, plus the whole gradient there.
+    r"""Step along the mini-batch gradient, minus that at a snapshot, plus the full gradient there.
 
     With $\tilde w$ the parameters at the last snapshot and $\mu=\frac1n\sum_i\nabla f_i(\tilde w)$,
 
     $$w \leftarrow w - \gamma(\nabla f_B(w) - \nabla f_B(\tilde w) + \mu + \lambda w).$$
 
-    At a constant $\gamma$ convergence is linear where the sum is strongly convex. A snapshot after every one or two
+    With a constant $\gamma$ convergence is linear where the sum is strongly convex. A snapshot after every one or two
     passes is usual::
 
         optimizer = Svrg(model.parameters(), lr=0.1)
         for epoch in range(20):
-            optimizer.snapshot(whole)               # backward of the mean loss over all samples, in pieces or at once
+            optimizer.snapshot(full)                # backward of the mean loss over all samples, in pieces or at once
             for x, y in batches:
                 optimizer.step(lambda: backward_of(model, x, y))
 
-    A step calls its closure twice, at $\tilde w$ and at $w$; it must give the same loss function both times, so
-    without dropout and without running statistics. Weights of samples belong into both losses.
-    Cost: a step is two passes, a snapshot one over all samples. State: `anchor` and `mean`, each like the parameters.
+    A step calls its closure twice, at $\tilde w$ and at $w$; both calls must compute the same loss function, without
+    dropout and running statistics. Weights of samples belong in both losses.
+
+    Cost: a step is two backward passes, a snapshot one over all samples. State: `anchor` ($\tilde w$) and `mean`
+    ($\mu$), each like the parameters.
 
     Johnson and Zhang, Accelerating Stochastic Gradient Descent using Predictive Variance Reduction, NeurIPS 2013,
     Figure 1, option I.
 
+    Example:
+        >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [4.0]])
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> def backward(rows):
+        ...     loss = ((model(x[rows]) - y[rows]) ** 2).mean()
+        ...     loss.backward()
+        ...     return loss.item()
+        >>> optimizer = Svrg(model.parameters(), lr=0.05)
+        >>> for epoch in range(20):
+        ...     optimizer.snapshot(lambda: backward([0, 1]))
+        ...     for row in (0, 1, 1, 0):
+        ...         _ = optimizer.step(lambda row=row: backward([row]))
+        >>> round(model.weight.item(), 4)  # least squares: (1 * 1 + 2 * 4) / (1 + 4)
+        1.8
+
     Args:
         params: the parameters.
-        lr: $\gamma$, the step size.
-        weight_decay: $\lambda$; its gradient is exact at every step, and no part of the closures.
+        lr: $\gamma$.
+        weight_decay: $\lambda$; its gradient is exact at every step, and not part of the closures.
 
     Raises:
         ConfigError: a value out of its range.
@@ -56,10 +73,10 @@ class Svrg(Optimizer):
 
     @torch.no_grad()
     def snapshot(self, closure: Callable[[], object]) -> None:
-        """Remember the parameters, and the gradient that the closure leaves behind.
+        """Store the parameters, and the gradient that the closure accumulates.
 
         Args:
-            closure: accumulates the gradients of the mean loss over all samples; they are cleared before.
+            closure: accumulates the gradients of the mean loss over all samples; they are zeroed first.
         """
         self.zero_grad()
         evaluate(closure)
@@ -74,16 +91,18 @@ class Svrg(Optimizer):
         """One step.
 
         Args:
-            closure: clears nothing, runs backward of the mini-batch's mean loss, and returns the loss.
+            closure: runs backward of the mini-batch's mean loss and returns the loss; it need not call zero_grad.
 
         Returns:
             The mini-batch's loss before the step.
 
         Raises:
-            ConfigError: there is no closure, or no snapshot yet.
+            ConfigError: no closure, or no snapshot yet.
         """
         if closure is None:
-            raise ConfigError("step(): SVRG takes gradients at two points, so it needs a closure that runs backward()")
+            raise ConfigError(
+                "step(): SVRG evaluates gradients at two points, so it needs a closure that runs backward()"
+            )
         trained = self._trained()
         if any("anchor" not in self.state[parameter] for parameter, _ in trained):
             raise ConfigError(
@@ -98,7 +117,7 @@ class Svrg(Optimizer):
         return loss
 
     def _at_anchor(self, trained: list[tuple[Tensor, dict[str, Any]]], closure: Callable[[], float]) -> list[Tensor]:
-        """The mini-batch's gradients at the snapshot; the parameters are put back whatever happens."""
+        """The mini-batch's gradients at the snapshot; the parameters are restored even if the closure fails."""
         here = [parameter.detach().clone() for parameter, _ in trained]
         for parameter, _ in trained:
             parameter.copy_(self.state[parameter]["anchor"])

@@ -18,13 +18,28 @@ class AllReduce(Strategy):
 
     $$x \leftarrow x - \gamma \, \tfrac1n \sum_i g_i(x)$$
 
-    The yardstick of every other method: large-batch SGD, exactly. Parameters stay equal on all ranks, so nothing
-    is sent for evaluation.
-    With a `codec` the mean is of what payloads say. Those of a linear codec, such as `Bf16()`, are added up by the
-    wire; others go through two stages: every worker sends each the codes of one piece, who sends all the codes of its
-    mean. A gradient that is not finite on any rank is then NaN on all of them.
+    This is large-batch SGD, exactly, and the baseline of every other method. Parameters stay equal on all ranks, so
+    evaluation sends nothing.
+
+    With a `codec` the mean is that of the decoded payloads. The payloads of a linear codec, such as `Bf16()`, are added
+    up by the all-reduce itself. Others take two stages: an all-to-all, in which every rank receives all ranks' codes of
+    one piece of the vector, and an all-gather of the encoded means of these pieces. A gradient that is not finite on
+    any rank is then NaN on all of them.
+
     Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none, or with
-    `ErrorFeedback` what is left unsaid, like the gradient in fp32 and an $n$-th of that.
+    `ErrorFeedback` the residuals, like the gradient in fp32 and an $n$-th of that.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), AllReduce(), comm=comm)
+        ...     model(torch.tensor([[1.0 + comm.rank]])).sum().backward()  # the gradient is 1 on rank 0, 2 on rank 1
+        ...     worker.optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(2, train)
+        [-1.5, -1.5]
 
     Args:
         codec: for the gradients, bucket by bucket; None sends them as they are.
@@ -33,15 +48,15 @@ class AllReduce(Strategy):
     codec: Codec | None = None
 
     paper = "synchronous SGD; ring all-reduce: Patarasuk and Yuan, JPDC 2009"
-    waits = "every step, all wait for the slowest worker and for the whole gradient to travel"
-    limits = "on a slow link the step is as long as the transfer"
+    waits = "every step, all wait for the slowest worker and for the transfer of the whole gradient"
+    limits = "on a slow link the step takes as long as the transfer"
 
     def __post_init__(self) -> None:
-        """Check the kind."""
+        """Check the types."""
         check_kinds(self)
 
     def check(self, size: int) -> None:
-        """Refuse a codec that leaves something unsaid for ever."""
+        """Refuse a biased codec without error feedback, whose residual would be lost."""
         check_feedback(self.codec)
 
     @property
@@ -57,7 +72,7 @@ class AllReduce(Strategy):
         return coded_mean_(r.comm, r.g[part], self.codec, r.state, key=key, count=r.active, at=part.start, whole=whole)
 
     def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector."""
+        """Nothing to do: all ranks hold the same parameters."""
 
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""

@@ -1,4 +1,4 @@
-"""Who decides on the bits of every step: rules that hold to an error, or to a budget."""
+"""Rules that choose the bits of every step: a fixed number, a bound on the error, or a budget."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from thinwire.errors import ConfigError
 from thinwire.strategies.gradients.bits import LEAST, MOST, best_bits, contraction, error_of, fewest_bits, levels_of
 from thinwire.validation import check_kinds
 
-_LEVEL, _SLOPE = 0.8, 0.95  # what smoothed logarithms and their slope keep of themselves at every step
-_FARTHEST = 2.0  # bits that a slope may add or take: gradients do not fall for ever as they fall now
-_POINTS = 64  # at which the rest of a run is looked at
+_LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
+_MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not go on shrinking as fast as they do now
+_POINTS = 64  # of the remaining steps at which the error is evaluated: a run may have millions of them
 
 
 @dataclass(frozen=True)
 class BitLedger:
-    """What has been spent, and what came of it.
+    """The bits spent so far, and the error made with them.
 
     Args:
         step: steps that are settled.
-        bits: that a worker has spent so far, for one entry of its gradients; scales are not counted.
-        error: what quantisation has added by now to the bound on the loss.
-        level: half the binary logarithm of recent squares, smoothed; NaN before the first.
-        slope: by how much that rises at a step, smoothed too.
-        answered: bits that means were sent back in so far, for one entry; what rules spend is not theirs.
+        bits: a worker has sent so far for one entry of its gradients; scales are not counted.
+        error: that quantisation has added so far to the bound on the loss.
+        level: an exponential mean of half the binary logarithm of squares; NaN before the first.
+        slope: an exponential mean of the level's change in one step.
+        answered: bits so far of one entry of the means that were sent back; rules do not spend these.
     """
 
     step: int = 0
@@ -40,11 +40,11 @@ class BitLedger:
 
     @staticmethod
     def read(numbers: Tensor) -> BitLedger:
-        """From six numbers, as `written` gives them."""
+        """From six numbers, as `to_tensor` gives them."""
         step, *rest = (float(number) for number in numbers.tolist())
         return BitLedger(int(step), *rest)
 
-    def written(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """As six numbers in double precision."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
@@ -54,22 +54,22 @@ class BitLedger:
         if square > 0:
             now = log2(square) / 2
             known = now if isnan(level) else level
-            level = _LEVEL * known + (1 - _LEVEL) * now
-            slope = _SLOPE * slope + (1 - _SLOPE) * (level - known)
+            level = _LEVEL_DECAY * known + (1 - _LEVEL_DECAY) * now
+            slope = _SLOPE_DECAY * slope + (1 - _SLOPE_DECAY) * (level - known)
         return BitLedger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
 
     def with_answer(self, bits: float) -> BitLedger:
-        """With what the mean of the last step was sent back in."""
+        """With the bits in which the mean of the last step was sent back."""
         return replace(self, answered=self.answered + bits)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rule may know of a step.
+    """What a rule knows of a step.
 
     Args:
-        squares: one worker's, of each part of the gradient: this step's, or as near to them as is known; infinite where
-            nothing is known.
+        squares: one worker's, of each part of the gradient: this step's, or the previous step's as an estimate;
+            infinite where neither is known.
         sizes: entries of each part.
         lr: the learning rate.
         share: the mean square error over that of one worker's code, and over a quarter of a level's square.
@@ -94,6 +94,10 @@ class Step:
 class FixedBits:
     """The same bits at every step.
 
+    Example:
+        >>> FixedBits(3).choose(BitLedger(), Step(squares=[1.0, 9.0], sizes=[10, 10], lr=0.1, share=1.0))
+        [3, 3]
+
     Args:
         bits: of each entry, 2 to 8.
     """
@@ -101,7 +105,7 @@ class FixedBits:
     bits: int = 4
 
     def __post_init__(self) -> None:
-        """Check the kind and the range."""
+        """Check the type and the range."""
         check_kinds(self)
         _check_range(self.bits, self.bits)
 
@@ -115,7 +119,7 @@ class FixedBits:
         return [self.bits] * len(step.sizes)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger once what a step was like is known."""
+        """The ledger after a step whose squares are known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
 
@@ -123,27 +127,33 @@ class FixedBits:
 class ErrorBound:
     r"""The fewest bits that keep what quantisation adds to the bound on $F(x_T) - F^*$ within `error`.
 
-    With $E_t$ what has been added by step $t$, carried along by $E_{t+1} = \alpha_t E_t + \eta_t^2 L S_t / 8 n s_t^2$
-    (the product form of rates that change), and the remaining steps taken to be like this one, each of them that
-    neither `least` nor `most` bits limit may add an equal share $\lambda$ of what is left,
+    Let $E_t$ be the error added before step $t$, which follows
+    $E_{t+1} = \alpha_t E_t + \eta_t^2 L S_t / 8 n s_t^2$ (this form allows the learning rate to change). The rule
+    assumes that the remaining steps are like this one. Each of them may add the same error $\lambda$, except where
+    `least` or `most` bits prevent it:
 
     $$\frac{a_t}{s_t^2} \approx \lambda, \qquad \sum_{k \ge t} \frac{a_k}{s_k^2} = \epsilon - \alpha_t^{T-t} E_t .$$
 
-    Whole bits come as near to $\lambda$ as they can, and never take more than is left. So the bound is kept wherever
-    `most` bits can, and squares turn out no more than `margin` larger than was known. More than `steps` steps begin
-    anew.
+    Bits are rounded so that the error is as near to $\lambda$ as it can be, and never exceeds what is left. The bound
+    therefore holds as long as `most` bits suffice, and squares are at most `margin` larger than estimated. After
+    `steps` steps the plan starts again.
+
+    Example:
+        >>> step = Step(squares=[1.0], sizes=[100], lr=0.1, share=1.0)
+        >>> [ErrorBound(error, steps=100).choose(BitLedger(), step) for error in (1e-1, 1e-2, 1e-3)]
+        [[2], [3], [5]]
 
     Args:
-        error: $\epsilon$, in units of the loss; more says less.
+        error: $\epsilon$, in units of the loss; more sends fewer bits.
         steps: $T$, of the run.
-        smoothness: $L$; taken too large, more is said than need be.
-        strong_convexity: $\mu$; 0 lets every step count alike, more says less at first and more at the end.
-        final_lr: the least learning rate to come, where it falls: errors then outlive more steps, and less may be added
-            early. None for a constant one.
-        margin: by how much squares may turn out larger than was known, without which a whole bit too few could end the
-            run above its bound; only matters near the end.
+        smoothness: $L$; an overestimate sends more bits than necessary.
+        strong_convexity: $\mu$; 0 weighs all steps equally, more sends fewer bits early and more at the end.
+        final_lr: the least learning rate to come, where it falls: early errors then decay more slowly, and less may be
+            added early. None for a constant one.
+        margin: by how much squares may exceed their estimate. Without it, one bit too few could end the run above its
+            bound; it only matters near the end.
         least: bits of each entry at least, from 2.
-        most: bits of each entry at most, to 8; what the first step has.
+        most: bits of each entry at most, to 8; the first step takes these.
     """
 
     error: float = 1e-3
@@ -156,7 +166,7 @@ class ErrorBound:
     most: int = MOST
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
@@ -187,7 +197,7 @@ class ErrorBound:
         return fewest_bits(weights, share, bound=bound, sizes=step.sizes, least=self.least, most=self.most)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger once what a step was like is known."""
+        """The ledger after a step whose squares are known."""
         alpha = contraction(step.lr, self.smoothness, self.strong_convexity)
         carried = alpha * ledger.error if ledger.step % self.steps else 0.0
         return ledger.after(step.mean_bits(bits), carried + error_of(self._weights(step), bits), step.square)
@@ -199,21 +209,28 @@ class ErrorBound:
 
 @dataclass(frozen=True)
 class BitBudget:
-    r"""So many bits an entry on average, more of them where gradients are large and, with `decay`, towards the end.
+    r"""A number of bits an entry on average, more of them where gradients are large and, with `decay`, near the end.
 
-    The least error has $\log_2 s_t$ differ from its mean over the remaining steps as $\tfrac12 \log_2 a_t$ does from
-    its own. With $R$ the bits left for each of these, $\ell$ a mean of recent $\tfrac12 \log_2 S$ and $\ell'$ its
-    slope, which is taken to go on for as long as it was seen and to lead no further than two bits, a step so gets
+    The error is least where $\log_2 s_t$ differs from its mean over the remaining steps by as much as
+    $\tfrac12 \log_2 a_t$ differs from its own mean. With $R$ the bits left for each remaining step, $\ell$ a mean of
+    recent $\tfrac12 \log_2 S$ and $\ell'$ its slope, which is assumed to last for as many steps as were observed and
+    to change the result by two bits at most, a step gets
 
     $$R + \tfrac12 \log_2 S_t - \ell - \ell' - \tfrac12 \min(t, T-1-t)\,\ell' + \tfrac14 (T-1-t) \log_2 \alpha ,$$
 
-    and its parts share them so that the error is least. What a step leaves over is left to later ones, and no step
-    takes what later ones need at least: never is more spent than there was. More than `steps` steps begin anew.
+    bits, divided among its parts so that the error is least. Bits that a step leaves over go to later ones, and no
+    step takes the `least` bits of later ones: the budget is never exceeded. After `steps` steps the plan starts again.
+
+    Example:
+        >>> rule, small, large = BitBudget(bits=4.0, steps=100), 1.0, 64.0
+        >>> ledger = BitLedger(step=50, bits=200.0, level=0.0)  # half of the run; squares were 1 so far
+        >>> [rule.choose(ledger, Step([square], [100], lr=0.1, share=1.0)) for square in (small, large)]
+        [[4], [7]]
 
     Args:
         bits: an entry and step, on average over the run; scales are not counted.
         steps: $T$, of the run.
-        decay: $\alpha$, what a step leaves of errors before it, in (0, 1]; 1 is for functions that are not convex.
+        decay: $\alpha$ in (0, 1], the factor by which one step reduces earlier errors; 1 for non-convex functions.
         least: bits of each entry at least, from 2.
         most: bits of each entry at most, to 8.
     """
@@ -225,57 +242,59 @@ class BitBudget:
     most: int = MOST
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
         if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; 1 is for functions that are not convex")
+            raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; use 1 for non-convex functions")
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """The bits of each part of the gradient."""
-        left = self.steps - ledger.step % self.steps
-        rounds = ledger.step // self.steps
-        purse = self.bits * self.steps * (rounds + 1) - ledger.bits
-        wanted = purse / left + self._lead(ledger, step.square, left)
+        remaining = self.steps - ledger.step % self.steps
+        earlier_runs = ledger.step // self.steps
+        bits_left = self.bits * self.steps * (earlier_runs + 1) - ledger.bits
+        wanted = bits_left / remaining + self._above_mean(ledger, step.square, remaining)
         squares = step.sizes if isinf(step.square) else step.squares
-        given, entries = max(wanted, self.least), sum(step.sizes)
-        # Whole bits are cut off what is wanted; half of one more is the nearest.
-        given = min(given + min(step.sizes) / entries / 2, purse - self.least * (left - 1))
-        budget = given * entries * (1 + 1e-12)
+        granted, entries = max(wanted, self.least), sum(step.sizes)
+        # `best_bits` rounds down; half a bit of the smallest part more makes that the nearest.
+        granted = min(granted + min(step.sizes) / entries / 2, bits_left - self.least * (remaining - 1))
+        budget = granted * entries * (1 + 1e-12)
         return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger once what a step was like is known."""
+        """The ledger after a step whose squares are known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
-    def _lead(self, ledger: BitLedger, square: float, left: int) -> float:
-        """Bits that a step should have more than the mean of the remaining ones."""
-        if left == 1:
+    def _above_mean(self, ledger: BitLedger, square: float, remaining: int) -> float:
+        """By how many bits a step should exceed the mean of the remaining ones."""
+        if remaining == 1:
             return 0.0
-        late = (left - 1) / 4 * log2(self.decay)
+        of_decay = (remaining - 1) / 4 * log2(self.decay)
         if isinf(square) and not ledger.step:
             return self.most
         if square <= 0 or isinf(square) or isnan(ledger.level):
-            return late
-        slope = ledger.slope / (1 - _SLOPE**ledger.step)
-        falling = -slope * min(left - 1, ledger.step) / 2
-        return log2(square) / 2 - ledger.level - slope + min(max(falling, -_FARTHEST), _FARTHEST) + late
+            return of_decay
+        slope = ledger.slope / (1 - _SLOPE_DECAY**ledger.step)
+        falling = -slope * min(remaining - 1, ledger.step) / 2
+        return (
+            log2(square) / 2 - ledger.level - slope + min(max(falling, -_MOST_SLOPE_BITS), _MOST_SLOPE_BITS) + of_decay
+        )
 
 
 Rule = FixedBits | ErrorBound | BitBudget
 
 
 def _share(weight: float, alpha: float, remaining: int, left: float, levels: tuple[int, int]) -> tuple[float, float]:
-    """What the present one of the remaining steps should add to the error, and what it may.
+    """The error that the current step should add, and the most that it may add.
 
     Args:
-        weight: of the present step; a step later it is `1 / alpha` times that.
-        alpha: what a step leaves of the errors before it.
-        remaining: steps, the present one among them.
-        left: what all of them may add.
+        weight: of the current step; that of the next is `1 / alpha` times as large.
+        alpha: the factor by which one step reduces earlier errors.
+        remaining: steps, the current one among them.
+        left: the error that all of them may add.
         levels: the fewest and the most.
     """
     count = min(remaining, _POINTS)
@@ -287,6 +306,7 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
     def added(share: float) -> float:
         return sum(min(max(share, low), high) for low, high in zip(least, most, strict=True))
 
+    # Bisection for the equal share: what is added grows with it, piecewise linearly.
     low, high = 0.0, max(most)
     for _ in range(40):
         middle = (low + high) / 2
@@ -294,8 +314,8 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
     return (high if added(high) <= target else low), left - sum(least[1:]) * (remaining - 1) / max(1, count - 1)
 
 
-def passed_over(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-    """The ledger after a step that told nothing, as its gradient was not finite: bits are spent, no error is made."""
+def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+    """The ledger after a step whose gradient was not finite: its bits are spent, it adds no error."""
     return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
 
 
@@ -306,4 +326,4 @@ def _check_range(least: int, most: int) -> None:
 
 def _check_steps(steps: int) -> None:
     if steps < 1:
-        raise ConfigError(f"steps={steps}: a run has at least 1 step; say how many optimizer steps it takes")
+        raise ConfigError(f"steps={steps}: a run has at least 1 step; give the number of optimizer steps of the run")

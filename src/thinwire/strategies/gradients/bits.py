@@ -1,6 +1,6 @@
-r"""How many bits a gradient is worth: rules that spend them over steps, and over the parts of a vector.
+r"""The arithmetic of quantisation errors: how to divide bits among steps, and among the parts of a vector.
 
-A code of $b$ bits has $s = 2^{b-1} - 1$ levels to each side of zero. Where a block of $d_i$ entries with largest
+A code of $b$ bits has $s = 2^{b-1} - 1$ levels on each side of zero. Where a block of $d_i$ entries with largest
 magnitude $N_i$ is rounded to them at random without bias, the square of its error is at most $d_i N_i^2 / 4s^2$ in
 expectation; $S = \sum_i d_i N_i^2$ is called a vector's *square* here. If a step of gradient descent with rate
 $\eta_t$ uses the mean over $n$ workers of such vectors, its quantisation adds, on an $L$-smooth and $\mu$-strongly
@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 LEAST, MOST = 2, 8
-# A bit more quarters an error: given from here on, errors between two bits and the next average to the one aimed at.
+# A bit is granted while the error less 61 % of what the bit would remove still exceeds the target. One bit divides an
+# error by four; with this threshold the errors that result average to the target.
 _LEAN = 0.61
 
 
 def levels_of(bits: int) -> int:
-    """Levels to each side of zero of a code of that many bits."""
+    """Levels on each side of zero of a code of that many bits."""
     return 2 ** (bits - 1) - 1
 
 
@@ -47,19 +48,19 @@ def square_of(x: Tensor, block: int) -> Tensor:
     whole, total = x.numel() // block * block, x.new_zeros((), dtype=torch.float64)
     for rows in (x[:whole].view(-1, block), x[whole:].view(1, -1)):
         if rows.numel():
-            # Several times as fast as the maximum norm, and as quick to show what is not finite.
+            # Several times as fast as the maximum norm, and NaN and infinity show in it just the same.
             largest = torch.maximum(rows.amax(1), -rows.amin(1))
             total = total + rows.shape[1] * largest.double().square().sum()
     return total
 
 
 def contraction(lr: float, smoothness: float, strong_convexity: float) -> float:
-    r"""$\alpha = 1 - 2\mu\eta + L\mu\eta^2$: what a step leaves of the distance to the optimum; 1 without convexity."""
+    r"""$\alpha = 1 - 2\mu\eta + L\mu\eta^2$: one step's factor of the distance to the optimum; 1 without convexity."""
     return 1 - 2 * strong_convexity * lr + smoothness * strong_convexity * lr**2
 
 
 def survivals(contractions: Sequence[float]) -> list[float]:
-    r"""What is left of each step's error when all are done, $\prod_{k>t} \alpha_k$."""
+    r"""The part of each step's error that remains after the last step, $\prod_{k>t} \alpha_k$."""
     return list(accumulate(reversed(contractions[1:]), mul, initial=1.0))[::-1]
 
 
@@ -71,14 +72,14 @@ def error_weights(
     strong_convexity: float = 0.0,
     share: float = 1.0,
 ) -> list[float]:
-    r"""What each step's quantisation adds to the bound at the end, times its squared levels ($a_t$).
+    r"""The error that each step's quantisation adds to the final bound, times its squared levels ($a_t$).
 
     Args:
         squares: of one worker's gradient at each step.
         rates: the learning rate of each step.
         smoothness: $L$.
-        strong_convexity: $\mu$; 0 where there is none, and then every step counts alike.
-        share: the mean square error over that of one worker's code: one over their number, where nothing else rounds.
+        strong_convexity: $\mu$; 0 where there is none: all steps then weigh the same.
+        share: the mean square error over that of one worker's code: one over their number, where only workers round.
     """
     left = survivals([contraction(rate, smoothness, strong_convexity) for rate in rates])
     return [
@@ -88,7 +89,7 @@ def error_weights(
 
 
 def levels_within(weights: Sequence[float], error: float) -> list[float]:
-    """The levels that cost least while the weights over their squares add up to `error` (rule A), not rounded."""
+    """The cheapest levels for which weights over squared levels add up to `error` (rule A), not rounded."""
     return [sqrt(len(weights) * weight / error) for weight in weights]
 
 
@@ -99,7 +100,7 @@ def levels_for(weights: Sequence[float], bits: float) -> list[float]:
 
 
 def error_of(weights: Sequence[float], bits: Sequence[int]) -> float:
-    """What these bits let the weights add up to."""
+    """The error with these bits: the sum of weights over squared levels."""
     return sum(weight / levels_of(b) ** 2 for weight, b in zip(weights, bits, strict=True))
 
 
@@ -112,20 +113,20 @@ def fewest_bits(
     least: int = LEAST,
     most: int = MOST,
 ) -> list[int]:
-    """Whole bits that keep the error within bounds, as few as can be; `most` everywhere if even that is too little.
+    """As few whole bits as keep the error within bounds; `most` everywhere if even that is too little.
 
-    Bits go one by one to where they help most for what they cost, which is best where all sizes are equal, and within
-    one part's bit of the best elsewhere.
+    Bits go one by one to the part whose error they reduce most for their cost. This is optimal where all sizes are
+    equal, and within one bit of one part of the optimum elsewhere.
 
     Args:
         weights: of the steps, or of the parts of a vector.
-        error: what weights over squared levels may add up to.
-        bound: what they must not exceed; where it is given, `error` is aimed at, from above or below.
-        sizes: what a bit costs each of them; the same for all unless given.
+        error: that weights over squared levels may add up to.
+        bound: that they must not exceed; where it is given, `error` is a target, from above or below.
+        sizes: the cost of a bit for each of them; the same for all unless given.
         least: bits that each gets.
         most: bits that none exceeds.
     """
-    # Sums of many decimals come out wrong in their last places.
+    # Sums of many numbers are wrong in their last digits.
     limits = (error, error) if bound is None else (error, bound)
     limits = (limits[0], limits[1] * (1 + 1e-12))
     return _spent(weights, sizes or [1.0] * len(weights), least, most, limits=limits)
@@ -134,12 +135,12 @@ def fewest_bits(
 def best_bits(
     weights: Sequence[float], bits: float, *, sizes: Sequence[float] = (), least: int = LEAST, most: int = MOST
 ) -> list[int]:
-    """Whole bits of least error that cost no more than so many; `least` everywhere even if that is too much.
+    """The whole bits of least error within a budget; `least` everywhere even if that exceeds it.
 
     Args:
         weights: of the steps, or of the parts of a vector.
-        bits: what bits times sizes may add up to.
-        sizes: what a bit costs each of them; the same for all unless given.
+        bits: the budget, for the sum of bits times sizes.
+        sizes: the cost of a bit for each of them; the same for all unless given.
         least: bits that each gets.
         most: bits that none exceeds.
     """
@@ -155,6 +156,7 @@ def _spent(
     limits: tuple[float, float] = (-inf, -inf),
     budget: float = inf,
 ) -> list[int]:
+    """Greedy: one bit at a time, from a heap of the parts by the reduction of the error over the cost of a bit."""
     error, bound = limits
     bits = [least] * len(weights)
     left, now = budget - least * sum(sizes), error_of(weights, bits)

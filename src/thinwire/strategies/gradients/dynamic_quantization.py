@@ -1,8 +1,8 @@
-"""Average gradients at every step, in as many bits as they are worth."""
+"""Average gradients at every step, in a number of bits that a rule chooses for each step and bucket."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 
 import torch
@@ -16,47 +16,62 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.stages import TwoStageMean, launched
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, passed_over
+from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, skipped_step
 from thinwire.strategies.gradients.bits import MOST, square_of
 from thinwire.validation import check_kinds
 
-_WHOLE = 32.0  # bits of an entry that is not coded
+_FP32_BITS = 32.0
 
 
 @dataclass(frozen=True)
 class DQSGD(Strategy):
-    r"""Average gradients in codes whose number of bits follows from how large gradients are and what is left to spend.
+    r"""Average quantised gradients; a rule chooses the bits of each step from the gradients' size and what is left.
 
-    With $C_b$ random rounding to $s = 2^{b-1}-1$ levels to each side of zero, relative to the largest entry of each
-    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and two stages as of any coded mean,
+    With $C_b$ random rounding to $s = 2^{b-1}-1$ levels on each side of zero, relative to the largest entry of each
+    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any coded mean,
 
     $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
 
-    `ErrorBound` says the least that keeps what quantisation adds to the loss within bounds, `BitBudget` makes the most
-    of a given number of bits, `FixedBits` is what both are compared to. Rules know the gradients of the step before:
-    workers add up their squares, in a message of 8 bytes for each bucket which nobody waits for. So all ranks choose
-    the same bits, bucket by bucket of the backward pass, before it begins. Of the first step nothing is known: it has
-    as many bits as the rule allows.
+    `ErrorBound` spends the fewest bits that keep what quantisation adds to the loss within a bound, `BitBudget` gets
+    the least error out of a given number of bits, and `FixedBits` is the baseline. Rules know the gradients of the
+    previous step: workers sum their squares in a message of 8 bytes a bucket, for which no worker waits. All ranks thus
+    choose the same bits, bucket by bucket, before the backward pass begins. The first step has no previous one, and
+    takes as many bits as the rule allows.
 
-    Codes are unbiased, so nothing is remembered of what they are off by, and any optimizer may follow. One worker alone
-    codes nothing. A gradient that is not finite on any rank is NaN on all of them, and the rule passes over the step.
-    Rules spend what workers say; what they hear back is counted beside it. Traffic: $\frac{n-1}{n}$ of the codes either
-    way per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes an entry and a scale a block, and the squares. State:
-    `ledger`, what has been spent and what came of it, and a few numbers for each bucket.
+    Codes are unbiased, so there is no residual, and any optimizer may follow. A single worker encodes nothing. A
+    gradient that is not finite on any rank becomes NaN on all of them, and the rule skips that step.
+
+    Rules spend the bits that workers send; the bits of the mean that comes back are counted separately. Traffic:
+    $\frac{n-1}{n}$ of the codes in each direction per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes an entry and a
+    scale a block, and the squares. State: `ledger`, the bits spent and the error made, and a few numbers a bucket.
 
     Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021,
     arXiv:2107.14575.
 
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(64, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     worker = thinwire.attach(model, optimizer, DQSGD(BitBudget(bits=3.0, steps=4, most=6)), comm=comm)
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        ...     return worker.metrics()["spent_bits_per_entry"]
+        >>> thinwire.run_threads(2, train)  # 4 steps of 3 bits on average
+        [12.0, 12.0]
+
     Args:
-        rule: says how many bits each step is worth.
-        block: entries that share a scale; fewer are coded more exactly, in more bytes.
-        dither: subtract at the receiver what was added before rounding, which makes the error a third of its bound and
-            the same whatever the gradient.
-        correlated: let workers round the same entry at evenly spread thresholds: better where their gradients are
-            nearly equal, worse where they differ by half a level.
-        answer: $a$, bits that codes of the mean have more than those it is made of. The errors of these average out
-            over workers, that of the mean does not: $\frac12 \log_2 n$ makes both alike.
-            None sends the mean itself, in fp32, as papers do that count one direction only.
+        rule: chooses the bits of each step.
+        block: entries that share a scale; fewer entries make the codes more exact, and add bytes for scales.
+        dither: subtract after decoding what was added before rounding; this divides the squared error by three, and
+            makes it the same whatever the gradient.
+        correlated: workers round the same entry at evenly spaced thresholds: better where their gradients are nearly
+            equal, worse where they differ by half a level.
+        answer: $a$, by how many bits the codes of the mean exceed those of the gradients. The errors of the gradients'
+            codes average out over workers, that of the mean does not: $\frac12 \log_2 n$ makes both alike.
+            None sends the mean itself in fp32, as in papers that count one direction only.
     """
 
     rule: FixedBits | ErrorBound | BitBudget = BitBudget()
@@ -66,11 +81,11 @@ class DQSGD(Strategy):
     answer: int | None = 0
 
     paper = "Yan et al., DQ-SGD: Dynamic Quantization in SGD, 2021, arXiv:2107.14575"
-    waits = "every step, all wait for the slowest worker and for the codes to travel, twice"
-    limits = "rules plan for a given number of steps; codes of two bits are noisy, and small learning rates bear them"
+    waits = "every step, all wait for the slowest worker and for the transfer of the codes, twice"
+    limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the block."""
+        """Check the types and the block."""
         check_kinds(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes are cut at whole bytes; use a multiple of 8, such as 2048")
@@ -86,86 +101,126 @@ class DQSGD(Strategy):
         return True
 
     def start(self, r: Replica) -> None:
-        """An empty ledger, and no parts yet."""
-        r.state["ledger"] = BitLedger().written()
-        r.state["now"] = torch.zeros(0, 3, dtype=torch.int64)
-        r.state["known"] = torch.zeros(0, dtype=torch.float64)
-        r.state["terms"] = torch.zeros(2, dtype=torch.float64)
+        """An empty ledger, and no buckets yet."""
+        _QuantizationState(
+            ledger=BitLedger().to_tensor(),
+            plan=torch.zeros(0, 3, dtype=torch.int64),
+            sent=torch.zeros(0, 3, dtype=torch.int64),
+            last_squares=torch.zeros(0, dtype=torch.float64),
+            lr_and_error=torch.zeros(2, dtype=torch.float64),
+            squares=r.x.new_zeros(0, dtype=torch.float64),
+        ).store(r)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
-        """Launch the coded mean of one bucket; after the last, the sum of squares."""
+        """Launch the coded mean of one bucket; after the last one, the sum of squares."""
+        state = _QuantizationState.of(r)
+        # Buckets are final from the end of the vector to its beginning.
         if part.stop == r.x.numel():
-            self._begin(r)
-        square = square_of(r.g[part], self.block).reshape(1) / r.active
-        r.state["squares"] = torch.cat([r.state["squares"], square])
-        bits, key = self._bits_of(r, part), draw_key(r.seed, r.step, offset=part.start)
+            self._plan(r, state)
+        state.squares = torch.cat([state.squares, square_of(r.g[part], self.block).reshape(1) / r.active])
+        bits, key = self._bits_of(state, part), draw_key(r.seed, r.step, offset=part.start)
         codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
         mean = launched(r.comm, TwoStageMean(r.comm, r.g[part], codec, None, key, r.active, server=server))
         if part.start == 0:
-            total = r.comm.all_reduce_(r.state.pop("squares"))
+            total = r.comm.all_reduce_(state.squares)
             r.launch("squares", total.then(lambda squares: [squares]))
+            state.squares = state.squares.new_zeros(0)
+        state.store(r)
         return mean
 
     def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector."""
+        """Nothing to do: all ranks hold the same parameters."""
 
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
 
-    # -- what a step may say -------------------------------------------------------------------------------------
+    # -- the bits of a step ----------------------------------------------------------------------------------------
 
-    def _begin(self, r: Replica) -> None:
-        """Settle the exchange before, whose squares are known by now, and choose the bits of this one."""
-        r.state["squares"] = r.x.new_zeros(0, dtype=torch.float64)
-        r.state["parts"], r.state["now"] = r.state["now"], torch.zeros(0, 3, dtype=torch.int64)
-        heard, parts = r.collect("squares"), r.state["parts"].tolist()
-        # Each bit more at least halves a level.
-        answers = 0.0 if self.answer is None else 0.25**self.answer
-        terms = _largest_rate(r), (1 if self.correlated else 1 / r.active) + answers
-        if heard is not None:
-            sizes, bits = [stop - start for start, stop, _ in parts], [each for _, _, each in parts]
-            ledger = self._settled(r, heard[0], sizes, bits)
-            known = r.state["known"].tolist()
-            known = known if len(known) == len(sizes) else [inf] * len(sizes)
-            chosen = self.rule.choose(ledger, Step(known, sizes, terms[0], self._share(terms[1])))
-            r.state["parts"][:, 2] = torch.tensor(chosen)
-        r.state["terms"] = torch.tensor(terms, dtype=torch.float64)
+    def _plan(self, r: Replica, state: _QuantizationState) -> None:
+        """Settle the previous step, whose squares have arrived by now, and choose the bits of this one."""
+        # Sums of a backward pass that no step followed are still here.
+        state.squares = r.x.new_zeros(0, dtype=torch.float64)
+        state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64)
+        received = r.collect("squares")
+        # Each bit more at least halves a level, so that it quarters the squared error of the mean.
+        answer_error = 0.0 if self.answer is None else 0.25**self.answer
+        lr = float(torch.as_tensor(r.lr).max())
+        error = (1 if self.correlated else 1 / r.active) + answer_error
+        if received is not None:
+            ledger, sizes = self._settled(r, state, received[0])
+            squares = state.last_squares.tolist()
+            # Saved squares are of other buckets where a checkpoint goes on with another bucket size.
+            squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
+            chosen = self.rule.choose(ledger, Step(squares, sizes, lr, self._error_share(error)))
+            state.plan[:, 2] = torch.tensor(chosen)
+        state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64)
 
-    def _settled(self, r: Replica, squares: Tensor, sizes: list[int], bits: list[int]) -> BitLedger:
-        ledger, (lr, share) = BitLedger.read(r.state["ledger"]), r.state["terms"].tolist()
-        step = Step([], sizes, lr, share)
+    def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
+        """The ledger after the previous step, and the sizes of its buckets."""
+        buckets = state.plan.tolist()
+        sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
+        ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
+        unknown = Step([], sizes, lr, error)
         if squares.is_meta or not bool(squares.isfinite().all()):
-            ledger = passed_over(ledger, step, bits)
+            ledger = skipped_step(ledger, unknown, bits)
         else:
-            r.state["known"] = squares.cpu()
-            ledger = self.rule.settle(ledger, Step(squares.tolist(), sizes, lr, self._share(share)), bits)
-        said = step.mean_bits(bits)
-        ledger = ledger.with_answer(_WHOLE if self.answer is None else said + self.answer)
-        r.state["ledger"] = ledger.written()
-        r.metrics["bits"] = said
+            state.last_squares = squares.cpu()
+            ledger = self.rule.settle(ledger, Step(squares.tolist(), sizes, lr, self._error_share(error)), bits)
+        sent_bits = unknown.mean_bits(bits)
+        ledger = ledger.with_answer(_FP32_BITS if self.answer is None else sent_bits + self.answer)
+        state.ledger = ledger.to_tensor()
+        r.metrics["bits"] = sent_bits
         r.metrics["spent_bits_per_entry"] = ledger.bits
         r.metrics["answered_bits_per_entry"] = ledger.answered
         r.metrics["quantisation_error"] = ledger.error
-        return ledger
+        return ledger, sizes
 
-    def _bits_of(self, r: Replica, part: slice) -> int:
-        """What was chosen for this part; for one that was not exchanged before, what the rule says blindly."""
+    def _bits_of(self, state: _QuantizationState, part: slice) -> int:
+        """The planned bits of this bucket; for a bucket that the last step did not have, those of unknown squares."""
         place = [part.start, part.stop]
-        bits = next((each for *known, each in r.state["parts"].tolist() if known == place), 0)
+        bits = next((each for *known, each in state.plan.tolist() if known == place), 0)
         if not bits:
-            blind = Step([inf], [part.stop - part.start], *r.state["terms"].tolist())
-            (bits,) = self.rule.choose(BitLedger.read(r.state["ledger"]), blind)
-        r.state["now"] = torch.cat([r.state["now"], torch.tensor([[*place, bits]])])
+            unknown = Step([inf], [part.stop - part.start], *state.lr_and_error.tolist())
+            (bits,) = self.rule.choose(BitLedger.read(state.ledger), unknown)
+        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]])])
         return bits
 
     def _codec(self, bits: int) -> Quantize:
         return Quantize(bits, self.block, self.dither, self.correlated)
 
-    def _share(self, stages: float) -> float:
+    def _error_share(self, error: float) -> float:
         """The mean square error of both stages together, over a quarter of a level's square."""
-        return stages / 3 if self.dither else stages
+        return error / 3 if self.dither else error
 
 
-def _largest_rate(r: Replica) -> float:
-    return float(torch.as_tensor(r.lr).max())
+@dataclass
+class _QuantizationState:
+    """What one backward pass leaves to the next; `Replica.state` holds every field under its name, so it is saved.
+
+    Attributes:
+        ledger: float64 [6]; a `BitLedger`.
+        plan: int64 [buckets, 3]; start, stop and bits of every bucket, as planned for this backward pass.
+        sent: int64 [buckets, 3]; the same for the buckets of this backward pass so far.
+        last_squares: float64 [buckets]; the squares of the last finite step, over all workers.
+        lr_and_error: float64 [2]; the learning rate that the plan was made with, and the squared error of both stages
+            over that of one worker's code.
+        squares: float64 [buckets so far]; this worker's, until they are sent.
+    """
+
+    ledger: Tensor
+    plan: Tensor
+    sent: Tensor
+    last_squares: Tensor
+    lr_and_error: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, r: Replica) -> _QuantizationState:
+        """As `r.state` holds it."""
+        return cls(**{field.name: r.state[field.name] for field in fields(cls)})
+
+    def store(self, r: Replica) -> None:
+        """Put it into `r.state`."""
+        for field in fields(self):
+            r.state[field.name] = getattr(self, field.name)

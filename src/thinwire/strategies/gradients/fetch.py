@@ -1,4 +1,4 @@
-"""Keep momentum and error in a sketch that all workers share."""
+"""FetchSGD: momentum and residual are kept in count sketches that are equal on all workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.sketches import (
-    Move,
     Table,
-    check_plain,
+    Update,
+    check_plain_sgd,
     check_table,
-    fresh_of,
+    gradient_share,
     largest_of,
-    move_,
     resize_unsent,
+    write_update_,
 )
 from thinwire.validation import check_kinds
 
 
 @dataclass(frozen=True)
 class FetchSGD(Strategy):
-    r"""Keep momentum and error in a count sketch that all workers share, and move what stands out in it.
+    r"""Keep momentum and residual in count sketches that are equal on all workers; apply their largest entries.
 
     With $\gamma$ the learning rate,
 
@@ -35,30 +35,46 @@ class FetchSGD(Strategy):
 
     $$\Delta = \text{the } k \text{ largest estimates in } S_e, \qquad x \leftarrow x - \Delta ,$$
 
-    and then, as published, the cells of $S_u$ and $S_e$ that $\Delta$ touches are emptied. What other coordinates had
-    there is lost with them. Workers remember nothing between steps, so that any worker may take any step.
+    and then, as published, the cells of $S_u$ and $S_e$ that hold $\Delta$ are set to zero. What other coordinates had
+    added to them is lost. Workers have no state of their own, so that any worker may take any step.
 
-    With `conserving` every worker keeps its own sum of momenta too, like the parameters: it then says the exact values
-    of $Pk$ candidates, the $k$ largest of which are moved and their sketch is subtracted from $S_e$. That remains the
-    sketch of what is unsaid, and nothing is lost. Estimates subtracted in their place would leave in every row what
-    they were wrong by, to be found again for ever: hashes cannot be drawn anew where the sketch is what is remembered.
+    With `conserving` every worker also keeps its own residual, like the parameters. Workers then sum the exact values
+    of $Pk$ candidates, apply the $k$ largest, and subtract their sketch from $S_e$. The table remains the sketch of the
+    residuals, and nothing is lost. Subtracting estimates instead would leave their errors in every row for ever,
+    because the hashes cannot change while the state lives in the sketch.
 
-    Every tensor is sketched, small ones too. A gradient that is not finite on any rank lets all of them pass over the
-    step. Traffic: $2\frac{n-1}{n} \cdot 4 (rc + Pk)$ per worker and step; $P = 0$ as published.
-    State: `momentum_sketch` and `error_sketch`, $rc$ numbers each; with `conserving`, `momentum` and `unsent` too, like
-    the parameters.
+    Every tensor is sketched, small ones too. If a gradient is not finite on any rank, all ranks skip the step.
+
+    Traffic: $2\frac{n-1}{n} \cdot 4 (rc + Pk)$ per worker and step; $P = 0$ as published.
+    State: `momentum_sketch` and `error_sketch`, $rc$ numbers each; with `conserving`, `momentum` and `unsent` (the
+    residual) too, like the parameters.
 
     Rothchild et al., FetchSGD: Communication-Efficient Federated Learning with Sketching, ICML 2020, arXiv:2007.07682,
     Algorithm 1.
 
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(200, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     strategy = FetchSGD(fraction=0.01, columns=8, rows=3, momentum=0.0)  # 2 coordinates a step
+        ...     worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy, comm=comm)
+        ...     x = torch.zeros(1, 200)
+        ...     x[0, 7] = x[0, 70] = 3.0
+        ...     model(x).sum().backward()
+        ...     worker.optimizer.step()
+        ...     return model.weight[0, [7, 70]].tolist()
+        >>> thinwire.run_threads(2, train)[0]
+        [-3.0, -3.0]
+
     Args:
-        fraction: $k$ over the number of parameters; less moves fewer of them at a step.
-        columns: $c/k$; more finds the right coordinates more surely, in more bytes.
+        fraction: $k$ over the number of parameters; less updates fewer of them at a step.
+        columns: $c/k$; more finds the right coordinates more reliably, in more bytes.
         rows: $r$, odd; more makes a wrong estimate less likely.
         momentum: $\rho$, in [0, 1).
         conserving: lose nothing, for a second message and memory on every worker.
-        second_round: $P$, candidates for each coordinate moved, where conserving.
-        lr_in_residual: as the paper; False multiplies by the learning rate of the step that moves.
+        second_round: $P$, candidates for each updated coordinate, where conserving.
+        lr_in_residual: as in the paper; False multiplies by the learning rate of the step that applies the update.
     """
 
     fraction: float = 0.0003
@@ -70,11 +86,11 @@ class FetchSGD(Strategy):
     lr_in_residual: bool = True
 
     paper = "Rothchild et al., FetchSGD, ICML 2020, arXiv:2007.07682"
-    waits = "every step, after the backward pass, all wait for the slowest worker and for a table to travel"
-    limits = "needs plain SGD; as published it forgets what shares cells with what was moved"
+    waits = "every step, after the backward pass, all wait for the slowest worker and for the transfer of a table"
+    limits = "needs plain SGD; as published it loses what shares cells with an applied update"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         check_table(self.fraction, self.columns, self.rows)
         check_momentum(self.momentum)
@@ -83,29 +99,29 @@ class FetchSGD(Strategy):
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, and puts what is to be moved in its place."""
+        """Yes, and replaces it by the update."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse what does more than step along what it is given."""
-        check_plain(type(self).__name__, optimizer)
+        """Refuse everything but plain SGD, as momentum is the strategy's own."""
+        check_plain_sgd(type(self).__name__, optimizer)
 
     def start(self, r: Replica) -> None:
         """Empty tables."""
-        k = self.moved(r.x.numel())
+        k = self.num_updated(r.x.numel())
         for name in ("momentum_sketch", "error_sketch"):
             r.state[name] = torch.zeros(self.rows, self.columns * k, dtype=torch.float32, device=r.x.device)
         for name in ("momentum", "unsent") if self.conserving else ():
             r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
-    def moved(self, n: int) -> int:
-        """$k$, of so many parameters."""
+    def num_updated(self, n: int) -> int:
+        """$k$, for n parameters."""
         return min(n, max(1, round(self.fraction * n)))
 
     def before_step(self, r: Replica) -> None:
-        """Agree on what is to be moved, and let it be the gradient."""
-        # One key for all steps: the tables that are kept must go on adding up.
-        fresh, k, key = fresh_of(r, self.lr_in_residual), self.moved(r.x.numel()), draw_key(r.seed, 0)
+        """Compute the common update, and put it in the gradient's place."""
+        # One key for all steps: tables only add up while their hashes stay the same.
+        fresh, k, key = gradient_share(r, self.lr_in_residual), self.num_updated(r.x.numel()), draw_key(r.seed, 0)
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
         if not fresh_table.finite:
@@ -115,36 +131,37 @@ class FetchSGD(Strategy):
         error.cells.add_(velocity.mul_(self.momentum).add_(fresh_table.cells))
         r.metrics["unsent_norm"] = error.norm
         if self.conserving:
-            self._move_exactly_(r, fresh, error)
+            self._update_exactly(r, fresh, error)
             return
-        chosen = error.heaviest(k)
-        move = Move([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
-        gone = move_(r, move, inside=self.lr_in_residual)
-        touched = error.touched_by(gone)
-        error.cells[touched] = 0.0
-        velocity[touched] = 0.0
+        chosen = error.largest(k)
+        update = Update([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
+        applied = write_update_(r, update, inside=self.lr_in_residual)
+        occupied = error.cells_of(applied)
+        error.cells[occupied] = 0.0
+        velocity[occupied] = 0.0
 
-    def _move_exactly_(self, r: Replica, fresh: Tensor, error: Table) -> None:
-        """Move the largest of the candidates' exact sums, and take just those out of the table."""
-        momentum, unsent, k = r.state["momentum"], r.state["unsent"], self.moved(r.x.numel())
+    def _update_exactly(self, r: Replica, fresh: Tensor, error: Table) -> None:
+        """Apply the largest of the candidates' exact sums, and subtract exactly those from the table."""
+        momentum, unsent, k = r.state["momentum"], r.state["unsent"], self.num_updated(r.x.numel())
         unsent.add_(momentum.mul_(self.momentum).add_(fresh))
-        candidates = error.heaviest(self.second_round * k)
+        candidates = error.largest(self.second_round * k)
         exact = r.comm.all_reduce_(unsent[candidates]).wait()
         largest = largest_of(exact, k)
         where = candidates[largest]
-        gone = move_(r, Move([(where, exact[largest])], where, fresh[:0], ()), inside=self.lr_in_residual)
+        update = Update([(where, exact[largest])], where, fresh[:0], ())
+        applied = write_update_(r, update, inside=self.lr_in_residual)
         chosen = torch.zeros_like(fresh).index_put_((where,), exact[largest])
-        # Where the learning rate is zero nothing has moved, and the table keeps it.
-        moved = torch.zeros_like(fresh).index_put_((gone,), chosen[gone])
-        error.cells.sub_(Table.of(moved, error.cells.shape, error.key).cells)
-        unsent[gone] = 0.0
+        # Where the learning rate is zero nothing was applied, and the table keeps it.
+        gone = torch.zeros_like(fresh).index_put_((applied,), chosen[applied])
+        error.cells.sub_(Table.of(gone, error.cells.shape, error.key).cells)
+        unsent[applied] = 0.0
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, which together have as much unsaid."""
+        """The states of another number of workers, with the same residual in total."""
         return resize_unsent(states, size)
 
     def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector."""
+        """Nothing to do: all ranks hold the same parameters."""
 
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""

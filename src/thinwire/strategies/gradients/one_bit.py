@@ -1,4 +1,4 @@
-"""Average gradients at first, then momenta in a bit an entry."""
+"""Average gradients during a warm-up, then momenta in one bit an entry."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,44 +21,64 @@ from thinwire.strategies.base import Strategy
 from thinwire.validation import check_kinds
 
 _PREFIX = "momentum/"
-_LOOKED_AT, _RUN = 65_536, 16
-# Entries whose codes, 64 kB a worker of four, are worth the trouble of a message.
-_MESSAGE = 1 << 21
+# Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
+_SAMPLE_ENTRIES, _RUN = 65_536, 16
+# Entries of one message with `overlap`: 64 kB of codes to each of four workers. Smaller ones cost more than they hide.
+_MESSAGE_ENTRIES = 1 << 21
 
 
 @dataclass(frozen=True)
 class CompressedMomentum(Strategy):
-    r"""Average gradients at every step until the optimizer's variance has settled; then say momenta, coded.
+    r"""Average gradients until the optimizer's variance has settled; from then on average encoded momenta.
 
-    With an optimizer that can freeze its variance, `OneBitLamb` or `OneBitAdam`: for `warmup_steps` this is
-    `AllReduce()`. Then every worker lets the momentum that all agreed on last follow its own gradient, and all agree
-    on the mean of that, in two stages, each of which remembers what it left unsaid ($e_i$, $\bar e_j$):
+    Needs an optimizer that can freeze its variance, `OneBitLamb` or `OneBitAdam`. For `warmup_steps` this is
+    `AllReduce()`. After that every worker updates the last common momentum with its own gradient, and the results are
+    averaged in two stages, each with its own residual ($e_i$, $\bar e_j$):
 
     $$m_i = \beta_1 m + (1-\beta_1) g_i, \qquad y_i = C(m_i + e_i), \quad e_i \leftarrow m_i + e_i - y_i,$$
 
     $$m = C\Big(\tfrac1n \sum_i y_i + \bar e\Big), \quad
       \bar e \leftarrow \tfrac1n \sum_i y_i + \bar e - m .$$
 
-    Every rank decodes the same bytes, so parameters stay equal on all ranks. A gradient that is not finite on any rank
-    lets all of them skip the step, and what was left unsaid stays as it is.
-    Traffic: $2\frac{n-1}{n}$ of the gradient per worker and step at first, of its codes (a bit an entry, and a scale a
-    block) later. State: what the codec left unsaid, like the parameters and an $n$-th of them; with `overlap`, or with
-    parameters in 16 bits, `said`, like the parameters in fp32.
+    Every rank decodes the same bytes, so parameters stay equal on all ranks. If a gradient is not finite on any rank,
+    all ranks skip the step and keep their residuals.
+
+    Traffic: $2\frac{n-1}{n}$ of the gradient per worker and step during the warm-up, of its codes (a bit an entry, and
+    a scale a block) afterwards. State: the residuals, like the parameters and an $n$-th of them; with `overlap`, or
+    with parameters in 16 bits, `message`, like the parameters in fp32.
 
     Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Algorithm 1; Li et al., 1-bit LAMB, HiPC 2022,
     arXiv:2104.06069, Algorithm 1.
 
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(4096, 1, bias=False)
+        ...     optimizer = thinwire.OneBitAdam(model.parameters(), lr=1e-3)
+        ...     worker = thinwire.attach(model, optimizer, CompressedMomentum(warmup_steps=2), comm=comm)
+        ...     nbytes = []
+        ...     for step in range(4):
+        ...         before = comm.meter.payload_bytes
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 4096) * (comm.rank + 1)).sum().backward()
+        ...         optimizer.step()
+        ...         nbytes.append(comm.meter.payload_bytes - before)
+        ...     return nbytes
+        >>> thinwire.run_threads(2, train)[0]  # two steps in fp32, then one bit an entry and a scale a block
+        [16384.0, 16384.0, 552.0, 552.0]
+
     Args:
-        codec: how momenta are said; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one for all of
-            them, as in the papers.
-        warmup_steps: steps before momenta are coded; more freezes a better variance, and says more. None ends them
-            when the variance has settled.
+        codec: for the momenta; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one for all of them,
+            as in the papers.
+        warmup_steps: steps before momenta are encoded; more freezes a better variance, and sends more. None ends the
+            warm-up when the variance has settled.
         settled: with `warmup_steps=None`, the share of the variance that may still change in $1/(1-\beta_2)$ steps.
-        max_norm: gradients are scaled down to this norm: their mean's at first, the root of their mean square norm
-            later, with the same factor on all ranks; of every vector by itself, where parameters have several dtypes.
-        rescale: brings all tensors' momenta to one size before they are coded; for scales over the whole vector.
-        overlap: send codes part by part while the backward pass still runs; gradients must stay as it left them.
-        feedback: False forgets what was left unsaid, to see what remembering it is good for.
+        max_norm: clips gradients with one factor on all ranks: by the norm of their mean during the warm-up, by the
+            root of their mean square norm afterwards. Where parameters have several dtypes, each dtype's vector is
+            clipped separately.
+        rescale: scales the momenta of all tensors to one size before they are encoded; for one scale over the vector.
+        overlap: send codes part by part while the backward pass still runs; the loop must not change gradients then.
+        feedback: False drops the residuals, to measure what error feedback contributes.
     """
 
     codec: Codec = OneBit(norm="l2")
@@ -70,11 +90,13 @@ class CompressedMomentum(Strategy):
     feedback: bool = True
 
     paper = "Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069"
-    waits = "every step, all wait for the slowest worker and for its codes to travel (for the gradient, at first)"
+    waits = (
+        "every step, all wait for the slowest worker and for the transfer of the codes (of gradients in the warm-up)"
+    )
     limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for the variance to settle"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(
@@ -86,8 +108,8 @@ class CompressedMomentum(Strategy):
             raise ConfigError(f"max_norm={self.max_norm}: must be positive and finite; 1 is usual, None clips nothing")
         if self.overlap and self.max_norm is not None:
             raise ConfigError(
-                f"overlap=True, max_norm={self.max_norm}: the norm is known when the backward pass is over, and the "
-                "first codes are on their way by then; keep one of them"
+                f"overlap=True, max_norm={self.max_norm}: the norm is only known after the backward pass, when the "
+                "first codes have been sent; keep one of the two"
             )
 
     @property
@@ -97,43 +119,50 @@ class CompressedMomentum(Strategy):
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, to make momenta of it."""
+        """Yes, to compute momenta from it."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse one whose variance cannot be frozen."""
         if not isinstance(optimizer, FreezingOptimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} under CompressedMomentum: its momentum cannot be said for it; use "
-                "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to code gradients"
+                f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen; use "
+                "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to compress gradients"
             )
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Launch the mean of one bucket, or of what the momentum of this and earlier ones would be."""
+        """Launch the mean of one bucket's gradient, or with `overlap` of the momenta that are ready."""
         if _warm(r):
             return mean_(r.comm, r.g[part], count=r.active)
-        if self.overlap and (gathered := _next_message(r, part)) is not None:
-            self._send(r, gathered)
+        if self.overlap and (ready := _next_message(r, part)) is not None:
+            self._send(r, ready)
         return None
 
     def before_step(self, r: Replica) -> None:
-        """Agree on the momentum of this step."""
-        self._clip_(r)
-        if _warm(r):
+        """Clip, and average the momenta of this step."""
+        warm = _warm(r)
+        if self.max_norm is not None:
+            norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+            square = norm.double().square().reshape(1)
+            if not warm:
+                # Each worker has a gradient of its own now; a factor of its own would bias the mean.
+                square = mean_(r.comm, square, count=r.active).wait()
+            r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
+        if warm:
             return
         if not _in_flight(r):
             self._send(r, slice(0, r.x.numel()))
         self._receive(r)
 
     def after_step(self, r: Replica) -> None:
-        """Freeze the variance, when its time has come."""
+        """Freeze the variance at the end of the warm-up."""
         view = replica_view(r.moments)
         if view is None or view.optimizer.frozen:
             return
         if self.warmup_steps is not None:
             settled = r.step >= self.warmup_steps
         elif view.has_first_parameter and r.step % view.variance_steps == 0:
-            # All must freeze at the same step, so the mean decides, which is the same number on every rank.
+            # All ranks must freeze at the same step, so the mean decides: it is the same number on every rank.
             change = mean_(r.comm, view.optimizer.variance_change().reshape(1)).wait()
             settled = bool(change < self.settled)
         else:
@@ -142,100 +171,93 @@ class CompressedMomentum(Strategy):
             view.optimizer.freeze()
 
     def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector."""
+        """Nothing to do: all ranks hold the same parameters."""
 
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
 
     def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, which together owe what these do."""
+        """The states of another number of workers, with the same residuals in total."""
         return resize_errors(states, size)
 
-    def _clip_(self, r: Replica) -> None:
-        if self.max_norm is None:
-            return
-        norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
-        square = norm.double().square().reshape(1)
-        if not _warm(r):
-            square = mean_(r.comm, square, count=r.active).wait()
-        r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
-
     def _target(self, r: Replica) -> Tensor:
-        """Where momenta are sent from: the gradient's own memory, if it is exact and nobody reads it meanwhile."""
+        """The vector that momenta are sent from: the gradient itself, unless it is inexact or still in use."""
         if not self.overlap and r.g.dtype in (torch.float32, torch.float64):
             return r.g
-        if "said" not in r.state:
-            r.state["said"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
-        return r.state["said"]
+        if "message" not in r.state:
+            r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+        return r.state["message"]
 
     def _send(self, r: Replica, part: slice) -> None:
-        """Send what this part's momentum would be; the result of an earlier backward pass without a step is dropped."""
+        """Send this part's next momentum; the result of an earlier backward pass without a step is dropped."""
         target, name = self._target(r), f"{_PREFIX}{part.start}"
         r.collect(name)
-        view, seen = replica_view(r.moments), [_sample(r, part)] if self.overlap else []
+        view, samples = replica_view(r.moments), [_sample(r, part)] if self.overlap else []
         if view is not None:
             view.next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
         if not self.feedback:
-            for kept, residual in r.state.items():
-                if kept == "error" or kept.startswith("server_error/"):
+            for state_name, residual in r.state.items():
+                if state_name == "error" or state_name.startswith("server_error/"):
                     residual.zero_()
         key = draw_key(r.seed, r.step, offset=part.start)
         whole = r.x.numel()
         work = two_stage_mean_(r.comm, target[part], self.codec, r.state, key=key, at=part.start, whole=whole)
-        r.launch(name, work.then(lambda mean: [mean, *seen]))
+        r.launch(name, work.then(lambda mean: [mean, *samples]))
 
     def _receive(self, r: Replica) -> None:
         """Hand the optimizer the mean momentum, part by part; none of it if any of it is not finite."""
         received = {start: r.collect(f"{_PREFIX}{start}") for start in _in_flight(r)}
-        agreed = {start: found for start, found in received.items() if found}
-        for start, (mean, *seen) in agreed.items():
-            _refuse_changes(r, slice(start, start + mean.numel()), seen)
+        means = {start: found for start, found in received.items() if found}
+        for start, (mean, *samples) in means.items():
+            _refuse_changes(r, slice(start, start + mean.numel()), samples)
         view = replica_view(r.moments)
         if view is None:
             return
-        if not torch.cat([mean[:1] for mean, *_ in agreed.values()]).isfinite().all():
-            view.optimizer.skip()
+        # A mean that is not finite is NaN throughout, so its first entry is enough.
+        if not torch.cat([mean[:1] for mean, *_ in means.values()]).isfinite().all():
+            view.optimizer.skip_next_step()
             return
         parameters, momenta = view.within(slice(0, r.x.numel()), self._target(r))
         view.optimizer.set_next_momenta(momenta, parameters, rescale=self.rescale)
 
 
 def _warm(r: Replica) -> bool:
-    """Whether gradients are still averaged; a dry run, which has no optimizer, is past that."""
+    """Whether gradients are still averaged; a dry run, which has no optimizer, is past the warm-up."""
     view = replica_view(r.moments)
     return view is not None and not view.optimizer.frozen
 
 
 def _in_flight(r: Replica) -> list[int]:
-    """Where the parts begin that are in flight."""
+    """The first indices of the parts that are in flight."""
     return [int(name.removeprefix(_PREFIX)) for name in r.inflight if name.startswith(_PREFIX)]
 
 
 def _next_message(r: Replica, part: slice) -> slice | None:
-    """This part and what has come since the last message, once that is worth one; parts come from the end.
+    """This part with those since the last message, once they are large enough for one; None before.
 
-    The last part of the vector comes first; what is still in flight then is of a backward pass that no step followed.
+    Parts arrive from the end of the vector to its beginning. What is still in flight when the last part of the vector
+    arrives belongs to a backward pass that no step followed.
     """
     whole = r.x.numel()
     if part.stop == whole:
         for start in _in_flight(r):
             r.collect(f"{_PREFIX}{start}")
-    gathered = slice(part.start, min(_in_flight(r), default=whole))
-    enough = min(whole // 4, _MESSAGE)
-    return gathered if part.start == 0 or gathered.stop - gathered.start >= enough else None
+    ready = slice(part.start, min(_in_flight(r), default=whole))
+    enough = min(whole // 4, _MESSAGE_ENTRIES)
+    return ready if part.start == 0 or ready.stop - ready.start >= enough else None
 
 
 def _sample(r: Replica, part: slice) -> Tensor:
     """Some of a part's gradient, in runs that are spread evenly over it; all of it where the vector is short."""
-    g, gap = r.g[part], _RUN * -(-r.g.numel() // _LOOKED_AT)
+    g, gap = r.g[part], _RUN * -(-r.g.numel() // _SAMPLE_ENTRIES)
     whole = g.numel() // gap * gap
     return torch.cat([g[:whole].view(-1, gap)[:, :_RUN].reshape(-1), g[whole:][:_RUN]])
 
 
-def _refuse_changes(r: Replica, part: slice, seen: Sequence[Tensor]) -> None:
-    """Refuse a loop that has changed gradients after they were sent."""
-    for before in seen:
+def _refuse_changes(r: Replica, part: slice, samples: Sequence[Tensor]) -> None:
+    """Raise where the loop has changed gradients after they were sent."""
+    for before in samples:
         if not before.is_meta and not torch.allclose(before, _sample(r, part), rtol=0.0, atol=0.0, equal_nan=True):
             raise ConfigError(
                 f"step {r.step}: gradients were changed after backward() had sent them (clipped, or unscaled by a "

@@ -1,4 +1,4 @@
-"""Say a sketch of what is to be said, and then exactly what weighs most in it."""
+"""Sketched SGD: sum count sketches of the residuals, then the exact values of their largest entries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,63 +14,81 @@ from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.sketches import (
-    Cut,
-    Move,
+    Split,
     Table,
-    check_plain,
+    Update,
+    all_finite,
+    check_plain_sgd,
     check_table,
-    cut_of,
-    finite,
-    fresh_of,
+    gradient_share,
     largest_of,
-    move_,
     resize_unsent,
+    split_of,
+    write_update_,
 )
 from thinwire.validation import check_kinds
 
-_NUMBER_BYTES, _INDEX_BYTES = 4, 4
+_VALUE_BYTES, _INDEX_BYTES = 4, 4
 
 
 @dataclass(frozen=True)
 class SketchedSGD(Strategy):
-    r"""Sum count sketches of what workers have not said yet, and move only the coordinates that stand out in them.
+    r"""Sum count sketches of the workers' residuals, and update only the coordinates that are largest in the sum.
 
-    With $g_i$ worker $i$'s gradient, $v_i$ what it has not said, $u_i$ its momentum and $\gamma$ the learning rate,
+    With $g_i$ worker $i$'s gradient, $v_i$ its residual, $u_i$ its momentum and $\gamma$ the learning rate,
 
     $$u_i \leftarrow \rho u_i + \tfrac{\gamma}{n} g_i, \qquad v_i \leftarrow v_i + u_i, \qquad
       S = \sum_i \mathrm{sketch}(v_i),$$
 
-    $H$ are the $Pk$ coordinates with the largest estimates in $S$, and all workers agree on the exact sums there,
+    $H$ are the $Pk$ coordinates with the largest estimates in $S$; a second all-reduce gives the exact sums there,
 
     $$w = \sum_i v_i[H], \qquad \Delta = \text{the } k \text{ largest of } w, \qquad x \leftarrow x - \Delta, \qquad
-      u_i, v_i \leftarrow 0 \text{ where } \Delta \text{ moved}.$$
+      u_i, v_i \leftarrow 0 \text{ where } \Delta \text{ was applied}.$$
 
-    Nothing is lost: what was moved and $\sum_i v_i$ add up to all momenta there ever were. Where $Pk$ is everything, or
-    with one coordinate, this is SGD. Hashes are drawn anew at every step, so that coordinates which collide now part
-    later. Tensors of fewer than `dense_below` elements travel whole beside the table, and keep their momentum.
+    Nothing is lost: applied updates and $\sum_i v_i$ add up to the sum of all momenta. Where $Pk$ covers all
+    coordinates, or with a single one, this is SGD. Hashes change at every step, so that coordinates which collide now
+    are separated later. Tensors of fewer than `dense_below` elements are sent uncompressed beside the table, and keep
+    their momentum.
 
-    `momentum` takes the place of the optimizer's own, which must be plain SGD; its weight decay acts on all parameters
-    at every step, and is not sent. A gradient that is not finite on any rank lets all of them pass over the step.
+    `momentum` replaces the optimizer's own, which must be plain SGD; its weight decay acts on all parameters at every
+    step, and is not sent. If a gradient is not finite on any rank, all ranks skip the step.
+
     Traffic, with $r$ rows of $c$ columns and $d$ elements in small tensors: $2\frac{n-1}{n} \cdot 4 (rc + Pk + d)$ per
     worker and step, whatever the number of workers. Where $(n-1) \cdot 8k$ and the small tensors are fewer bytes,
-    which takes about $n \le rc/k + P$ workers, each says its own $k$ largest with their indices instead.
-    State: `momentum` ($u$) and `unsent` ($v$), each like the parameters in fp32 at least.
+    which holds up to about $n = rc/k + P$ workers, each sends its own $k$ largest entries with their indices instead.
+    State: `momentum` ($u$) and `unsent` ($v$, the residual), each like the parameters in fp32 at least.
 
     Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488, Algorithm 1;
     momentum factor masking: Lin et al., Deep Gradient Compression, ICLR 2018, arXiv:1712.01887.
 
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(200, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     strategy = SketchedSGD(fraction=0.005, momentum=0.0, dense_below=0, recovery="sketch")  # 1 a step
+        ...     worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy, comm=comm)
+        ...     x = torch.zeros(1, 200)
+        ...     x[0, 7], x[0, 70] = 3.0, 5.0
+        ...     model(x).sum().backward()
+        ...     worker.optimizer.step()
+        ...     residual = worker.replicas[0].state["unsent"]
+        ...     return model.weight[0, [7, 70]].tolist(), residual[[7, 70]].tolist()
+        >>> thinwire.run_threads(2, train)[0]  # the larger is applied; the other stays in the residual, half on each
+        ([0.0, -5.0], [1.5, 0.0])
+
     Args:
-        fraction: $k$ over the number of coordinates; less moves fewer of them at a step.
-        columns: $c/k$; more finds the right coordinates more surely, in more bytes. Fewer than 32 miss some.
+        fraction: $k$ over the number of coordinates; less updates fewer of them at a step.
+        columns: $c/k$; more finds the right coordinates more reliably, in more bytes. Fewer than 32 miss some.
         rows: $r$, odd; more makes a wrong estimate less likely.
-        second_round: $P$, candidates looked at exactly for each coordinate moved; 0 trusts the estimates, and what
-            those are off by is then lost.
+        second_round: $P$, candidates for each updated coordinate whose exact values are summed; 0 applies the
+            estimates, and loses their errors.
         momentum: $\rho$, in [0, 1).
-        masking: forget the momentum of what has moved; without it, it goes on moving.
-        lr_in_residual: what is unsaid keeps the learning rate of the step it comes from; False keeps it in units of
-            the gradient, and moves it by the rate of the step that says it.
+        masking: set the momentum of updated coordinates to zero; without it, it continues to act.
+        lr_in_residual: the residual includes the learning rate of the step it comes from; False keeps it in units of
+            the gradient, and applies the learning rate of the step that sends it.
         dense_below: elements of the smallest tensor that is sketched.
-        recovery: "sketch", "gather" (everyone's own largest), or "auto", whichever takes fewer bytes.
+        recovery: "sketch", "gather" (each worker's own largest entries), or "auto", whichever takes fewer bytes.
     """
 
     fraction: float = 0.0003
@@ -85,111 +103,114 @@ class SketchedSGD(Strategy):
 
     paper = "Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488"
     waits = "every step, after the backward pass, all wait for the slowest worker and for two small sums"
-    limits = "needs plain SGD; steps are sparse, so late gradients are stale; on few workers top-k says less"
+    limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         check_table(self.fraction, self.columns, self.rows)
         if self.second_round < 0:
-            raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all")
+            raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all coordinates")
         check_momentum(self.momentum)
         if self.dense_below < 0:
             raise ConfigError(f"dense_below={self.dense_below}: must be at least 0 elements; 1024 is usual")
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, and puts what is to be moved in its place."""
+        """Yes, and replaces it by the update."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse what does more than step along what it is given."""
-        check_plain(type(self).__name__, optimizer)
+        """Refuse everything but plain SGD, as momentum is the strategy's own."""
+        check_plain_sgd(type(self).__name__, optimizer)
 
     def start(self, r: Replica) -> None:
-        """No momentum, and nothing unsaid."""
+        """Zero momentum and residual."""
         for name in ("momentum", "unsent"):
             r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
     def before_step(self, r: Replica) -> None:
-        """Agree on what is to be moved, and let it be the gradient."""
-        momentum = fresh_of(r, self.lr_in_residual).add_(r.state["momentum"], alpha=self.momentum)
+        """Compute the common update, and put it in the gradient's place."""
+        momentum = gradient_share(r, self.lr_in_residual).add_(r.state["momentum"], alpha=self.momentum)
         unsent = r.state["unsent"] + momentum
-        cut = cut_of(r, self.dense_below)
-        gathers = self.gathers(r.comm.size, cut)
-        move = self._gathered(r, unsent, cut) if gathers else self._recovered(r, unsent, cut)
+        split = split_of(r, self.dense_below)
+        gathers = self.gathers(r.comm.size, split)
+        update = self._gathered(r, unsent, split) if gathers else self._recovered(r, unsent, split)
         r.g.zero_()
-        if move is None:
+        # The state changes only after this, so that a skipped step leaves no trace.
+        if update is None:
             r.metrics["skipped_steps"] = 1.0
             return
-        gone = move_(r, move, inside=self.lr_in_residual)
+        applied = write_update_(r, update, inside=self.lr_in_residual)
         r.state["momentum"].copy_(momentum)
         if self.masking:
-            r.state["momentum"][gone] = 0.0
-        unsent[gone] = 0.0
-        for part in cut.small:
+            r.state["momentum"][applied] = 0.0
+        unsent[applied] = 0.0
+        for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
 
     def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector."""
+        """Nothing to do: all ranks hold the same parameters."""
 
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, which together have as much unsaid."""
+        """The states of another number of workers, with the same residual in total."""
         return resize_unsent(states, size)
 
-    # -- what is to be moved -------------------------------------------------------------------------------------
+    # -- the common update ---------------------------------------------------------------------------------------
 
-    def moved(self, cut: Cut) -> int:
-        """$k$, of so many sketched coordinates."""
-        return min(cut.length, max(1, round(self.fraction * cut.length)))
+    def num_updated(self, split: Split) -> int:
+        """$k$, for this many sketched coordinates."""
+        return min(split.length, max(1, round(self.fraction * split.length)))
 
-    def gathers(self, size: int, cut: Cut) -> bool:
-        """Whether everyone's own largest are fewer bytes than a sketch, or are asked for."""
+    def gathers(self, size: int, split: Split) -> bool:
+        """Whether to send each worker's own largest entries: where that is fewer bytes than a sketch, or chosen."""
         if self.recovery != "auto":
             return self.recovery == "gather"
-        k = self.moved(cut)
-        table = 2 / size * _NUMBER_BYTES * (self.rows * self.columns * k + min(self.second_round * k, cut.length))
-        return size > 1 and (_NUMBER_BYTES + _INDEX_BYTES) * k < table
+        k = self.num_updated(split)
+        table = 2 / size * _VALUE_BYTES * (self.rows * self.columns * k + min(self.second_round * k, split.length))
+        return size > 1 and (_VALUE_BYTES + _INDEX_BYTES) * k < table
 
-    def _recovered(self, r: Replica, unsent: Tensor, cut: Cut) -> Move | None:
-        """By a summed sketch, and the exact sums of the candidates in it; None if a gradient is not finite."""
-        k, key = self.moved(cut), draw_key(r.seed, r.step)
-        large = cut.large_of(unsent)
+    def _recovered(self, r: Replica, unsent: Tensor, split: Split) -> Update | None:
+        """By a summed sketch, and the exact sums of its candidates; None if a gradient is not finite on any rank."""
+        k, key = self.num_updated(split), draw_key(r.seed, r.step)
+        large = split.large_of(unsent)
         mine = Table.of(large, (self.rows, self.columns * k), key)
-        table, dense = mine.all_reduced(r, cut.small_of(unsent))
-        if not table.finite or not finite(dense):
+        table, dense = mine.all_reduced(r, split.small_of(unsent))
+        if not table.finite or not all_finite(dense):
             return None
         r.metrics["unsent_norm"] = table.norm
-        chosen = table.heaviest(self.second_round * k or k)
+        chosen = table.largest(self.second_round * k or k)
         if self.second_round:
             exact = r.comm.all_reduce_(large[chosen]).wait()
             largest = largest_of(exact, k)
             chosen, values = chosen[largest], exact[largest]
         else:
             values = table.estimates(chosen).to(unsent.dtype)
-        places = cut.places(chosen)
-        return Move([(places, values)], places, dense.to(unsent.dtype), cut.small)
+        positions = split.positions(chosen)
+        return Update([(positions, values)], positions, dense.to(unsent.dtype), split.small)
 
-    def _gathered(self, r: Replica, unsent: Tensor, cut: Cut) -> Move | None:
-        """By everyone's own largest; None if a gradient is not finite."""
-        k, large = self.moved(cut), cut.large_of(unsent)
-        dense = r.comm.all_reduce_(cut.small_of(unsent)) if cut.small else None
-        fine = finite(large)
-        mine = largest_of(large, k) if fine else torch.arange(k, device=large.device)
-        values = large[mine] if fine else torch.full_like(large[:k], torch.nan)
+    def _gathered(self, r: Replica, unsent: Tensor, split: Split) -> Update | None:
+        """By each worker's own largest entries; None if a gradient is not finite on any rank."""
+        k, large = self.num_updated(split), split.large_of(unsent)
+        dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
+        # A rank whose gradient is not finite sends NaN, so that all ranks see it and skip the step together.
+        finite = all_finite(large)
+        mine = largest_of(large, k) if finite else torch.arange(k, device=large.device)
+        values = large[mine] if finite else torch.full_like(large[:k], torch.nan)
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         rows = torch.stack(r.comm.all_gather(message).wait())
-        what, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
-        values, places = what.view(large.dtype).flatten(), cut.places(where.view(torch.int32).flatten().long())
+        sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
+        values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
-        if not finite(torch.cat([small, values])):
+        if not all_finite(torch.cat([small, values])):
             return None
-        # A CPU adds in order, whatever meets in one place; elsewhere each worker's own are a part.
-        many = places.numel() if values.device.type == "cpu" else k
-        parts = list(zip(places.split(many or 1), values.split(many or 1), strict=True))
-        return Move(parts, cut.places(mine), small, cut.small)
+        # On a CPU index_add_ adds in order, also where positions repeat. Elsewhere the order varies, so that each
+        # worker's entries, whose positions differ, are added separately.
+        width = positions.numel() if values.device.type == "cpu" else k
+        parts = list(zip(positions.split(width or 1), values.split(width or 1), strict=True))
+        return Update(parts, split.positions(mine), small, split.small)

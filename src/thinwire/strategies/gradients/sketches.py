@@ -1,7 +1,7 @@
-"""What methods share that move a few coordinates at a time: the table, what is sketched, and how plain SGD moves it.
+"""Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector that are sketched, and sparse updates.
 
-In a run without data (on the meta device, as `explain` uses it) tables have a shape and no values: nothing is hashed,
-and the first coordinates stand for the largest ones.
+In a dry run (on the meta device, as `explain` uses it) tables have a shape and no values: nothing is hashed, and the
+first coordinates take the place of the largest ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from thinwire.replica.replica import Replica
 
 @dataclass(frozen=True)
 class Table:
-    """A count sketch of a vector.
+    """A count sketch of a vector: every element is added, with a random sign, to one random cell of each row.
 
-    Tables of the same shape, length and key add up: the sum of tables is the table of the sum.
+    An element's estimate is the median over rows of its cells with its sign. Tables of the same shape, length and key
+    add up: the sum of tables is the table of the sum.
 
     Attributes:
         cells: [rows, columns], fp32.
         length: elements of the vector.
-        key: of the hashes.
+        key: determines cells and signs.
     """
 
     cells: Tensor
@@ -37,14 +38,14 @@ class Table:
 
     @classmethod
     def of(cls, x: Tensor, shape: Sequence[int], key: int) -> Table:
-        """The sketch of a vector in so many rows and columns."""
+        """The sketch of a vector in a table of this shape."""
         cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
         if not x.is_meta and x.numel():
             sketch_(x.float(), cells, key=key)
         return cls(cells, x.numel(), key)
 
     def all_reduced(self, r: Replica, dense: Tensor) -> tuple[Table, Tensor]:
-        """The sum of this table over ranks, and that of a vector that travels with it as it is: one message."""
+        """The sum over ranks of this table and of an uncompressed vector, in one all-reduce."""
         message = torch.cat([self.cells.view(-1).to(dense.dtype), dense])
         total = r.comm.all_reduce_(message).wait()
         cells, rest = total[: self.cells.numel()], total[self.cells.numel() :]
@@ -53,14 +54,14 @@ class Table:
     @property
     def finite(self) -> bool:
         """Whether no cell is NaN or infinite."""
-        return finite(self.cells)
+        return all_finite(self.cells)
 
     @property
     def norm(self) -> Tensor:
         """An estimate of the vector's Euclidean norm."""
         return self.cells.square().sum(1).median().sqrt()
 
-    def heaviest(self, k: int) -> Tensor:
+    def largest(self, k: int) -> Tensor:
         """The indices of the k largest estimates, in order."""
         k = min(k, self.length)
         if self.cells.is_meta or not k:
@@ -73,14 +74,14 @@ class Table:
             return torch.empty(indices.numel(), device="meta")
         return unsketch(self.cells, indices, self.length, key=self.key)
 
-    def touched_by(self, indices: Tensor) -> Tensor:
-        """Which cells these elements fall into, as booleans like `cells`."""
+    def cells_of(self, indices: Tensor) -> Tensor:
+        """The cells that these elements are added to, as booleans like `cells`."""
         marks = distinct_marks(self.length, indices)
         return Table.of(marks, self.cells.shape, self.key).cells != 0
 
 
 def distinct_marks(length: int, indices: Tensor) -> Tensor:
-    """A vector of zeros, but different numbers between 1 and 2 at these indices: no two of them cancel in a cell."""
+    """Different numbers between 1 and 2 at these indices, else 0: no two of them cancel in a cell."""
     marks = 1 + torch.arange(indices.numel(), device=indices.device) / max(1, indices.numel())
     return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
 
@@ -91,20 +92,20 @@ def largest_of(x: Tensor, k: int) -> Tensor:
     return torch.arange(k, device=x.device) if x.is_meta or not k else top_k(x, k)
 
 
-def finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
     return x.is_meta or bool(x.isfinite().all())
 
 
-# -- which part of a vector is sketched --------------------------------------------------------------------------------
+# -- the parts of a vector that are sketched ---------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
-    """Which stretches of a vector are sketched, and which travel whole.
+class Split(NamedTuple):
+    """The slices of a vector that are sketched, and those that are sent uncompressed.
 
     Attributes:
-        large: stretches of large tensors, which are sketched.
-        small: stretches of small ones.
+        large: slices of large tensors, which are sketched.
+        small: slices of small ones.
     """
 
     large: Sequence[slice]
@@ -116,15 +117,15 @@ class Cut(NamedTuple):
         return sum(part.stop - part.start for part in self.large)
 
     def large_of(self, x: Tensor) -> Tensor:
-        """What is sketched, end to end; the vector itself where that is all of it."""
+        """The sketched elements as one vector; the vector itself where that is all of it."""
         return torch.cat([x[:0], *(x[part] for part in self.large)]) if self.small else x
 
     def small_of(self, x: Tensor) -> Tensor:
-        """What travels whole, end to end."""
+        """The uncompressed elements as one vector."""
         return torch.cat([x[:0], *(x[part] for part in self.small)])
 
-    def places(self, indices: Tensor) -> Tensor:
-        """Where elements of `large_of` lie in the vector."""
+    def positions(self, indices: Tensor) -> Tensor:
+        """The positions in the vector of these elements of `large_of`."""
         if not self.small or not self.large:
             return indices
         lengths = torch.tensor([part.stop - part.start for part in self.large])
@@ -133,28 +134,28 @@ class Cut(NamedTuple):
         return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
 
 
-def cut_of(r: Replica, dense_below: int) -> Cut:
-    """Neighbours on the same side are one stretch; where tensors are not known, as in a dry run, all is sketched."""
+def split_of(r: Replica, dense_below: int) -> Split:
+    """Split by the size of tensors; adjacent ones are joined. In a dry run, which knows no tensors, all is sketched."""
     large, small = list[slice](), list[slice]()
     for segment in r.moments.segments:
-        stretches = small if segment.size < dense_below else large
-        start = stretches.pop().start if stretches and stretches[-1].stop == segment.start else segment.start
-        stretches.append(slice(start, segment.stop))
-    return Cut(large, small) if large or small else Cut([slice(0, r.x.numel())], [])
+        slices = small if segment.size < dense_below else large
+        start = slices.pop().start if slices and slices[-1].stop == segment.start else segment.start
+        slices.append(slice(start, segment.stop))
+    return Split(large, small) if large or small else Split([slice(0, r.x.numel())], [])
 
 
-# -- what workers have agreed to move ----------------------------------------------------------------------------------
+# -- sparse updates ----------------------------------------------------------------------------------------------------
 
 
-class Move(NamedTuple):
-    """What all workers have agreed to move.
+class Update(NamedTuple):
+    """A sparse update that is equal on all ranks.
 
     Attributes:
-        parts: places in the replica's vector, and how far to move there; places of one part are all different, but
-            on a CPU, where values in one place are added in order.
-        mine: places of which this worker has now sent all that it had.
-        dense: how far to move the small tensors.
-        small: where these lie.
+        parts: positions in the replica's vector with the values to subtract there. The positions of one part differ,
+            except on a CPU, where values at one position are added in order.
+        mine: positions of which this worker's residual was sent completely.
+        dense: values for the small tensors.
+        small: the slices of these.
     """
 
     parts: list[tuple[Tensor, Tensor]]
@@ -163,43 +164,44 @@ class Move(NamedTuple):
     small: Sequence[slice]
 
 
-def fresh_of(r: Replica, inside: bool) -> Tensor:
-    """This worker's share of the mean gradient, in steps of the parameters where the learning rate is `inside`."""
+def gradient_share(r: Replica, inside: bool) -> Tensor:
+    """This worker's share of the mean gradient, times the learning rate where that is `inside` the residual."""
     fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
     return fresh.mul_(r.lr) if inside else fresh
 
 
-def move_(r: Replica, move: Move, *, inside: bool) -> Tensor:
-    """Write into `r.g` what plain SGD is to move; returns the places of `mine` that it does move.
+def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
+    """Write an update into `r.g`, for plain SGD to apply; returns the positions of `mine` that it will apply.
 
-    Where the learning rate is zero nothing moves, and what should have moved there stays in the residual.
+    Parameters whose learning rate is zero do not change, and their update stays in the residual.
     """
     lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
 
     def at(where: Tensor | slice) -> Tensor:
         return lr[where] if lr.ndim else lr
 
-    def steps(where: Tensor | slice, values: Tensor) -> Tensor:
+    def gradients(where: Tensor | slice, values: Tensor) -> Tensor:
         if not inside:
             return values.to(r.g.dtype)
+        # SGD multiplies by the learning rate again.
         rate = at(where).to(values.dtype)
         return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
 
-    for where, values in move.parts:
-        r.g.index_add_(0, where, steps(where, values))
-    sizes = [part.stop - part.start for part in move.small]
-    for part, values in zip(move.small, move.dense.split(sizes) if sizes else (), strict=True):
-        r.g[part] = steps(part, values)
+    for where, values in update.parts:
+        r.g.index_add_(0, where, gradients(where, values))
+    sizes = [part.stop - part.start for part in update.small]
+    for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
+        r.g[part] = gradients(part, values)
     if r.x.is_meta:
-        return move.mine
-    return move.mine[(at(move.mine) > 0).expand_as(move.mine)]
+        return update.mine
+    return update.mine[(at(update.mine) > 0).expand_as(update.mine)]
 
 
-# -- recipes and states ------------------------------------------------------------------------------------------------
+# -- checks and resizing -----------------------------------------------------------------------------------------------
 
 
 def check_table(fraction: float, columns: int, rows: int) -> None:
-    """Refuse tables that cannot be.
+    """Refuse invalid tables.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -207,15 +209,15 @@ def check_table(fraction: float, columns: int, rows: int) -> None:
     if not 0 < fraction <= 1:
         raise ConfigError(f"fraction={fraction}: must lie in (0, 1]; 0.0003 is usual")
     if columns < 1:
-        raise ConfigError(f"columns={columns}: at least 1 for each coordinate that is moved; 32 is usual")
+        raise ConfigError(f"columns={columns}: at least 1 for each updated coordinate; 32 is usual")
     if rows < 1 or rows % 2 == 0:
         raise ConfigError(
             f"rows={rows}: an estimate is the median of the rows, so their number must be odd; 5 is usual"
         )
 
 
-def check_plain(name: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that does more than step along what it is given.
+def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
+    """Refuse everything but `torch.optim.SGD` without momentum.
 
     Raises:
         ConfigError: with the fix.
@@ -225,17 +227,17 @@ def check_plain(name: str, optimizer: Optimizer) -> None:
     )
     if not plain:
         raise ConfigError(
-            f"{type(optimizer).__name__} under {name}: the momentum is {name}'s own, and so is what is moved; use "
+            f"{type(optimizer).__name__} under {name}: it must apply {name}'s update as it is; use "
             f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
         )
 
 
 def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """The states of another number of workers, which together have the same residual and momentum.
+    """The states of another number of workers, with the same residual and momentum in total.
 
     Args:
         states: of all workers under `SketchedSGD` or `FetchSGD`, as in their checkpoints.
-        size: of the new world; each of its workers gets an equal share. Tables that all share stay as they are.
+        size: new number of workers; each gets an equal share. Tables, which are equal on all workers, are copied.
     """
     if not states or size < 1:
         raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")

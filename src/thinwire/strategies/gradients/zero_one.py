@@ -1,4 +1,4 @@
-"""Average gradients ever more seldom, say momenta in a bit an entry in between, and in the end only now and then."""
+"""0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,34 +22,42 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class ZeroOne(Strategy):
-    r"""Average gradients at steps that lie ever farther apart, and agree on coded momenta at others, later at few.
+    r"""Average gradients at steps that grow farther apart, and encoded momenta at others, later only at a few.
 
-    Needs `ZeroOneAdam`. For `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$ with
-    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and the variance follows them; at all other steps momenta are agreed
-    on in two stages with what each left unsaid, as under `CompressedMomentum`. Then the variance stays, and workers
-    take steps of their own between agreements that lie $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps apart, each gap
-    `local_doubling` times, up to `most_local`: they agree on
+    Needs `ZeroOneAdam`. During the first `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$ with
+    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. At all other steps of this stage momenta
+    are averaged in two stages with error feedback, as under `CompressedMomentum`. After it the variance is frozen, and
+    workers take local steps between synchronisations that lie $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps apart, each
+    gap `local_doubling` times, up to `most_local`. A synchronisation computes
 
     $$\bar m = C\Big(\frac{\sum_k \gamma_k m_{i,k}}{\sum_k \gamma_k} + e_i\Big) \text{ in two stages}, \qquad
       x \leftarrow x' - \frac{\sum_k \gamma_k}{\sqrt v + \epsilon} \bar m ,$$
 
-    the mean momentum of the steps since the last agreement $x'$. It has the size of a momentum whatever their number,
-    so that what was left unsaid before is still worth what it was.
+    where $x'$ are the parameters of the last synchronisation, and $\bar m$ the mean momentum of the steps since then.
+    It has the size of one momentum whatever their number, so that residuals keep their scale when gaps grow.
 
-    After every agreement all hold the same parameters, bit for bit. A gradient that is not finite counts as zero where
-    a worker is alone; where all agree on momenta they all pass over the step, and what was left unsaid stays as it is.
-    Traffic, per worker: $2\frac{n-1}{n}$ of the gradient at the first kind of step, of its codes at the second and at
-    agreements, nothing in between. State: what the codec left unsaid, like the parameters and an $n$-th of them; in 16
-    bits `said`, like the parameters in fp32.
+    After every synchronisation all workers hold the same parameters, bit for bit. A gradient that is not finite counts
+    as zero in a local step; at a synchronisation all workers skip the step and keep their residuals.
+
+    Traffic, per worker: $2\frac{n-1}{n}$ of the gradient where gradients are averaged, of its codes where momenta are,
+    nothing in between. State: the residuals, like the parameters and an $n$-th of them; in 16 bits `message`, like the
+    parameters in fp32.
 
     Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009, Algorithm 1.
 
+    Example:
+        >>> strategy = ZeroOne(variance_steps=8, variance_doubling=2, local_doubling=2, most_local=4)
+        >>> [step for step in range(8) if strategy.averages_gradients(step)]  # gradients, in full precision
+        [0, 1, 2, 4, 6]
+        >>> [step for step in range(8, 24) if strategy.synchronises(step)]  # encoded momenta; the other steps are local
+        [8, 9, 11, 13, 17, 21]
+
     Args:
-        codec: how momenta are said; `OneBit(norm="l2", whole=True)` as in the paper.
-        variance_steps: steps at which the variance may still move; more follows the gradient longer, and says more.
-        variance_doubling: $\kappa$, so many averages of gradients until the gap between them doubles; more says more.
-        local_doubling: so many agreements until the gap between them doubles; fewer says less, sooner.
-        most_local: the widest gap, a power of two; 1 agrees at every step.
+        codec: for the momenta; `OneBit(norm="l2", whole=True)` as in the paper.
+        variance_steps: steps during which the variance is updated; more gives a better variance, and sends more.
+        variance_doubling: $\kappa$, averages of gradients until the gap between them doubles; more sends more.
+        local_doubling: synchronisations until the gap between them doubles; fewer send less, sooner.
+        most_local: the widest gap, a power of two; 1 synchronises at every step.
     """
 
     codec: Codec = OneBit(norm="l2")
@@ -59,11 +67,11 @@ class ZeroOne(Strategy):
     most_local: int = 16
 
     paper = "Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009"
-    waits = "at every agreement, all wait for the slowest worker and for its codes to travel, twice"
-    limits = "needs ZeroOneAdam; gradients must be alike enough for a few steps alone"
+    waits = "at every synchronisation, all wait for the slowest worker and for the transfer of the codes, twice"
+    limits = "needs ZeroOneAdam; gradients must be similar enough for a few local steps"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         for name in ("variance_steps", "variance_doubling", "local_doubling"):
             if getattr(self, name) < 1:
@@ -73,33 +81,33 @@ class ZeroOne(Strategy):
 
     @property
     def sends_gradients(self) -> bool:
-        """Yes, bucket by bucket, at steps at which the variance moves."""
+        """Yes, bucket by bucket, at steps that update the variance."""
         return True
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, to make momenta of it."""
+        """Yes, to compute momenta from it."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse others than the one that knows these kinds of steps."""
+        """Refuse every optimizer but `ZeroOneAdam`."""
         if not isinstance(optimizer, ZeroOneAdam):
             raise ConfigError(
-                f"{type(optimizer).__name__} under ZeroOne: it cannot go back to where all agreed last; use ZeroOneAdam"
+                f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronise; use ZeroOneAdam"
             )
 
     def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, which together owe what these do."""
+        """The states of another number of workers, with the same residuals in total."""
         return resize_errors(states, size)
 
-    def averages(self, step: int) -> bool:
-        """Whether gradients are averaged at this step, and the variance moves."""
+    def averages_gradients(self, step: int) -> bool:
+        """Whether this step averages gradients and updates the variance."""
         if step >= self.variance_steps:
             return False
         gap, place = _doubling(step, self.variance_doubling, self.variance_steps)
         return place % gap == 0
 
-    def agrees(self, step: int) -> bool:
+    def synchronises(self, step: int) -> bool:
         """Whether all hold the same parameters after this step."""
         if step < self.variance_steps:
             return True
@@ -107,71 +115,72 @@ class ZeroOne(Strategy):
         return place % gap == gap - 1
 
     def start(self, r: Replica) -> None:
-        """The first step is one of gradients."""
+        """Prepare the optimizer for the first step, which averages gradients."""
         self._prepare(r)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Launch the mean of one bucket, at steps at which the variance moves."""
+        """Launch the mean of one bucket, at steps that update the variance."""
         return mean_(r.comm, r.g[part], count=r.active) if self._kind(r)[0] else None
 
     def before_step(self, r: Replica) -> None:
-        """Agree on the momentum of this step, or go alone."""
-        averaged, agreed = self._kind(r)
-        if averaged:
+        """Average the momenta of this step, or prepare a local step."""
+        averages, synchronises = self._kind(r)
+        if averages:
             return
-        if agreed:
-            self._agree(r)
+        if synchronises:
+            self._synchronise(r)
         elif not r.x.is_meta and not bool(r.g.isfinite().all()):
             r.g.zero_()
             r.metrics["skipped_steps"] = 1.0
 
     def after_step(self, r: Replica) -> None:
-        """Tell the optimizer what kind of step comes next."""
+        """Prepare the optimizer for the kind of the next step."""
         self._prepare(r)
 
     def _kind(self, r: Replica) -> tuple[bool, bool]:
-        """Whether this step averages, and whether it agrees; a dry run, without an optimizer, is at its widest gap."""
+        """Whether this step averages gradients, and whether it synchronises; a dry run is at its widest gap."""
         if replica_view(r.moments) is None:
             return False, r.step % self.most_local == self.most_local - 1
-        return self.averages(r.step), self.agrees(r.step)
+        return self.averages_gradients(r.step), self.synchronises(r.step)
 
     def _prepare(self, r: Replica) -> None:
         view = replica_view(r.moments)
         if view is None or not isinstance(view.optimizer, ZeroOneAdam):
             return
-        view.optimizer.go_alone(not self.agrees(r.step))
-        if self.averages(r.step):
-            view.optimizer.thaw()
+        view.optimizer.set_local(local=not self.synchronises(r.step))
+        if self.averages_gradients(r.step):
+            view.optimizer.unfreeze()
         else:
             view.optimizer.freeze()
 
-    def _agree(self, r: Replica) -> None:
-        """Average the momenta since the last agreement; all skip the step if any of it is not finite."""
+    def _synchronise(self, r: Replica) -> None:
+        """Average the momenta since the last synchronisation; all skip the step if the mean is not finite."""
         view, target = replica_view(r.moments), self._target(r)
         parameters, momenta = view.within(slice(0, r.x.numel()), target) if view else ([], [])
         if view:
             view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
-        agreed = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
+        mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
         if view is None:
             return
-        if not bool(agreed[:1].isfinite().all()):
-            view.optimizer.skip()
+        # A mean that is not finite is NaN throughout.
+        if not bool(mean[:1].isfinite().all()):
+            view.optimizer.skip_next_step()
             r.metrics["skipped_steps"] = 1.0
             return
         view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
 
     def _target(self, r: Replica) -> Tensor:
-        """Where momenta are sent from: the gradient's own memory, where that is exact."""
+        """The vector that momenta are sent from: the gradient itself, where that is exact."""
         if r.g.dtype in (torch.float32, torch.float64):
             return r.g
-        if "said" not in r.state:
-            r.state["said"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
-        return r.state["said"]
+        if "message" not in r.state:
+            r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+        return r.state["message"]
 
 
 def _doubling(step: int, times: int, most: int) -> tuple[int, int]:
-    """Where gaps double after so many of each, but not beyond the most: the gap at a step, and the place among them."""
+    """The gap at a step, and the steps since gaps have that width; gaps double `times` apart, up to `most`."""
     gap, begin = 1, 0
     while 2 * gap <= most and step >= begin + times * gap:
         begin += times * gap
