@@ -17,13 +17,13 @@ from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.facility import CoordinateFacility, Goal, TorchNearest
 from thinwire.coreset.greedy import lazy
 from thinwire.coreset.methods import unit_of
-from thinwire.coreset.selection import interleaved, shares
+from thinwire.coreset.selection import interleave, proportional_budgets
 from thinwire.coreset.similarity import centred, power_above
 from thinwire.kernels import nearest
 
 
 @pytest.fixture(params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the compiled kernel and without it."""
     if request.param == "torch":
         monkeypatch.setenv("THINWIRE_NATIVE", "0")
@@ -47,7 +47,7 @@ def alike(a: Coreset, b: Coreset) -> bool:
 
 @pytest.mark.parametrize("method", ["lazy", "naive"])
 @pytest.mark.parametrize(("n", "budget"), [(1, 1), (2, 1), (17, 5), (90, 30), (203, 20)])
-def test_greedy_equals_its_definition(way: str, method: str, n: int, budget: int) -> None:
+def test_greedy_equals_its_definition(backend: str, method: str, n: int, budget: int) -> None:
     x = points(n, seed=n)
     picks, sizes, total = greedy(apart(x), budget)
     found = select(x, budget=budget, method=method)
@@ -65,7 +65,7 @@ def test_greedy_keeps_its_guarantee_against_all_subsets(seed: int) -> None:
     assert top - found.cost >= (1 - 1 / np.e) * (top - best_cost(distances, 3))
 
 
-def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit(way: str) -> None:
+def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit(backend: str) -> None:
     x = points(240, d=7)
     yardstick = select(x, budget=48, method="naive")
     assert same(select(x, budget=48), dataclasses.replace(yardstick, method="lazy"))
@@ -78,7 +78,7 @@ def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit
     assert alike(select(EuclideanDistances(x), budget=48), yardstick)
 
 
-def test_a_wrong_guess_of_the_first_pick_does_no_harm(way: str) -> None:
+def test_a_wrong_guess_of_the_first_pick_does_no_harm(backend: str) -> None:
     draw = torch.Generator().manual_seed(2)
     places = torch.repeat_interleave(torch.tensor([0.0, 10.0, 2.86]), torch.tensor([200, 80, 70]))
     x = 0.1 * torch.randn(350, 3, generator=draw) + places[:, None] * torch.tensor([1.0, 0.0, 0.0])
@@ -97,7 +97,7 @@ def test_the_compiled_kernel_and_torch_choose_the_same(monkeypatch: pytest.Monke
     assert alike(ours, select(x, budget=60, labels=labels))
 
 
-def test_gains_shrink_and_are_what_the_cost_falls_by(way: str) -> None:
+def test_gains_shrink_and_are_what_the_cost_falls_by(backend: str) -> None:
     x = points(150)
     found = select(x, budget=50)
     assert (found.gains.diff() <= 0).all()
@@ -107,7 +107,7 @@ def test_gains_shrink_and_are_what_the_cost_falls_by(way: str) -> None:
         assert total == pytest.approx(found.cost + float(found.gains[k:].sum()), rel=1e-12)
 
 
-def test_what_a_candidate_gains_shrinks_as_others_are_chosen(way: str) -> None:
+def test_what_a_candidate_gains_shrinks_as_others_are_chosen(backend: str) -> None:
     rows = centred(points(60))
     rows = rows / unit_of(rows)
     draw = torch.Generator().manual_seed(3)
@@ -120,12 +120,12 @@ def test_what_a_candidate_gains_shrinks_as_others_are_chosen(way: str) -> None:
     assert (small.gains(rows) >= large.gains(rows)).all()
 
 
-def test_a_smaller_budget_is_the_beginning_of_a_larger_one(way: str) -> None:
+def test_a_smaller_budget_is_the_beginning_of_a_larger_one(backend: str) -> None:
     x = points(120)
     assert select(x, budget=30).indices[:11].equal(select(x, budget=11).indices)
 
 
-def test_the_order_of_the_points_does_not_matter(way: str) -> None:
+def test_the_order_of_the_points_does_not_matter(backend: str) -> None:
     x = points(160)
     order = torch.randperm(160, generator=torch.Generator().manual_seed(5))
     moved = select(x[order], budget=25)
@@ -133,13 +133,13 @@ def test_the_order_of_the_points_does_not_matter(way: str) -> None:
     assert moved.weights.equal(select(x, budget=25).weights)
 
 
-def test_a_shift_of_all_points_does_not_matter(way: str) -> None:
+def test_a_shift_of_all_points_does_not_matter(backend: str) -> None:
     x = points(100).double()
     assert select(x + 1e7, budget=20).indices.equal(select(x, budget=20).indices)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-3, 1e18])
-def test_the_unit_of_the_features_does_not_matter(way: str, scale: float) -> None:
+def test_the_unit_of_the_features_does_not_matter(backend: str, scale: float) -> None:
     x = points(100).double()
     found, scaled = select(x, budget=20), select(x * scale, budget=20)
     assert scaled.indices.equal(found.indices)
@@ -161,21 +161,21 @@ def test_two_threads_choose_what_one_does() -> None:
 # -- weights, ties and duplicates --------------------------------------------------------------------------------------
 
 
-def test_weights_are_the_sizes_of_clusters(way: str) -> None:
+def test_weights_are_the_sizes_of_clusters(backend: str) -> None:
     x = points(140)
     found = select(x, budget=20)
     assert found.weights.tolist() == clusters(apart(x), found.indices.tolist())
     assert found.weights.sum() == 140 and found.weights.min() >= 1
 
 
-def test_each_far_blob_gets_one_point_that_weighs_as_much_as_it_has(way: str) -> None:
+def test_each_far_blob_gets_one_point_that_weighs_as_much_as_it_has(backend: str) -> None:
     x, kinds = blobs([31, 7, 18, 2])
     found = select(x, budget=4)
     weights = dict(zip(kinds[found.indices].tolist(), found.weights.tolist(), strict=True))
     assert weights == {0: 31, 1: 7, 2: 18, 3: 2}
 
 
-def test_near_duplicates_keep_their_digits(way: str) -> None:
+def test_near_duplicates_keep_their_digits(backend: str) -> None:
     # All squared lengths are alike to seven digits; only differences tell the points apart.
     draw = torch.Generator().manual_seed(1)
     x = torch.cat([torch.zeros(40, 4), torch.full((40, 4), 4096.0)])
@@ -187,32 +187,32 @@ def test_near_duplicates_keep_their_digits(way: str) -> None:
     assert sizes[:2] == pytest.approx(clusters(apart(x), picks)[:2])
 
 
-def test_all_points_represent_themselves_even_where_some_are_equal(way: str) -> None:
+def test_all_points_represent_themselves_even_where_some_are_equal(backend: str) -> None:
     x = points(9).repeat(3, 1)
     found = select(x, fraction=1.0)
     assert sorted(found.indices.tolist()) == list(range(27))
     assert found.weights.tolist() == [1.0] * 27 and found.cost == 0
 
 
-def test_a_point_is_never_chosen_twice_nor_its_twin_before_all_others(way: str) -> None:
+def test_a_point_is_never_chosen_twice_nor_its_twin_before_all_others(backend: str) -> None:
     x = torch.cat([points(30), points(30)[:10]])
     found = select(x, budget=30)
     assert len(set(found.indices.tolist())) == 30
     assert len(x[found.indices].unique(dim=0)) == 30
 
 
-def test_of_equal_points_the_one_with_the_smallest_number_is_chosen(way: str) -> None:
+def test_of_equal_points_the_one_with_the_smallest_number_is_chosen(backend: str) -> None:
     x = torch.tensor([[0.0], [5.0], [5.0], [9.0], [5.0]])
     assert select(x, budget=1).indices.tolist() == [1]
     assert select(torch.zeros(6, 2), budget=3).indices.tolist() == [0, 1, 2]
 
 
-def test_the_first_point_is_chosen_no_more_often_than_others(way: str) -> None:
+def test_the_first_point_is_chosen_no_more_often_than_others(backend: str) -> None:
     firsts = [select(points(40, seed=seed), budget=3).indices.tolist().count(0) for seed in range(12)]
     assert sum(firsts) <= 4
 
 
-def test_on_a_grid_equal_gains_go_to_the_smallest_number(way: str) -> None:
+def test_on_a_grid_equal_gains_go_to_the_smallest_number(backend: str) -> None:
     x = torch.cartesian_prod(torch.arange(5.0), torch.arange(5.0))
     picks, sizes, total = greedy(apart(x), 9)
     found = select(x, budget=9)
@@ -224,7 +224,7 @@ def test_on_a_grid_equal_gains_go_to_the_smallest_number(way: str) -> None:
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_class_is_selected_for_itself(way: str) -> None:
+def test_each_class_is_selected_separately(backend: str) -> None:
     x, labels = points(130), torch.arange(130) % 13 // 6
     found = select(x, budget=26, labels=labels)
     for label, share in zip((0, 1, 2), (12, 12, 2), strict=True):
@@ -236,32 +236,32 @@ def test_each_class_is_selected_for_itself(way: str) -> None:
         assert found.weights[inside].sum() == len(members)
 
 
-def test_shares_sum_to_the_budget_and_none_is_empty_or_too_large() -> None:
+def test_budgets_of_classes_sum_to_the_budget_and_none_is_empty_or_too_large() -> None:
     draw = np.random.default_rng(0)
     for _ in range(300):
         sizes = draw.integers(1, 40, size=draw.integers(1, 9)).tolist()
         budget = int(draw.integers(len(sizes), sum(sizes) + 1))
-        given = shares(sizes, budget)
+        given = proportional_budgets(sizes, budget)
         assert sum(given) == budget
         assert all(1 <= share <= size for share, size in zip(given, sizes, strict=True))
 
 
-def test_shares_are_those_of_the_largest_remainders() -> None:
-    assert shares([50, 30, 20], 10) == [5, 3, 2]
-    assert shares([45, 35, 20], 10) == [5, 3, 2]
-    assert shares([7, 7, 7], 4) == [2, 1, 1]
-    assert shares([97, 1, 1, 1], 10) == [7, 1, 1, 1]
+def test_budgets_of_classes_are_those_of_the_largest_remainders() -> None:
+    assert proportional_budgets([50, 30, 20], 10) == [5, 3, 2]
+    assert proportional_budgets([45, 35, 20], 10) == [5, 3, 2]
+    assert proportional_budgets([7, 7, 7], 4) == [2, 1, 1]
+    assert proportional_budgets([97, 1, 1, 1], 10) == [7, 1, 1, 1]
 
 
 def test_every_beginning_holds_the_classes_in_their_ratio() -> None:
-    order = [kind for kind, _ in interleaved([6, 3, 1])]
+    order = [kind for kind, _ in interleave([6, 3, 1])]
     assert len(order) == 10
     for end in range(1, 11):
         counts = [order[:end].count(kind) for kind in range(3)]
         assert all(abs(count - end * share / 10) <= 1 for count, share in zip(counts, (6, 3, 1), strict=True))
 
 
-def test_numbers_of_classes_may_have_gaps(way: str) -> None:
+def test_numbers_of_classes_may_have_gaps(backend: str) -> None:
     x, labels = points(50), torch.tensor([7, -3]).repeat(25)
     found = select(x, budget=10, labels=labels)
     assert (labels[found.indices] == 7).sum() == 5
@@ -282,7 +282,7 @@ def test_bare_distances_can_be_selected_by_class() -> None:
 # -- cover and warm starts ---------------------------------------------------------------------------------------------
 
 
-def test_cover_takes_as_few_picks_as_greedy_needs(way: str) -> None:
+def test_cover_takes_as_few_picks_as_greedy_needs(backend: str) -> None:
     x = points(90)
     costs = [select(x, budget=k).cost for k in range(1, 31)]
     for bound in (costs[0], costs[7], 0.5 * (costs[11] + costs[12])):
@@ -296,18 +296,20 @@ def test_a_cover_of_nothing_takes_every_distinct_point() -> None:
     assert found.cost == 0 and len(found) == 20
 
 
-def test_a_warm_start_goes_on_where_the_earlier_selection_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_continues_where_the_earlier_selection_ended(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, labels = points(200), torch.arange(200) % 3
     for kinds in (None, labels):
         earlier, whole = select(x, budget=30, labels=kinds), select(x, budget=60, labels=kinds)
-        asked = counted(monkeypatch)
+        computed = counted(monkeypatch)
         assert same(select(x, budget=60, labels=kinds, warm=whole), whole)
-        assert asked[0] <= 60
+        assert computed[0] <= 60
         assert same(select(x, budget=60, labels=kinds, warm=earlier), whole)
         assert same(select(x, budget=30, labels=kinds, warm=whole), earlier)
 
 
-def test_a_warm_start_from_other_points_is_put_aside(way: str) -> None:
+def test_a_warm_start_from_other_points_is_ignored(backend: str) -> None:
     x = points(150)
     moved = x.clone()
     moved[3] += 0.5
@@ -317,26 +319,26 @@ def test_a_warm_start_from_other_points_is_put_aside(way: str) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gains are asked for from now on."""
-    asked, gains = [0], CoordinateFacility.gains
+    """The number of gains computed from now on."""
+    computed, gains = [0], CoordinateFacility.gains
 
     def counting(facility: CoordinateFacility, candidates: np.ndarray) -> np.ndarray:
-        asked[0] += len(candidates)
+        computed[0] += len(candidates)
         return gains(facility, candidates)
 
     monkeypatch.setattr(CoordinateFacility, "gains", counting)
-    return asked
+    return computed
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
-def test_lazy_asks_for_a_few_per_cent_of_naive_s_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_computes_a_few_per_cent_of_naive_s_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_NATIVE", "0")
     x = points(1000, d=10)
-    asked = counted(monkeypatch)
+    computed = counted(monkeypatch)
     select(x, budget=100)
-    assert asked[0] < 0.12 * sum(1000 - k for k in range(100))
+    assert computed[0] < 0.12 * sum(1000 - k for k in range(100))
 
 
 def test_no_matrix_of_all_distances_is_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,8 +357,8 @@ def test_no_matrix_of_all_distances_is_ever_held(monkeypatch: pytest.MonkeyPatch
     assert 0 < largest[0] <= 1 << 22 < n * n
 
 
-def test_beside_the_points_the_kernel_holds_a_few_numbers_for_each(way: str) -> None:
-    if way == "torch":
+def test_beside_the_points_the_kernel_holds_a_few_numbers_for_each(backend: str) -> None:
+    if backend == "torch":
         pytest.skip("measured by tensors, above")
     x = points(4000, d=8)
     select(x[:50], budget=2)
@@ -381,7 +383,7 @@ def shard(x: Tensor, rank: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_shards_give_what_one_machine_with_all_points_gives(way: str, size: int, labelled: bool) -> None:
+def test_shards_give_what_one_machine_with_all_points_gives(backend: str, size: int, labelled: bool) -> None:
     x, labels = points(180), (torch.arange(180) > 40).long() * 2
     whole = select(x, budget=36, labels=labels if labelled else None)
 
@@ -429,12 +431,12 @@ def test_a_block_of_candidates_costs_one_number_each() -> None:
         return len(x), comm.meter.by_operation["all_reduce"]
 
     (n, first), (_, second) = thinwire.run_threads(2, work, timeout=30)
-    # On two ranks a sum sends its own size: a double for each gain asked for, a double a feature, 8 bytes a weight.
+    # On two ranks a sum sends its own size: a double for each gain, a double a feature, 8 bytes a weight.
     assert first == second
     assert (first - 8 * 20 - 8 * 16) % 8 == 0 and first < 8 * (8 * n) + 8 * 20 + 8 * 16
 
 
-def test_what_is_wrong_on_one_rank_is_said_on_all() -> None:
+def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     x = points(40)
 
     def work(comm: Comm) -> str:

@@ -22,14 +22,14 @@ from thinwire.coreset import Coreset, select
 from thinwire.coreset.facility import CoordinateFacility, FusedNearest, Goal, TorchNearest
 from thinwire.coreset.methods import unit_of
 from thinwire.coreset.similarity import centred
-from thinwire.coreset.sparse import neighbours, recall
+from thinwire.coreset.sparse import find_neighbours, recall
 from thinwire.coreset.streaming import _sifted, streaming
 from thinwire.kernels import nearest
 
 DRAWING = ["stochastic", "sparse", "streaming", "greedi"]
 
 
-def chance(x: Tensor, budget: int, draws: int = 5) -> float:
+def random_cost(x: Tensor, budget: int, draws: int = 5) -> float:
     """The mean cost of random picks."""
     distances = apart(x)
     orders = [torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)) for seed in range(draws)]
@@ -50,9 +50,9 @@ def test_every_method_gives_distinct_points_true_weights_and_the_true_cost(metho
 
 
 @pytest.mark.parametrize("method", DRAWING)
-def test_every_method_is_worse_than_greedy_by_less_than_chance_is(method: str) -> None:
+def test_every_method_is_nearer_to_greedy_than_random_points(method: str) -> None:
     x = points(400, d=4)
-    exact, found, random = select(x, budget=40).cost, select(x, budget=40, method=method).cost, chance(x, 40)
+    exact, found, random = select(x, budget=40).cost, select(x, budget=40, method=method).cost, random_cost(x, 40)
     closed = (random - found) / (random - exact)
     assert (0.45 if method == "streaming" else 0.8) < closed < 1.05
 
@@ -95,7 +95,7 @@ def test_every_method_selects_per_class_and_to_a_cover(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["lazy", *DRAWING])
-def test_progress_is_told_and_never_goes_back(method: str) -> None:
+def test_progress_is_reported_and_never_goes_back(method: str) -> None:
     shares: list[float] = []
     select(points(100), budget=20, labels=torch.arange(100) % 2, method=method, told=shares.append)
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
@@ -104,17 +104,17 @@ def test_progress_is_told_and_never_goes_back(method: str) -> None:
 # -- stochastic --------------------------------------------------------------------------------------------------------
 
 
-def test_stochastic_asks_for_as_many_gains_as_its_eps_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_computes_as_many_gains_as_follow_from_its_eps(monkeypatch: pytest.MonkeyPatch) -> None:
     x = points(300)
     for eps in (0.01, 0.5):
-        asked = counted(monkeypatch)
+        computed = counted(monkeypatch)
         select(x, budget=30, method="stochastic", eps=eps)
-        assert asked[0] == 30 * math.ceil(10 * math.log(1 / eps))
+        assert computed[0] == 30 * math.ceil(10 * math.log(1 / eps))
 
 
 def test_stochastic_s_usual_eps_looks_at_enough() -> None:
     x = points(500, d=8)
-    exact, random = select(x, budget=50).cost, chance(x, 50)
+    exact, random = select(x, budget=50).cost, random_cost(x, 50)
     usual = np.mean([select(x, budget=50, method="stochastic", seed=s).cost for s in range(4)])
     careless = np.mean([select(x, budget=50, method="stochastic", seed=s, eps=0.9).cost for s in range(4)])
     assert (random - usual) > 0.85 * (random - exact) > 1.3 * (random - careless)
@@ -151,7 +151,7 @@ def test_points_without_a_chosen_neighbour_go_to_the_nearest_of_all() -> None:
 
 def test_exact_neighbours_are_those_of_a_sorted_row() -> None:
     x = points(120)
-    found = neighbours(x, 7, torch.Generator().manual_seed(0))
+    found = find_neighbours(x, 7, torch.Generator().manual_seed(0))
     order = apart(x).argsort(1)
     assert found.numbers[:, 0].tolist() == list(range(120))
     for i in range(120):
@@ -165,7 +165,7 @@ def test_inverted_lists_find_most_neighbours_and_true_distances(monkeypatch: pyt
     monkeypatch.setattr(module, "_CELL", 60)
     monkeypatch.setattr(module, "_PROBES", 6)
     x = points(1500, d=6)
-    found = neighbours(x, 10, torch.Generator().manual_seed(0), exact=False)
+    found = find_neighbours(x, 10, torch.Generator().manual_seed(0), exact=False)
     assert 0.7 < recall(x, found, torch.Generator().manual_seed(1)) <= 1
     far = apart(x)
     rows = torch.arange(1500)[:, None]
@@ -178,7 +178,7 @@ def test_cells_with_too_few_points_are_joined_by_others(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "_CELL", 5)
     monkeypatch.setattr(module, "_PROBES", 1)
-    found = neighbours(points(90), 30, torch.Generator(), exact=False)
+    found = find_neighbours(points(90), 30, torch.Generator(), exact=False)
     assert all(len(set(row)) == 31 for row in found.numbers.tolist())
 
 
@@ -300,7 +300,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     return found
 
 
-def test_the_kernel_s_gains_do_not_depend_on_what_is_asked_for_beside_it(library: ctypes.CDLL) -> None:
+def test_the_kernel_s_gains_do_not_depend_on_the_other_candidates_of_a_call(library: ctypes.CDLL) -> None:
     for n, d in ((1, 1), (15, 3), (33, 64), (500, 70)):
         rows = centred(points(n, d, seed=n))
         rows = rows / unit_of(rows)

@@ -12,10 +12,10 @@ from tests.oracles import coreset_training as oracle
 from thinwire.coreset.proxies import (
     LastLayer,
     OuterDistances,
+    evaluation_mode,
     features,
     head_of,
     last_layer,
-    measuring,
     reader,
     relative_error,
 )
@@ -62,7 +62,7 @@ def read_of(x: Tensor, y: Tensor) -> Any:
 
 
 def exact(model: Net, x: Tensor, y: Tensor) -> Tensor:
-    with measuring(model):
+    with evaluation_mode(model):
         hidden = model.hidden(x)
     return oracle.last_layer_gradients(model.head.weight, model.head.bias, hidden, y)
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         last_layer(net(), read_of(x, y[:, None].expand(-1, 2)), torch.arange(N))
     with pytest.raises(ConfigError, match=r"no nn\.Linear"):
         head_of(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ConfigError, match="see each point once"):
+    with pytest.raises(ConfigError, match="run once for each point"):
         last_layer(
             nn.Sequential(nn.Linear(INPUTS, CLASSES)), read_of(x, y), torch.arange(N), hidden=True, head=nn.ReLU()
         )
@@ -310,5 +310,5 @@ def test_points_join_the_nearest_medoid_of_their_own_class() -> None:
 
 
 def test_strata_that_give_more_than_they_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must give at least 1"):
+    with pytest.raises(ConfigError, match="needs at least 1 draw"):
         Strata(torch.tensor([0, 0, 1]), torch.tensor([1, 2]))

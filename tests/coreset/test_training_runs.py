@@ -23,7 +23,7 @@ from thinwire.tasks.data.examples import Images, labelled
 from thinwire.tasks.models.plain import Logistic
 
 
-def asked(**others: Any) -> dict[str, Any]:
+def request(**others: Any) -> dict[str, Any]:
     return {"task": "digits", "strategy": "LocalSGD(period=4)", "steps": 12, "eval_limit": 64, "seed": 3, **others}
 
 
@@ -32,7 +32,7 @@ def train_as_rank(folder: Path, fields: dict[str, Any], resume: bool) -> Any:
 
 
 def train(folder: Path, *, resume: bool = False, workers: int = 1, **others: Any) -> Any:
-    settings = resolve(asked(workers=workers, **others))
+    settings = resolve(request(workers=workers, **others))
     folder.mkdir(exist_ok=True)
     if workers == 1:
         return work(settings, folder, resume=resume)
@@ -43,7 +43,7 @@ def lines(folder: Path, key: str) -> list[Any]:
     return [line for line in RunFolder(folder).lines("metrics.jsonl") if key in line]
 
 
-def test_a_run_says_what_it_chose_and_how_long_that_took(tmp_path: Path) -> None:
+def test_a_run_reports_what_it_chose_and_how_long_that_took(tmp_path: Path) -> None:
     summary = train(tmp_path, coreset="Craig(fraction=0.1, every=2)", steps=24)
     assert summary["coreset"] == repr(Craig(fraction=0.1, every=2))
     assert summary["coreset_points"] == 144
@@ -59,7 +59,7 @@ def test_choosing_counts_as_training_time(tmp_path: Path) -> None:
     assert steps[-1]["seconds"] > summary["selection_seconds"]
 
 
-def test_a_run_without_a_coreset_says_nothing_of_one(tmp_path: Path) -> None:
+def test_a_run_without_a_coreset_reports_none(tmp_path: Path) -> None:
     assert "coreset" not in train(tmp_path, steps=2)
 
 
@@ -114,12 +114,12 @@ def test_a_policy_s_repr_makes_it_again(text: str) -> None:
 )
 def test_a_policy_that_cannot_be_read_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(asked(coreset=text))
+        resolve(request(coreset=text))
 
 
 def test_tasks_without_separate_examples_refuse_a_coreset() -> None:
     with pytest.raises(ConfigError, match="no separate examples"):
-        resolve(asked(task="text", coreset="Craig"))
+        resolve(request(task="text", coreset="Craig"))
 
 
 # -- the data of one rank ----------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_a_representative_is_of_the_class_it_represents() -> None:
             assert float(subset.weights[labels[subset.indices] == c].sum()) == pytest.approx(int((labels == c).sum()))
 
 
-def test_strata_are_drawn_anew_each_epoch_and_right_on_average() -> None:
+def test_strata_are_drawn_again_each_epoch_and_right_on_average() -> None:
     points = points_of(data(), net())
     selector = Selector(Craig(fraction=0.2, mode="strata", every=None), points)
     gradients = points.gradients(hidden=True)
@@ -220,14 +220,14 @@ def epochs_of(policy: Policy, epochs: int, *, moving: bool = True) -> list[tuple
     return seen
 
 
-def test_points_are_chosen_anew_every_so_many_epochs() -> None:
+def test_points_are_chosen_again_every_few_epochs() -> None:
     seen = epochs_of(Craig(fraction=0.2, every=3), 7)
     assert seen[0] == seen[1] == seen[2] != seen[3]
     assert seen[3] == seen[4] == seen[5] != seen[6]
     assert len(set(epochs_of(Craig(fraction=0.2, every=None), 7))) == 1
 
 
-def test_points_are_chosen_anew_when_the_measured_error_exceeds_the_bound() -> None:
+def test_points_are_chosen_again_when_the_measured_error_exceeds_the_bound() -> None:
     still = Selector(Craig(fraction=0.5, every=None, bound=5.0, probe=1.0), points_of(data(), net()))
     for epoch in range(5):
         still.subset(epoch)
@@ -279,7 +279,7 @@ def test_adam_s_moments_change_what_is_near() -> None:
         Selector(policy, points_of(dataset, model)).subset(0)
     sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
     sgd.step()
-    with pytest.raises(ConfigError, match="keeps no second moments"):
+    with pytest.raises(ConfigError, match="has no second moments"):
         Selector(policy, points_of(dataset, model, sgd)).subset(0)
 
 
@@ -327,8 +327,8 @@ def test_mini_batch_coresets_stand_each_for_the_whole() -> None:
     whole = gradients.total()
     errors = [float((gradients.at(r).total(4 * w) - whole).norm()) for r, w in batches_of(subset)]
     random = [Random(fraction=0.05).choose(points, seed, None) for seed in range(20)]
-    chance = [float((gradients.at(r.indices).total(r.weights) - whole).norm()) for r in random]
-    assert sum(errors) / 4 < sum(chance) / 20
+    random_errors = [float((gradients.at(r.indices).total(r.weights) - whole).norm()) for r in random]
+    assert sum(errors) / 4 < sum(random_errors) / 20
 
 
 def batches_of(subset: Subset) -> list[tuple[Tensor, Tensor]]:
@@ -379,7 +379,7 @@ def test_epochs_differ_in_order_and_equal_seeds_agree() -> None:
 
 
 class Augmenting(Dataset[Any]):
-    """Examples that say who reads them."""
+    """Examples that record which process reads them."""
 
     def __len__(self) -> int:
         return N
@@ -447,7 +447,7 @@ def test_a_resumed_sampler_goes_on_where_the_other_stopped(policy: Policy, epoch
     before = [next(stream) for _ in range(4)]
     state = kept(sampler.state_dict())
     with torch.no_grad():
-        model[0].weight.mul_(-2)  # whoever chose anew now would choose others
+        model[0].weight.mul_(-2)  # a new selection would now choose other points
     rest = [(p, p.weight) for p in stream if isinstance(p, Point)]
     resumed = make(model)
     resumed.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Coresets: the few points that speak for all, with their weights."""
+"""Coresets: small weighted subsets that represent all points of a data set."""
 
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.policy import Points

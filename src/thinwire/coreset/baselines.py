@@ -1,4 +1,4 @@
-"""Other ways of choosing points, to hold Craig against; random is the one to beat."""
+"""Other policies to compare Craig with; `Random` is the one to beat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
-from thinwire.coreset.selection import select, shares
+from thinwire.coreset.selection import proportional_budgets, select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
 from thinwire.coreset.subset import Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
@@ -19,13 +19,13 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Points by chance, all with the same weight.
+    """Random points, all with the same weight.
 
-    With `every=1` it is training on all the data, visited over several epochs; with `every=None` it is a random subset.
+    With `every=1` this is training on all the data, spread over several epochs; with `every=None` on a random subset.
     """
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
 
@@ -37,50 +37,50 @@ class Random(Policy):
 
 @dataclass(frozen=True)
 class Stratified(Policy):
-    """Points by chance, each class with its share; within a class all with the same weight."""
+    """Random points, of each class its share; within a class all with the same weight."""
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
         """Draw from each class without replacement."""
         _, members, sizes = points.labels.unique(return_inverse=True, return_counts=True)
-        given = shares(sizes.tolist(), budget_of(self.fraction, points.n))
+        given = proportional_budgets(sizes.tolist(), budget_of(self.fraction, points.n))
         return Strata(members, torch.tensor(given)).draw(seed)
 
 
 @dataclass(frozen=True)
 class KCenter(Policy):
-    """Points such that none is far from all of them; each has the size of its cluster as its weight.
+    """Points such that every point is near one of them; the weights are the sizes of their clusters.
 
-    The farthest point from those chosen is chosen next, which is within twice the least possible radius: Gonzalez,
+    The point farthest from those chosen is chosen next, which gives at most twice the least possible radius: Gonzalez,
     Clustering to Minimize the Maximum Intercluster Distance, 1985; for training, Sener and Savarese, Active Learning
     for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018, arXiv:1708.00489.
     """
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
-        """Go by logit gradients, from the first point on."""
+        """Compare logit gradients, starting with the first point."""
         distances = EuclideanDistances(points.gradients().residuals)
         return k_center(distances, budget_of(self.fraction, points.n))
 
 
 @dataclass(frozen=True)
 class El2n(Policy):
-    """The points that are told least rightly, by the length of $p - y$; all with the same weight.
+    """The points with the largest errors, by the length of $p - y$; all with the same weight.
 
     Paul, Ganguli and Dziugaite, Deep Learning on a Data Diet, NeurIPS 2021, arXiv:2107.07075. Their scores are means
-    over several models early in training; here they are the run's own model's.
+    over several models early in training; here they are those of the run's own model.
     """
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
 
@@ -91,13 +91,13 @@ class El2n(Policy):
 
 @dataclass(frozen=True)
 class Grand(Policy):
-    """The points with the longest gradients, of the last layer; all with the same weight.
+    """The points with the longest last-layer gradients; all with the same weight.
 
     Paul, Ganguli and Dziugaite, Deep Learning on a Data Diet, NeurIPS 2021, arXiv:2107.07075.
     """
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
 
@@ -110,9 +110,9 @@ class Grand(Policy):
 class Crest(Policy):
     """Mini-batches that are each a coreset of a random part of the data, visited in that order.
 
-    Facility location over a random part costs little, and as every batch has a part of its own, what one leaves out
-    another has. Of the method's further means, the quadratic model that says when to select anew and the dropping of
-    points already learned, nothing is done here: `every` says when.
+    Facility location over a random part is cheap, and every batch has a part of its own, so that later batches cover
+    what one leaves out. The rest of the method, a quadratic model that decides when to select again and the exclusion
+    of points already learned, is not implemented: `every` decides.
 
     Yang, Kang and Mirzasoleiman, Towards Sustainable Learning: Coresets for Data-efficient Deep Learning, ICML 2023,
     arXiv:2306.01244.
@@ -121,7 +121,7 @@ class Crest(Policy):
         fraction: of the points that an epoch visits, in (0, 1].
         every: epochs between selections; None selects once.
         batch: points of a mini-batch; use the loop's batch size.
-        part: points that each mini-batch is chosen among.
+        part: points among which each mini-batch is chosen.
     """
 
     batch: int = 32
@@ -130,11 +130,11 @@ class Crest(Policy):
     ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
         if not 1 <= self.batch <= self.part:
-            raise ConfigError(f"batch={self.batch}: must lie in 1..{self.part}, the part it is chosen among")
+            raise ConfigError(f"batch={self.batch}: must lie in 1..{self.part}, the part that it is chosen from")
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
         """Select the mini-batches of the next epochs."""
@@ -159,11 +159,11 @@ def highest(scores: Tensor, budget: int) -> Subset:
 
 
 def k_center(distances: Distances, budget: int) -> Subset:
-    """Farthest point first, from point 0 on, with cluster sizes as weights.
+    """Farthest point first, starting with point 0, with cluster sizes as weights.
 
     Args:
         distances: between points.
-        budget: points to choose; fewer are chosen where there are fewer different ones.
+        budget: points to choose; fewer are chosen where there are fewer distinct ones.
     """
     chosen = [0]
     nearest = distances.between(torch.tensor([0]))[:, 0].clone()
@@ -179,9 +179,9 @@ def minibatches(gradients: LastLayer, numbers: Tensor, parts: Tensor, *, size: i
     """A coreset of each part, one after the other.
 
     Args:
-        gradients: of the points in any part.
-        numbers: int64, [m]; which points those are.
-        parts: int64, [batches, part]; places in `numbers`.
+        gradients: of all points that are in a part.
+        numbers: int64, [m]; the numbers of those points.
+        parts: int64, [batches, part]; positions in `numbers`.
         size: points of each coreset.
         n: points in all.
     """

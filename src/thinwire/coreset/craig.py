@@ -1,4 +1,4 @@
-"""Train on the few points whose weighted gradient stands for that of all."""
+"""Train on a few points whose weighted gradient approximates that of all."""
 
 from __future__ import annotations
 
@@ -19,33 +19,43 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Craig(Policy):
-    r"""Visit the medoids of gradient space, each with the size of its cluster as its weight.
+    r"""Visit the medoids of clusters in gradient space, each weighted by the size of its cluster.
 
     The subset $S$ maximises facility location over gradient distances $d_{ij}$; $\gamma_j$ counts the points nearest to
-    $j$. Then, where the distances bound those of the gradients,
+    $j$. If these distances bound those between gradients,
 
     $$|\sum_{i\in V}\nabla f_i(w) - \sum_{j\in S}\gamma_j\nabla f_j(w)| \le \sum_{i\in V}\min_{j\in S} d_{ij}.$$
 
-    `fraction=1` is training on all the data. The estimate is biased: with `mode="strata"` the clusters of half as many
-    medoids are drawn from anew every epoch instead, which is not.
-    Cost: the proxies of all points, one forward pass (`proxy="features"`: none), and the selection, every `every`
+    `fraction=1` is training on all the data. The estimate is biased; `mode="strata"` instead draws points from the
+    clusters of half as many medoids in every epoch, which is unbiased.
+
+    Cost: one forward pass over all points for the proxies (`proxy="features"`: none), and the selection, every `every`
     epochs.
 
     Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, ICML 2020,
     arXiv:1906.01827, Algorithm 1.
 
+    Example:
+        >>> from torch import nn
+        >>> from thinwire.coreset import Selector
+        >>> x, y = torch.tensor([[0.0], [0.1], [5.0], [5.1], [5.2]]), torch.zeros(5, dtype=torch.int64)
+        >>> points = Points(lambda rows: (x[rows], y[rows]), y, nn.Linear(1, 2))
+        >>> subset = Selector(Craig(fraction=0.4, every=None, proxy="features"), points).subset(epoch=0)
+        >>> subset.indices.tolist(), subset.weights.tolist()
+        ([2, 0], [3.0, 2.0])
+
     Args:
         fraction: of the points that an epoch visits, in (0, 1].
         full_epochs: epochs on all the data before the first selection.
         every: $R$, epochs between selections; None selects once, which is right for `proxy="features"`.
-        proxy: what gradients are compared by: "features" (convex losses of linear models), "logits" (the gradient with
+        proxy: what approximates gradients: "features" (convex losses of linear models), "logits" (the gradient with
             respect to the logits) or "last_layer" (the gradient of the whole last layer).
         mode: "medoid", or "strata" for unbiased draws from clusters.
-        method: how the selection is done, as `thinwire.coreset.select` knows it.
-        per_class: select in each class by itself.
-        preconditioned: compare gradients as Adam scales them.
-        bound: select again as well when the relative error of the subset's gradient exceeds this; 0.3 is usual.
-        probe: of the points, the part that the error is measured on.
+        method: of `thinwire.coreset.select`.
+        per_class: select in each class separately.
+        preconditioned: compare gradients after Adam's scaling.
+        bound: also select again when the relative error of the subset's gradient exceeds this; 0.3 is usual.
+        probe: the fraction of the points on which the error is measured.
     """
 
     fraction: float = 0.1
@@ -59,7 +69,7 @@ class Craig(Policy):
     probe: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         self.check()
         if self.bound is not None and not self.bound > 0:
@@ -76,7 +86,7 @@ class Craig(Policy):
         if self.proxy == "features":
             return self._by(points.features, labels, budget, seed)
         gradients = self._compared(points)
-        # Logit gradients are short rows; only with hidden values is there a product not to be written out.
+        # Logit gradients are short rows, so plain Euclidean distances do. Outer products would be too long to store.
         return self._by(gradients.residuals if gradients.hidden is None else gradients, labels, budget, seed)
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
@@ -84,9 +94,9 @@ class Craig(Policy):
         return self.bound is not None and self.error(points, chosen, seed) > self.bound
 
     def error(self, points: Points, chosen: Subset, seed: int) -> float:
-        """The relative error of the subset's gradient, against a random part of all points.
+        """The relative error of the subset's gradient, compared with that of a random part of all points.
 
-        A probe's own noise is part of the figure: it is of order 1/sqrt(probe n) of a single gradient's length.
+        This includes the noise of the random part, of order 1/sqrt(probe n) of a single gradient's length.
         """
         count = budget_of(self.probe, points.n)
         probe = torch.randperm(points.n, generator=keyed(seed, 0xE220))[:count].sort().values

@@ -1,11 +1,11 @@
-r"""The same selection where every rank keeps its own points.
+r"""Selection where every rank holds its own points; the result is that of one machine with all points.
 
-Each rank knows how near its points are to the nearest representative. For a block of m candidates the ranks add up m
-partial sums, and since those are exact (see `facility`) every rank goes on with the very gains that one machine with
-all points would have worked out: the same picks in the same order, without the loss of methods that select in parts.
+Each rank keeps the distances of its points to their nearest representatives. For a block of m candidates the ranks
+all-reduce m partial sums. Since these are exact (see `facility`), every rank gets exactly the gains that one machine
+with all points would compute: the same picks in the same order, without the loss of methods that select in parts.
 
-The candidates' coordinates are sent once, to all, where they fit (`replicate_bytes`); where they do not, those of each
-block are sent with it, $4md$ bytes. At the end k numbers are added up for the weights.
+All candidates' coordinates are all-gathered once where they fit (`replicate_bytes`); otherwise those of each block are
+all-reduced with it, $4md$ bytes. At the end k numbers are all-reduced for the weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_of
-from thinwire.coreset.greedy import picked
-from thinwire.coreset.methods import Found, How, Warm, found, greedy, norm_of
+from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for
+from thinwire.coreset.greedy import pick_among
+from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, greedy, in_distances, norm_of
 from thinwire.coreset.similarity import Features, centre_of, checked, power_above
 from thinwire.errors import ConfigError
 
@@ -31,24 +31,24 @@ class SharedFacility(Facility):
 
     Args:
         nearest: of this rank's points.
-        unit: what a distance of 1 is.
+        unit: the distance that counts as 1.
         comm: the ranks.
-        replicate_bytes: coordinates of up to so many bytes are kept by every rank.
+        replicate_bytes: every rank keeps all coordinates if they take at most this much memory.
     """
 
     def __init__(self, nearest: Nearest, unit: float, comm: Comm, *, replicate_bytes: int = REPLICATE_BYTES) -> None:
         own = nearest.of(torch.arange(nearest.n))
-        counts = gathered_numbers(comm, [nearest.n], own.device)[:, 0].tolist()
+        counts = gather_numbers(comm, [nearest.n], own.device)[:, 0].tolist()
         self.n = self.points = sum(counts)
         self.unit = unit
         self.block = _BLOCK
         self._nearest, self._comm, self._device = nearest, comm, own.device
         self._start, self._width = sum(counts[: comm.rank]), own.shape[1]
         fits = 4 * self.n * self._width <= replicate_bytes
-        self._everything = gathered_rows(comm, own, counts) if fits else None
+        self._everything = gather_rows(comm, own, counts) if fits else None
 
     def gains(self, candidates: Numbers) -> Gains:
-        """What each of the candidates would save now, everywhere."""
+        """The gain of each candidate now, over all ranks."""
         found: list[Gains] = []
         for part in torch.from_numpy(candidates).split(1024 if self._everything is not None else _BLOCK):
             partial = torch.from_numpy(self._nearest.gains(self._rows(part))).to(self._device)
@@ -56,7 +56,7 @@ class SharedFacility(Facility):
         return np.concatenate(found)
 
     def take(self, candidate: int, position: int) -> None:
-        """Make the candidate a representative, everywhere."""
+        """Make the candidate a representative, on all ranks."""
         own = candidate - self._start
         mine = 0 <= own < self._nearest.n
         self._nearest.take(self._rows(torch.tensor([candidate]))[0], position, own if mine else None)
@@ -67,12 +67,12 @@ class SharedFacility(Facility):
         return float(self._comm.all_reduce_(own).wait())
 
     def sizes(self, count: int) -> Tensor:
-        """How many points of all ranks each representative speaks for."""
+        """The number of points of all ranks that each representative represents."""
         own = torch.bincount(self._nearest.representatives(), minlength=count)
         return self._comm.all_reduce_(own.to(self._device)).wait().cpu()
 
     def _rows(self, candidates: Tensor) -> Tensor:
-        """The candidates' coordinates: at hand, or sent by those who have them."""
+        """The candidates' coordinates: from memory, or by an all-reduce to which their owners contribute them."""
         if self._everything is not None:
             return self._everything[candidates.to(self._device)]
         own = candidates - self._start
@@ -83,17 +83,22 @@ class SharedFacility(Facility):
         return self._comm.all_reduce_(rows).wait()
 
 
-def agreed_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
-    """This rank's rows, float32 and centred at the mean of all, and how many each rank has.
+def centred_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
+    """This rank's rows, float32 and centred at the mean of all ranks' rows, and the number of rows of each rank.
 
     Raises:
-        ConfigError: on all ranks, where the features of any are not fit to be used.
+        ConfigError: on all ranks, where the features of any are invalid.
     """
-    rows, problem = _looked_at(features)
-    facts = gathered_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
+    problem: ConfigError | None = None
+    try:
+        rows = checked(features)
+    except ConfigError as error:
+        # All ranks must learn of it: the others would wait for this one.
+        rows, problem = torch.zeros((0, 1)), error
+    facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
     bad = facts[:, 2].nonzero().flatten().tolist()
     if bad:
-        raise problem or ConfigError(f"features of rank {bad[0]}: cannot be used; its own error says why")
+        raise problem or ConfigError(f"features of rank {bad[0]}: are invalid; see the error of that rank")
     widths = facts[:, 1].tolist()
     if len(set(widths)) > 1:
         raise ConfigError(f"features of {widths} columns, by rank: all ranks need the same")
@@ -102,37 +107,29 @@ def agreed_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
     return (rows - centre_of(total, sum(counts)).to(rows.dtype)).float(), counts
 
 
-def greatest(comm: Comm, value: float, device: torch.device) -> float:
-    """The greatest of one number a rank."""
+def max_over_ranks(comm: Comm, value: float, device: torch.device) -> float:
+    """The greatest value of all ranks."""
     return float(torch.stack(comm.all_gather(torch.tensor([value], dtype=torch.float64, device=device)).wait()).max())
 
 
-def gathered_numbers(comm: Comm, values: list[int], device: torch.device) -> Tensor:
-    """As many whole numbers from each rank, int64 [ranks, values]."""
+def gather_numbers(comm: Comm, values: list[int], device: torch.device) -> Tensor:
+    """All-gather whole numbers, int64 [ranks, values]."""
     return torch.stack(comm.all_gather(torch.tensor(values, dtype=torch.int64, device=device)).wait()).cpu()
 
 
-def gathered_rows(comm: Comm, rows: Tensor, counts: list[int]) -> Tensor:
-    """The rows of all ranks, in the order of ranks."""
-    filled = rows.new_zeros((max(counts), *rows.shape[1:]))
-    filled[: len(rows)] = rows
-    everyone = comm.all_gather(filled).wait()
-    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
-
-
-def _looked_at(features: Features) -> tuple[Tensor, ConfigError | None]:
-    """The features, and what is wrong with them."""
-    try:
-        return checked(features), None
-    except ConfigError as problem:
-        return torch.zeros((0, 1)), problem
+def gather_rows(comm: Comm, rows: Tensor, counts: list[int]) -> Tensor:
+    """All-gather rows, in the order of ranks; ranks may have different numbers of rows."""
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    every_rank = comm.all_gather(padded).wait()
+    return torch.cat([part[:count] for part, count in zip(every_rank, counts, strict=True)])
 
 
 # -- selection over ranks ----------------------------------------------------------------------------------------------
 
 
 class Shards:
-    """All ranks' points, numbered in the order of ranks; made and asked by all ranks together.
+    """All ranks' points, numbered in the order of ranks; every call is collective.
 
     Args:
         features: this rank's rows.
@@ -142,7 +139,7 @@ class Shards:
     Attributes:
         n: points of all ranks.
         members: int64, the points of each class.
-        sizes: how many each class has.
+        sizes: points of each class.
 
     Raises:
         ConfigError: on all ranks, where the features of any cannot be used or labels do not fit.
@@ -150,39 +147,41 @@ class Shards:
 
     def __init__(self, features: object, labels: NDArray[np.generic] | None, comm: Comm) -> None:
         if not isinstance(features, (Tensor, np.ndarray)):
-            raise ConfigError("features: with comm a rank's own rows are needed, since its distances end at its shard")
+            raise ConfigError(
+                "features: with comm give a rank's own rows; distances between points of two ranks need them"
+            )
         self._comm = comm
-        self._rows, counts = agreed_rows(features, comm)
+        self._rows, counts = centred_rows(features, comm)
         self._start = sum(counts[: comm.rank])
         self.n = sum(counts)
         self.members = self._classes(labels, counts)
         self.sizes = [len(each) for each in self.members]
 
-    def solve(self, group: int, goal: Goal, how: How, warm: Warm | None) -> Found:
+    def solve(self, group: int, goal: Goal, settings: MethodSettings, warm: WarmStart | None) -> ClassSelection:
         """Select in one class.
 
         Args:
-            group: which.
+            group: the class, from 0.
             goal: when to stop, its cost in distances.
-            how: the method.
+            settings: of the method.
             warm: an earlier selection of the class.
 
         Raises:
-            ConfigError: the method needs all points in one place.
+            ConfigError: the method needs all points on one rank.
         """
-        if how.method in ("sparse", "streaming"):
-            raise ConfigError(f"method={how.method!r}: selects on one rank alone; with comm use lazy, or greedi")
+        if settings.method in ("sparse", "streaming"):
+            raise ConfigError(f"method={settings.method!r}: selects on one rank alone; with comm use lazy or greedi")
         mine = self._own(group)
-        unit = power_above(2 * greatest(self._comm, norm_of(self._rows[mine]), self._rows.device))
+        unit = power_above(2 * max_over_ranks(self._comm, norm_of(self._rows[mine]), self._rows.device))
         rows = self._rows[mine] / unit
-        inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.told)
+        inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.on_progress)
 
         def make() -> Facility:
-            return SharedFacility(nearest_of(rows, threads=torch.get_num_threads())[0], unit, self._comm)
+            return SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], unit, self._comm)
 
-        parts = self._parts(group, rows, inner) if how.method == "greedi" else []
-        picks, sizes = greedy(make, inner, how, how.generator(group), warm, parts)
-        return found(picks, sizes, unit)
+        parts = self._parts(group, rows, inner) if settings.method == "greedi" else []
+        picks, sizes = greedy(make, inner, settings, settings.generator(group), warm, parts)
+        return in_distances(picks, sizes, unit)
 
     def _own(self, group: int) -> Tensor:
         """The rows of this rank that belong to a class."""
@@ -190,28 +189,22 @@ class Shards:
         return members[(members >= 0) & (members < len(self._rows))].to(self._rows.device)
 
     def _parts(self, group: int, rows: Tensor, goal: Goal) -> list[Numbers]:
-        """What each rank picks among its own points, in the class's numbers."""
+        """The picks of each rank among its own points, as numbers within the class."""
         members = self.members[group]
         before = int((members < self._start).sum())
-        own = torch.from_numpy(picked(rows, torch.arange(len(rows)), goal)) + before
-        counts = gathered(self._comm, own)
-        return [part.cpu().numpy() for part in counts if len(part)]
+        own = torch.from_numpy(pick_among(rows, torch.arange(len(rows)), goal)) + before
+        counts = [int(count) for count in self._comm.all_gather(torch.tensor([len(own)])).wait()]
+        every_rank = gather_rows(self._comm, own, counts).split(counts)
+        return [part.cpu().numpy() for part in every_rank if len(part)]
 
     def _classes(self, labels: NDArray[np.generic] | None, counts: list[int]) -> list[Tensor]:
         fits = labels is None or (len(labels) == len(self._rows) and labels.dtype.kind in "biu")
         kinds = torch.tensor([labels is not None, fits], dtype=torch.int64, device=self._rows.device)
         facts = torch.stack(self._comm.all_gather(kinds).wait()).cpu()
         if not bool(facts[:, 1].all()) or len(facts[:, 0].unique()) > 1:
-            raise ConfigError("labels: with comm all ranks need a whole number for each of their rows, or none does")
+            raise ConfigError("labels: with comm give a whole number for each row on every rank, or labels on none")
         if labels is None:
             return [torch.arange(self.n)]
         own = torch.from_numpy(labels.astype(np.int64)).to(self._rows.device)
-        everyone = gathered_rows(self._comm, own, counts).cpu()
-        return [(everyone == label).nonzero().flatten() for label in everyone.unique()]
-
-
-def gathered(comm: Comm, own: Tensor) -> list[Tensor]:
-    """Each rank's vector, of whatever length."""
-    counts = [int(count) for count in comm.all_gather(torch.tensor([len(own)])).wait()]
-    everything = gathered_rows(comm, own, counts)
-    return list(everything.split(counts))
+        every_label = gather_rows(self._comm, own, counts).cpu()
+        return [(every_label == label).nonzero().flatten() for label in every_label.unique()]

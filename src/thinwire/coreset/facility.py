@@ -1,11 +1,11 @@
-r"""Facility location: what one more representative would save, and who is nearest to whom.
+r"""Facility location: the gain of one more representative, and the nearest representative of each point.
 
 $F(S)=\sum_i\max(0, d_0-\min_{j\in S}d_{ij})$ with $d_0$ above all distances; the gain of a candidate $e$ is
 $\sum_i\max(0, m_i-d_{ie})$ with $m_i$ the distance of point i to its nearest representative so far.
 
 Distances are measured in units of $d_0$, a power of two, and rounded to multiples of $2^{-23}$ of it. Sums of such
-numbers in float64 are exact, and therefore the same in any order: neither the block a candidate is in, nor the thread
-or the rank that holds a point, can change a gain, and equal gains are equal bits.
+numbers in float64 are exact, and therefore the same in any order: a gain does not depend on the block of the candidate,
+nor on the thread or rank that holds a point, and equal gains are equal bits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class Facility(ABC):
-    """What the greedy methods see of the points.
+    """The points, as the greedy methods use them.
 
     Attributes:
         n: candidates, which are numbered from 0.
-        points: how many points are to be represented.
+        points: number of points to be represented.
         unit: the distance that gains are measured in.
-        block: how many candidates are best asked for at a time.
+        block: candidates for which `gains` is most efficient.
     """
 
     n: int
@@ -46,11 +46,11 @@ class Facility(ABC):
 
     @abstractmethod
     def gains(self, candidates: Numbers) -> Gains:
-        """What each of the candidates would save now, [m]."""
+        """The gain of each candidate now, [m]."""
 
     @abstractmethod
     def take(self, candidate: int, position: int) -> None:
-        """Make the candidate a representative, the one of this position."""
+        """Make the candidate the representative with this position."""
 
     @abstractmethod
     def cost(self) -> float:
@@ -58,7 +58,7 @@ class Facility(ABC):
 
     @abstractmethod
     def sizes(self, count: int) -> Tensor:
-        """How many points each of so many representatives speaks for, int64 [count]."""
+        """The points that each of `count` representatives represents, int64 [count]."""
 
 
 class Nearest(ABC):
@@ -72,11 +72,11 @@ class Nearest(ABC):
 
     @abstractmethod
     def gains(self, rows: Tensor) -> Gains:
-        """What candidates with these coordinates, float32 [m, d], would save."""
+        """The gains of candidates with these coordinates, float32 [m, d]."""
 
     @abstractmethod
     def take(self, row: Tensor, position: int, own: int | None) -> None:
-        """Make coordinates [d] a representative; `own` is the number of the point that has them, if it is here."""
+        """Make coordinates [d] a representative; `own` is the point that has them, if it is on this rank."""
 
     @abstractmethod
     def cost(self) -> float:
@@ -98,20 +98,20 @@ class TorchNearest(Nearest):
         self.n = len(rows)
         self._rows = rows
         self._near = torch.ones(self.n, device=rows.device)
-        self._who = torch.zeros(self.n, dtype=torch.int64, device=rows.device)
+        self._positions = torch.zeros(self.n, dtype=torch.int64, device=rows.device)
 
     def of(self, points: Tensor) -> Tensor:
         """The coordinates of some of the points."""
         return self._rows[points.to(self._rows.device)]
 
     def gains(self, rows: Tensor) -> Gains:
-        """What candidates would save."""
+        """The gains of candidates."""
         width = block_of(self.n, _BLOCK_ELEMENTS.get(self._rows.device.type, 1 << 22))
         return np.concatenate([savings(self._near, to_rows(self._rows, part)) for part in rows.split(width)])
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make coordinates a representative."""
-        settle(self._near, self._who, to_rows(self._rows, row[None])[:, 0], position, own)
+        assign_(self._near, self._positions, to_rows(self._rows, row[None])[:, 0], position, own)
 
     def cost(self) -> float:
         """The sum of the distances to the nearest representatives."""
@@ -119,16 +119,16 @@ class TorchNearest(Nearest):
 
     def representatives(self) -> Tensor:
         """The position of the nearest representative of each point."""
-        return self._who.cpu()
+        return self._positions.cpu()
 
 
 class CoordinateFacility(Facility):
-    """Points with coordinates, all of them here.
+    """Points with coordinates, all of them on this rank.
 
     Args:
         nearest: of all the points.
-        unit: what a distance of 1 is.
-        block: candidates at a time.
+        unit: the distance that counts as 1.
+        block: candidates for which `gains` is most efficient.
     """
 
     def __init__(self, nearest: Nearest, unit: float, *, block: int) -> None:
@@ -138,7 +138,7 @@ class CoordinateFacility(Facility):
         self.nearest = nearest
 
     def gains(self, candidates: Numbers) -> Gains:
-        """What each of the candidates would save now."""
+        """The gain of each candidate now."""
         parts = torch.from_numpy(candidates).split(1024)
         return np.concatenate([self.nearest.gains(self.nearest.of(part)) for part in parts])
 
@@ -151,45 +151,45 @@ class CoordinateFacility(Facility):
         return self.nearest.cost()
 
     def sizes(self, count: int) -> Tensor:
-        """How many points each representative speaks for."""
+        """The number of points that each representative represents."""
         return torch.bincount(self.nearest.representatives(), minlength=count)
 
 
 class DistanceFacility(Facility):
-    """Points known by their distances alone.
+    """Points without coordinates.
 
     Args:
-        distances: between them.
+        distances: between the points.
     """
 
     def __init__(self, distances: Distances) -> None:
         first = distances.between(torch.tensor([0]))
         self.n = self.points = distances.n
-        # By the triangle inequality no two points are further apart than both are from the first.
+        # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
         self.unit = power_above(2 * float(first.max()))
         self._distances = distances
         self._near = torch.ones(self.n, device=first.device)
-        self._who = torch.zeros(self.n, dtype=torch.int64, device=first.device)
+        self._positions = torch.zeros(self.n, dtype=torch.int64, device=first.device)
         self.block = min(64, block_of(self.n, _BLOCK_ELEMENTS.get(first.device.type, 1 << 22)))
 
     def gains(self, candidates: Numbers) -> Gains:
-        """What each of the candidates would save now."""
+        """The gain of each candidate now."""
         parts = torch.from_numpy(candidates).split(self.block)
-        return np.concatenate([savings(self._near, self._apart(part)) for part in parts])
+        return np.concatenate([savings(self._near, self._distances_to(part)) for part in parts])
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        settle(self._near, self._who, self._apart(torch.tensor([candidate]))[:, 0], position, candidate)
+        assign_(self._near, self._positions, self._distances_to(torch.tensor([candidate]))[:, 0], position, candidate)
 
     def cost(self) -> float:
         """The sum of all distances to the nearest representatives."""
         return float(self._near.sum(dtype=torch.float64))
 
     def sizes(self, count: int) -> Tensor:
-        """How many points each representative speaks for."""
-        return torch.bincount(self._who, minlength=count).cpu()
+        """The number of points that each representative represents."""
+        return torch.bincount(self._positions, minlength=count).cpu()
 
-    def _apart(self, candidates: Tensor) -> Tensor:
+    def _distances_to(self, candidates: Tensor) -> Tensor:
         return (self._distances.between(candidates) / self.unit).float()
 
 
@@ -199,24 +199,25 @@ def rounded(distances: Tensor) -> Tensor:
 
 
 def savings(near: Tensor, distances: Tensor) -> Gains:
-    """What candidates at distances [n, m] would save points that are this near, [n]; float64 [m]."""
+    """The gains, float64 [m], of candidates at distances [n, m]; `near` [n] are the least distances so far."""
     return torch.sub(near[:, None], rounded(distances)).clamp_min_(0).sum(0, dtype=torch.float64).cpu().numpy()
 
 
-def settle(near: Tensor, who: Tensor, distances: Tensor, position: int, own: int | None) -> None:
-    """Give the points that are nearer to a new representative than to any other to it, and it to itself."""
+def assign_(near: Tensor, position_of: Tensor, distances: Tensor, position: int, own: int | None) -> None:
+    """Assign points that are nearer to a new representative than to any other to it, and it to itself."""
     found = rounded(distances)
     if own is not None:
         found[own] = 0
     closer = found < near
     near[closer] = found[closer]
-    who[closer] = position
+    position_of[closer] = position
+    # A representative represents itself, even where an equal point was chosen before.
     if own is not None:
-        who[own] = position
+        position_of[own] = position
 
 
 def block_of(points: int, elements: int) -> int:
-    """How many candidates may be asked for at a time, for so many distances to be held."""
+    """Candidates in one block, such that a block holds at most `elements` distances."""
     return max(1, elements // max(points, 1))
 
 
@@ -231,19 +232,19 @@ class Goal:
     """When to stop.
 
     Args:
-        budget: as soon as there are so many representatives.
-        cost: as soon as the cost is not above this, in units of the facility; None for the budget alone.
-        told: called with the share that is done.
+        budget: the most representatives.
+        cost: stop as soon as the cost is not above this, in units of the facility; None for the budget alone.
+        on_progress: called with the share that is done.
     """
 
     budget: int
     cost: float | None = None
-    told: Progress | None = None
+    on_progress: Progress | None = None
 
 
 @dataclass
 class Picks:
-    """What has been chosen so far, in order; gains and cost in units of the facility."""
+    """The candidates chosen so far, in order; gains and cost in units of the facility."""
 
     cost: float
     indices: list[int] = field(default_factory=list[int])
@@ -255,15 +256,15 @@ class Picks:
         self.add(candidate, gain)
 
     def add(self, candidate: int, gain: float) -> None:
-        """Note one more that has been chosen."""
+        """Record one more that has been chosen."""
         self.indices.append(candidate)
         self.gains.append(gain)
         self.cost -= gain
 
     def done(self, goal: Goal) -> bool:
-        """Whether the goal is reached; with nothing chosen it never is."""
-        if goal.told is not None:
-            goal.told(len(self.indices) / goal.budget)
+        """Whether the goal is reached; never before the first pick."""
+        if goal.on_progress is not None:
+            goal.on_progress(len(self.indices) / goal.budget)
         reached = goal.cost is not None and bool(self.indices) and self.cost <= goal.cost
         return reached or len(self.indices) >= goal.budget
 
@@ -271,19 +272,20 @@ class Picks:
 # -- the compiled kernel -----------------------------------------------------------------------------------------------
 
 
-_WIDEST = 512
-_ROUND = 64
-_GUESSES = 64
-_WORTH_A_GUESS = 256
+# The kernel never stores a distance for longer than it takes to use it.
+_WIDEST = 512  # candidates of one pass at most
+_ROUND = 64  # picks between two calls of `on_progress`
+_GUESSES = 64  # points near the mean among which the first pick is guessed
+_WORTH_A_GUESS = 256  # candidates from which the guess saves more than it costs
 
 
 class FusedNearest(Nearest):
-    """On the CPU, by `thinwire.kernels.nearest`; large pieces of work are shared out to threads that end with it.
+    """On the CPU, by the kernel `thinwire.kernels.nearest`; large calls use threads that end with the call.
 
     Args:
         rows: float32, [n, d]; no two are further apart than 1.
         library: the compiled kernel.
-        threads: how many at most.
+        threads: at most.
     """
 
     def __init__(self, rows: Tensor, library: CDLL, *, threads: int = 1) -> None:
@@ -294,15 +296,15 @@ class FusedNearest(Nearest):
         self._panels = _panels(rows, self._lanes)
         self._near = torch.zeros(len(self._panels) * self._lanes)
         self._near[: self.n] = 1
-        self._who = torch.zeros(len(self._near), dtype=torch.int32)
-        self._facility = self._facility_of(self._near, self._who)
+        self._positions = torch.zeros(len(self._near), dtype=torch.int32)
+        self._facility = self._facility_of(self._near, self._positions)
 
-    def _facility_of(self, near: Tensor, who: Tensor) -> nearest.Facility:
-        """The points, as near to their representatives as that."""
+    def _facility_of(self, near: Tensor, position_of: Tensor) -> nearest.Facility:
+        """The kernel's view of the points, with these distances to their representatives."""
         return nearest.Facility(
             points=self._panels.data_ptr(),
             near=near.data_ptr(),
-            nearest=who.data_ptr(),
+            nearest=position_of.data_ptr(),
             panels=len(self._panels),
             features=self._features,
             threads=self._threads,
@@ -310,16 +312,16 @@ class FusedNearest(Nearest):
 
     def of(self, points: Tensor) -> Tensor:
         """The coordinates of some of the points."""
-        # By numpy, as torch would start its threads for so few numbers.
+        # By NumPy: torch would start its threads even for so few numbers.
         places = points.numpy()
         return torch.from_numpy(self._panels.numpy()[places // self._lanes, :, places % self._lanes])
 
     def gains(self, rows: Tensor) -> Gains:
-        """What candidates would save."""
+        """The gains of candidates."""
         return self._gains(rows, None)[0]
 
     def _gains(self, rows: Tensor, later: Tensor | None) -> Gains:
-        """What candidates would save now, and what they would if the points were as near as `later`; [1 or 2, m]."""
+        """The gains of candidates now, and those for the least distances `later`; [1 or 2, m]."""
         count = -(-len(rows) // self._together) * self._together
         candidates = rows.new_zeros((count, self._features))
         candidates[: len(rows)] = rows
@@ -335,18 +337,18 @@ class FusedNearest(Nearest):
         row = row.contiguous()
         self._library.thinwire_take(byref(self._facility), row.data_ptr(), position)
         if own is not None:
-            self._near[own], self._who[own] = 0, position
+            self._near[own], self._positions[own] = 0, position
 
     def lazy(self, candidates: Numbers, picks: Picks, goal: Goal) -> None:
         """Go on choosing by lazy greedy until the goal is reached.
 
         Args:
             candidates: int64, [m]; those not chosen yet.
-            picks: what has been chosen; grows.
+            picks: those chosen so far; extended in place.
             goal: when to stop.
         """
         candidates, bounds = self._bounds(candidates, picks)
-        # Sorted, and therefore a heap.
+        # A sorted array is a heap.
         heap = candidates[np.lexsort((candidates, -bounds))]
         known = np.full(self.n, -1.0)
         known[candidates] = bounds
@@ -375,13 +377,13 @@ class FusedNearest(Nearest):
             picks.cost = float(search.cost)
 
     def _bounds(self, candidates: Numbers, picks: Picks) -> tuple[Numbers, Gains]:
-        """Candidates left, and what each would save; the first pick is made here where it was guessed.
+        """The remaining candidates and their gains; the first pick is made here if it was guessed.
 
-        After the first pick all gains have shrunk so much that each would be asked for again. Who will be first is
-        easily guessed, and then one pass over all distances gives the gains before it and after it.
+        The first pick lowers all gains so much that each would have to be computed again. It is easily guessed, and one
+        pass over all distances then gives the gains before and after it.
         """
         guess = None if picks.indices or len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
-        later = None if guess is None else self._from(self.of(torch.tensor([guess]))[0])
+        later = None if guess is None else self._distances_after(self.of(torch.tensor([guess]))[0])
         found = np.concatenate(
             [self._gains(self.of(part), later) for part in torch.from_numpy(candidates).split(1024)], axis=1
         )
@@ -393,15 +395,17 @@ class FusedNearest(Nearest):
         return np.delete(candidates, first), np.delete(found[1], first)
 
     def _guess(self, candidates: Numbers) -> int:
-        """The best of those that are nearest to the mean."""
+        """The best of the candidates nearest to the mean."""
         mean = self._panels.sum((0, 2), dtype=torch.float64) / self.n
-        middle = np.sort(candidates[np.argsort(self._from(mean.float()).numpy()[candidates], kind="stable")[:_GUESSES]])
+        middle = np.sort(
+            candidates[np.argsort(self._distances_after(mean.float()).numpy()[candidates], kind="stable")[:_GUESSES]]
+        )
         return int(middle[self.gains(self.of(torch.from_numpy(middle))).argmax()])
 
-    def _from(self, row: Tensor) -> Tensor:
-        """How near the points would be with these coordinates as their first representative."""
-        near, who, row = self._near.clone(), self._who.clone(), row.contiguous()
-        self._library.thinwire_take(byref(self._facility_of(near, who)), row.data_ptr(), 0)
+    def _distances_after(self, row: Tensor) -> Tensor:
+        """The least distances of the points if these coordinates were their first representative."""
+        near, position_of, row = self._near.clone(), self._positions.clone(), row.contiguous()
+        self._library.thinwire_take(byref(self._facility_of(near, position_of)), row.data_ptr(), 0)
         return near
 
     def cost(self) -> float:
@@ -410,25 +414,25 @@ class FusedNearest(Nearest):
 
     def representatives(self) -> Tensor:
         """The position of the nearest representative of each point."""
-        return self._who[: self.n].long()
+        return self._positions[: self.n].long()
 
 
-def nearest_of(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
-    """The fastest way there is for these rows, and how many candidates it likes to be asked for at a time."""
+def nearest_for(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
+    """The fastest implementation for these rows, and the most efficient number of candidates of a call."""
     library = nearest.compiled(rows)
     if library is None or len(rows) == 0:
         return TorchNearest(rows), 64
     return FusedNearest(rows, library, threads=threads), int(library.thinwire_together())
 
 
-def fused(facility: Facility) -> FusedNearest | None:
-    """The compiled part of a facility whose candidates are its points; None where it has none."""
+def compiled_nearest(facility: Facility) -> FusedNearest | None:
+    """The kernel of a facility whose candidates are its points; None where it does not use the kernel."""
     found = facility.nearest if isinstance(facility, CoordinateFacility) else None
     return found if isinstance(found, FusedNearest) else None
 
 
 def _panels(rows: Tensor, lanes: int) -> Tensor:
-    """[n, d] as [panels, d, lanes], filled up with zeros."""
+    """Rows [n, d] in the kernel's layout [panels, d, lanes], padded with zeros."""
     count = -(-len(rows) // lanes)
     filled = rows.new_zeros((count, rows.shape[1], lanes))
     whole = len(rows) // lanes

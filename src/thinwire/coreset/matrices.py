@@ -19,7 +19,7 @@ def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | N
 
     Args:
         path: a file ending in .npy, .npz, .parquet, .libsvm, .svm or .svmlight.
-        labels: where the labels are: a column of the parquet file, an array of the npz file, a column's number in an
+        labels: the labels: a column of the parquet file, an array of the npz file, a column's number in an
             npy file, or another file, .npy, that holds them alone. A libsvm file has its own.
 
     Raises:
@@ -30,7 +30,7 @@ def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | N
     readers = {".npy": _npy, ".npz": _npz, ".parquet": _parquet} | dict.fromkeys(_LIBSVM, _libsvm)
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: of a kind that is not known; must end in {', '.join(readers)}")
+        raise ConfigError(f"{path}: unknown kind of file; the name must end in {', '.join(readers)}")
     if labels is not None and labels.endswith(".npy"):
         features, _ = reader(path, None)
         return features, _array(Path(labels))
@@ -69,9 +69,11 @@ def _parquet(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     if labels is not None and labels not in names:
         raise ConfigError(f"--labels {labels}: {path} has the columns {', '.join(names)}")
     columns = [table[name].to_numpy() for name in names if name != labels]
-    words = [name for name, column in zip((n for n in names if n != labels), columns, strict=True) if _kind(column)]
-    if words or not columns:
-        raise ConfigError(f"{path}: the columns {', '.join(words) or '(none)'} are not numbers; drop them")
+    not_numbers = [
+        name for name, column in zip((n for n in names if n != labels), columns, strict=True) if not _is_number(column)
+    ]
+    if not_numbers or not columns:
+        raise ConfigError(f"{path}: the columns {', '.join(not_numbers) or '(none)'} are not numbers; drop them")
     own = None if labels is None else table[labels].to_numpy(zero_copy_only=False)
     return np.stack(columns, axis=1), own
 
@@ -106,6 +108,5 @@ def _cut(matrix: Array, labels: str, path: Path) -> tuple[Array, Array]:
     return np.delete(matrix, column, axis=1), matrix[:, column]
 
 
-def _kind(column: Array) -> bool:
-    """Whether a column holds something else than numbers."""
-    return column.dtype.kind not in "biuf"
+def _is_number(column: Array) -> bool:
+    return column.dtype.kind in "biuf"

@@ -1,4 +1,4 @@
-"""One class, or all points, by any of the methods."""
+"""Selection among the points of one class, or all points, by any of the methods."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Goal, Numbers, Picks, nearest_of
-from thinwire.coreset.greedy import best_of_parts, lazy, naive, nothing, picked_in_parts, stochastic
+from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Goal, Numbers, Picks, nearest_for
+from thinwire.coreset.greedy import best_of_parts, lazy, naive, no_picks, pick_in_parts, stochastic
 from thinwire.coreset.similarity import Distances, power_above
 from thinwire.coreset.sparse import sparse
 from thinwire.coreset.streaming import streaming
@@ -21,7 +21,7 @@ EXACT = ("lazy", "naive")
 
 
 @dataclass(frozen=True)
-class How:
+class MethodSettings:
     """A method with its settings; see `select`.
 
     Raises:
@@ -45,21 +45,21 @@ class How:
             raise ConfigError(f"parts={self.parts}: must be at least 1; 4 is usual, more is faster and further off")
 
     def generator(self, group: int) -> torch.Generator:
-        """The draws of one class."""
+        """The random generator of one class."""
         return torch.Generator().manual_seed(self.seed * 1_000_003 + group)
 
 
 @dataclass(frozen=True)
-class Warm:
-    """The picks of an earlier selection of the same points, and what each gained, in distances."""
+class WarmStart:
+    """The picks of an earlier selection of the same points, and the gain of each in distances."""
 
     indices: list[int]
     gains: list[float]
 
 
 @dataclass(frozen=True)
-class Found:
-    """Picks, what each gained, how many points each speaks for, and the cost; in distances."""
+class ClassSelection:
+    """Picks, the gain of each, the number of points that each represents, and the cost; in distances."""
 
     indices: list[int]
     gains: list[float]
@@ -68,17 +68,22 @@ class Found:
 
 
 def solve(
-    points: Tensor | Distances, goal: Goal, how: How, draws: torch.Generator, warm: Warm | None, threads: int
-) -> Found:
-    """Select among these points, all of them here.
+    points: Tensor | Distances,
+    goal: Goal,
+    settings: MethodSettings,
+    generator: torch.Generator,
+    warm: WarmStart | None,
+    threads: int,
+) -> ClassSelection:
+    """Select among points that are all on this rank.
 
     Args:
         points: float32 coordinates, [n, d], or distances.
         goal: when to stop, its cost in distances.
-        how: the method.
-        draws: for the methods that draw.
+        settings: of the method.
+        generator: for the random methods.
         warm: an earlier selection.
-        threads: that share the work.
+        threads: at most.
 
     Raises:
         ConfigError: the method needs coordinates.
@@ -86,8 +91,8 @@ def solve(
     if isinstance(points, Tensor):
         unit = unit_of(points)
         rows = points / unit
-    elif how.method in ("sparse", "streaming"):
-        raise ConfigError(f"method={how.method!r}: needs features; of distances alone lazy or stochastic can select")
+    elif settings.method in ("sparse", "streaming"):
+        raise ConfigError(f"method={settings.method!r}: needs features; for distances use lazy or stochastic")
     else:
         rows, unit = points, DistanceFacility(points).unit
     inner = replace(goal, cost=None if goal.cost is None else goal.cost / unit)
@@ -95,47 +100,55 @@ def solve(
     def make() -> Facility:
         return facility_of(rows, unit, threads)
 
-    if how.method in ("sparse", "streaming") and isinstance(rows, Tensor):
-        picks, sizes = _approximate(rows, inner, how, draws, make)
+    if settings.method in ("sparse", "streaming") and isinstance(rows, Tensor):
+        if settings.method == "sparse":
+            picks, sizes = sparse(rows, inner, neighbours=settings.neighbours, generator=generator)
+        else:
+            picks, sizes = streaming(rows, inner, eps=settings.eps, generator=generator, make=make)
     else:
-        parts = picked_in_parts(rows, inner, how.parts, draws) if how.method == "greedi" else []
-        picks, sizes = greedy(make, inner, how, draws, warm, parts)
-    return found(picks, sizes, unit)
+        parts = pick_in_parts(rows, inner, settings.parts, generator) if settings.method == "greedi" else []
+        picks, sizes = greedy(make, inner, settings, generator, warm, parts)
+    return in_distances(picks, sizes, unit)
 
 
 def greedy(
-    make: Callable[[], Facility], goal: Goal, how: How, draws: torch.Generator, warm: Warm | None, parts: list[Numbers]
+    make: Callable[[], Facility],
+    goal: Goal,
+    settings: MethodSettings,
+    generator: torch.Generator,
+    warm: WarmStart | None,
+    parts: list[Numbers],
 ) -> tuple[Picks, Tensor]:
-    """By the methods that see the points through a facility alone; goal in its unit.
+    """Select by a method that only needs a facility; the goal is in its unit.
 
     Args:
-        make: a facility where nothing is chosen yet.
+        make: creates a facility without representatives.
         goal: when to stop.
-        how: the method.
-        draws: for the methods that draw.
+        settings: of the method.
+        generator: for the random methods.
         warm: an earlier selection.
-        parts: for `greedi`: what was picked in each part.
+        parts: for `greedi`: the picks of each part.
     """
     facility = make()
-    if how.method == "greedi":
+    if settings.method == "greedi":
         facility, picks = best_of_parts(make, goal, parts)
-    elif how.method == "stochastic":
-        picks = stochastic(facility, goal, eps=how.eps, generator=draws)
+    elif settings.method == "stochastic":
+        picks = stochastic(facility, goal, eps=settings.eps, generator=generator)
     elif warm is not None:
         facility, picks = resumed(make, goal, warm)
     else:
-        picks = naive(facility, goal) if how.method == "naive" else lazy(facility, goal)
+        picks = naive(facility, goal) if settings.method == "naive" else lazy(facility, goal)
     return picks, facility.sizes(len(picks.indices))
 
 
-def resumed(make: Callable[[], Facility], goal: Goal, warm: Warm) -> tuple[Facility, Picks]:
-    """Lazy greedy from where an earlier selection ended, as long as each of its picks gains what it did then.
+def resumed(make: Callable[[], Facility], goal: Goal, warm: WarmStart) -> tuple[Facility, Picks]:
+    """Lazy greedy that continues an earlier selection, as long as each of its picks still has the same gain.
 
-    Gains are exact, so a gain that is the same to the last bit is taken to say that the distances are the same; at the
-    first that is not, the selection begins anew.
+    Gains are exact, so gains that are equal bit for bit are taken as proof of equal distances. At the first that
+    differs, the selection starts again.
     """
     facility = make()
-    picks = nothing(facility)
+    picks = no_picks(facility)
     for candidate, gain in zip(warm.indices, warm.gains, strict=True):
         if picks.done(goal):
             break
@@ -148,15 +161,15 @@ def resumed(make: Callable[[], Facility], goal: Goal, warm: Warm) -> tuple[Facil
 
 
 def facility_of(points: Tensor | Distances, unit: float, threads: int) -> Facility:
-    """The facility of points that are all here; coordinates are in units already."""
+    """The facility of points that are all on this rank; coordinates are in units already."""
     if not isinstance(points, Tensor):
         return DistanceFacility(points)
-    nearest, block = nearest_of(points, threads=threads)
+    nearest, block = nearest_for(points, threads=threads)
     return CoordinateFacility(nearest, unit, block=block)
 
 
 def unit_of(points: Tensor) -> float:
-    """A power of two that is above all distances between rows, float32 [n, d]."""
+    """A power of two that no distance between rows, float32 [n, d], exceeds."""
     return power_above(2 * norm_of(points))
 
 
@@ -168,14 +181,6 @@ def norm_of(points: Tensor) -> float:
     return max(lengths, default=0.0)
 
 
-def found(picks: Picks, sizes: Tensor, unit: float) -> Found:
-    """Picks from units to distances."""
-    return Found(picks.indices, [gain * unit for gain in picks.gains], sizes, picks.cost * unit)
-
-
-def _approximate(
-    rows: Tensor, goal: Goal, how: How, draws: torch.Generator, make: Callable[[], Facility]
-) -> tuple[Picks, Tensor]:
-    if how.method == "sparse":
-        return sparse(rows, goal, neighbours=how.neighbours, generator=draws)
-    return streaming(rows, goal, eps=how.eps, generator=draws, make=make)
+def in_distances(picks: Picks, sizes: Tensor, unit: float) -> ClassSelection:
+    """Convert picks from units to distances."""
+    return ClassSelection(picks.indices, [gain * unit for gain in picks.gains], sizes, picks.cost * unit)

@@ -1,4 +1,4 @@
-"""What every way of choosing points has in common."""
+"""The base of all policies that choose points, and the points as they see them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """What a policy may look at.
+    """The points, the model and the optimizer, as a policy may use them.
 
     Args:
-        read: gives points without augmentation, with their classes.
+        read: returns points without augmentation, with their classes.
         labels: int64, [n]; the class of every point.
-        model: as it is now; from inputs to logits.
-        optimizer: of the model, for what an adaptive one makes of gradients.
+        model: being trained; from inputs to logits.
+        optimizer: of the model, for the second moments of an adaptive one.
         batch_size: points read at a time.
     """
 
@@ -36,7 +36,7 @@ class Points:
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """Number of points."""
         return len(self.labels)
 
     @cached_property
@@ -45,7 +45,7 @@ class Points:
         return features(self.read, torch.arange(self.n))[0]
 
     def gradients(self, rows: Tensor | None = None, *, hidden: bool = False) -> LastLayer:
-        """The last-layer gradients of these points, or of all, under the model as it is now."""
+        """The last-layer gradients of these points, or of all, under the current model."""
         wanted = torch.arange(self.n) if rows is None else rows
         return last_layer(self.model, self.read, wanted, hidden=hidden, batch_size=self.batch_size)
 
@@ -53,7 +53,7 @@ class Points:
         """Adam's second moments of the last layer, [classes, width + 1], or [classes] of its bias; None before step 1.
 
         Raises:
-            ConfigError: the optimizer keeps none, or the layer has no bias.
+            ConfigError: the optimizer has none, or the layer has no bias.
         """
         parameters = dict(head_of(self.model).named_parameters())
         if self.optimizer is None or "bias" not in parameters:
@@ -62,14 +62,14 @@ class Points:
         if not weight or not bias:
             return None
         if "exp_avg_sq" not in weight:
-            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} keeps no second moments; use Adam")
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments; use Adam")
         last: Tensor = bias["exp_avg_sq"]
         return torch.cat([weight["exp_avg_sq"], last[:, None]], dim=1) if hidden else last
 
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A way of choosing points, and how often: a recipe whose repr makes it again.
+    """Which points to choose, and how often; its repr is a recipe that recreates it.
 
     Args:
         fraction: of the points that an epoch visits, in (0, 1].
@@ -82,7 +82,7 @@ class Policy(ABC):
     full_epochs: int = 0
 
     ordered: ClassVar[bool] = False
-    """Whether points are visited in the order chosen."""
+    """Whether points are visited in the order of selection."""
 
     def check(self) -> None:
         """Refuse values out of their ranges.
@@ -104,13 +104,13 @@ class Policy(ABC):
         Args:
             points: to choose among.
             seed: the key of every draw.
-            before: what was chosen last.
+            before: the last choice.
         """
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
-        """Whether what was chosen no longer speaks for all; never, unless a policy measures it."""
+        """Whether the choice no longer represents all points; False unless a policy measures it."""
         return False
 
     def __str__(self) -> str:
-        told = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
-        return f"{type(self).__name__}({', '.join(told)})"
+        changed = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"{type(self).__name__}({', '.join(changed)})"

@@ -1,4 +1,4 @@
-"""Points seen from the side on which they differ most."""
+"""Points projected onto the two directions in which they vary most."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Projection:
     """The two principal components of some points.
 
     Args:
-        others: float32, [m, 2]; points, at most 4,000 random ones.
-        chosen: float32, [k, 2]; the chosen, in their order.
-        share: of the variance that the two directions show.
+        others: float32, [m, 2]; at most 4,000 random points.
+        chosen: float32, [k, 2]; the chosen points, in their order.
+        share: of the variance in the two directions.
     """
 
     others: Tensor
@@ -32,9 +32,9 @@ def projected(features: Features, indices: Tensor, *, seed: int = 0) -> Projecti
     """Project onto the first two principal components.
 
     Args:
-        features: [n, d]; of more than 2,048 features every so many are looked at.
-        indices: int64, [k]; the chosen.
-        seed: of which others are shown.
+        features: [n, d]; of more than 2,048 columns, evenly spaced ones are used.
+        indices: int64, [k]; the chosen points.
+        seed: of the other points' draw.
     """
     rows = centred(checked(features)).cpu()
     rows = rows[:, :: -(-rows.shape[1] // _WIDEST)]

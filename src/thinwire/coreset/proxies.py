@@ -1,12 +1,12 @@
-r"""What the gradients of single points look like, at the price of one forward pass.
+r"""Proxies of the gradients of single points, at the cost of one forward pass.
 
-Two points may stand for each other where their gradients are alike. For a convex loss of a linear model the distance
-of gradients is bounded by that of the features. For a deep network under softmax cross entropy it is the last layer
-that tells points apart: with probabilities $p$, target $y$ and the layer's input $h$, its gradient is
+One point can represent another if their gradients are similar. For a convex loss of a linear model the distance between
+gradients is bounded by that between features. For a deep network under softmax cross entropy the gradient of the last
+layer is the usual proxy: with probabilities $p$, target $y$ and the layer's input $h$, its gradient is
 
 $$g = (p - y) \otimes [h; 1],$$
 
-an outer product. It is never written out: distances need $|p_i-p_j|$, $|h_i-h_j|$ and norms alone.
+an outer product. It is never stored: distances need $|p_i-p_j|$, $|h_i-h_j|$ and norms only.
 
 Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, ICML 2020,
 arXiv:1906.01827, sections 3.2 and 3.4.
@@ -27,12 +27,12 @@ from thinwire.coreset.subset import Chosen
 from thinwire.errors import ConfigError, NonFiniteError
 
 IGNORED = -100
-"""A target that does not count, as in `torch.nn.functional.cross_entropy`."""
+"""A target that is ignored, as in `torch.nn.functional.cross_entropy`."""
 
 Read = Callable[[Tensor], tuple[Tensor, ...]]
-"""From the numbers of points, int64 [m], to what the model is called with, then, last, their classes [m].
+"""From the numbers of points, int64 [m], to the model's inputs and, last, their classes [m].
 
-It must read points as they are: without augmentation, in the order asked for.
+It must return points without augmentation, in the order of the numbers.
 """
 
 
@@ -43,7 +43,7 @@ class LastLayer:
     Args:
         residuals: float, [n, classes]; probabilities minus the target, the gradient with respect to the logits.
         labels: int64, [n].
-        hidden: float, [n, width], what goes into the layer; None leaves the gradients with respect to the logits.
+        hidden: float, [n, width], the input of the layer; None for gradients with respect to the logits.
     """
 
     residuals: Tensor
@@ -54,7 +54,7 @@ class LastLayer:
         return len(self.residuals)
 
     def at(self, rows: Tensor) -> LastLayer:
-        """These points alone."""
+        """The gradients of some of the points."""
         rows = rows.to(self.residuals.device)
         hidden = None if self.hidden is None else self.hidden[rows]
         return LastLayer(self.residuals[rows], self.labels[rows], hidden)
@@ -74,13 +74,13 @@ class LastLayer:
         return torch.cat([residuals.T @ self.hidden.double(), residuals.sum(0)[:, None]], dim=1)
 
     def distances(self) -> OuterDistances:
-        """How far gradients are apart, as `thinwire.coreset.select` asks for it."""
+        """The distances between gradients, for `thinwire.coreset.select`."""
         return OuterDistances(self.residuals, self.hidden)
 
     def preconditioned(self, moments: Tensor, eps: float = 1e-8) -> LastLayer:
-        r"""The gradients as an adaptive optimizer sees them, divided by $\sqrt v$.
+        r"""The gradients as an adaptive optimizer scales them, divided by $\sqrt v$.
 
-        An outer product stays one only where $v$ is one: with hidden values, $v$ is replaced by the product of its row
+        The result is an outer product only if $v$ is one: with hidden values, $v$ is replaced by the product of its row
         and column means over its mean, as in Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), which is exact for
         a $v$ of rank one. For the logits alone, the moments of the bias are the exact ones.
 
@@ -100,18 +100,18 @@ class LastLayer:
             return replace(self, residuals=self.residuals / (moments.sqrt() + eps))
         rows, columns = moments.mean(1), moments.mean(0) / moments.mean().clamp_min(torch.finfo(moments.dtype).tiny)
         last = columns[-1].sqrt() + eps
-        # The input of the bias is 1 whatever v is: its own scale moves to the residuals.
+        # The input of the bias must stay 1, so its scale moves to the residuals.
         residuals = self.residuals / (rows.sqrt() + eps) / last
         return replace(self, residuals=residuals, hidden=self.hidden / (columns[:-1].sqrt() + eps) * last)
 
 
 class OuterDistances:
-    r"""Euclidean distances between outer products $a_i \otimes [h_i; 1]$ that are never written out.
+    r"""Euclidean distances between outer products $a_i \otimes [h_i; 1]$ that are never stored.
 
     With $d=a_i-a_j$, $\delta=h_i-h_j$ and $m$, $\mu$ the means of the two, the difference is
     $d\otimes\mu + m\otimes\delta$, so that its square is
-    $|d|^2|\mu|^2 + |m|^2|\delta|^2 + \tfrac12(|a_i|^2-|a_j|^2)(|h_i|^2-|h_j|^2)$, where all terms vanish for points
-    that are alike. Differences are taken between centred factors, so that what they share costs no digits.
+    $|d|^2|\mu|^2 + |m|^2|\delta|^2 + \tfrac12(|a_i|^2-|a_j|^2)(|h_i|^2-|h_j|^2)$, where all terms vanish for equal
+    points. Differences are taken between centred factors, so that common offsets cost no digits.
 
     Args:
         left: float, [n, classes]; the $a_i$.
@@ -127,7 +127,7 @@ class OuterDistances:
         self._right_size = None if right is None else 1 + right.square().sum(1)
 
     def at(self, members: Tensor) -> OuterDistances:
-        """The distances among some of the points, int64 [m], numbered anew in their order."""
+        """The distances among some of the points, int64 [m], renumbered in their order."""
         left, right = self._given
         rows = members.to(left.device)
         return OuterDistances(left[rows], None if right is None else right[rows])
@@ -160,8 +160,8 @@ def _squared_gaps(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Generator[None]:
-    """Evaluation mode and no gradients; afterwards every module is in the mode it was in."""
+def evaluation_mode(model: nn.Module) -> Generator[None]:
+    """Evaluation mode without gradients inside; every module's mode is restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -181,25 +181,25 @@ def last_layer(
     head: nn.Module | None = None,
     batch_size: int = 512,
 ) -> LastLayer:
-    """The last-layer gradients of these points under the model as it is now, in the order of `rows`.
+    """The last-layer gradients of these points under the current model, in the order of `rows`.
 
-    Everything is measured in evaluation mode and without gradients; the modes are put back, and neither running
-    statistics nor parameters move.
+    The model runs in evaluation mode and without gradients; modes are restored, and neither running statistics nor
+    parameters change.
 
     Args:
         model: from inputs to logits [batch, classes].
-        read: gives points without augmentation.
+        read: returns points without augmentation.
         rows: int64, [m]; numbers of points.
-        hidden: whether to keep what goes into the last layer too.
+        hidden: whether to store the input of the last layer too.
         head: the last layer; None is the last `nn.Linear` of the model.
         batch_size: points read at a time.
 
     Raises:
-        ConfigError: the model has no linear layer, or does not answer with one row of logits a point.
+        ConfigError: the model has no linear layer, or does not return one row of logits for each point.
         NonFiniteError: a logit is NaN or infinite.
     """
     pieces: list[LastLayer] = []
-    with measuring(model), _inputs_of(head or (head_of(model) if hidden else None)) as seen:
+    with evaluation_mode(model), _inputs_of(head or (head_of(model) if hidden else None)) as seen:
         for part in rows.split(batch_size):
             seen.clear()
             pieces.append(_piece(model, read(part), len(part), seen if hidden else None))
@@ -224,7 +224,7 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 def reader(dataset: Dataset[tuple[Tensor | int, ...]]) -> Read:
-    """Points of a map-style data set, read one by one and collated; the set must not augment what it gives."""
+    """Read points of a map-style data set, one by one and collated; the data set must not augment them."""
     return lambda rows: tuple(default_collate([dataset[row] for row in rows.tolist()]))
 
 
@@ -235,7 +235,7 @@ def features(read: Read, rows: Tensor, *, batch_size: int = 4096) -> tuple[Tenso
 
 
 def relative_error(gradients: LastLayer, chosen: Chosen) -> float:
-    r"""How far the subset's gradient is from the whole one: $|\sum_i g_i - \sum_j \gamma_j g_j| / |\sum_i g_i|$.
+    r"""The relative error of the subset's gradient: $|\sum_i g_i - \sum_j \gamma_j g_j| / |\sum_i g_i|$.
 
     Args:
         gradients: of all n points.
@@ -266,22 +266,22 @@ def _piece(model: nn.Module, batch: tuple[Tensor, ...], count: int, seen: list[T
 def _only(seen: list[Tensor], count: int) -> Tensor:
     if len(seen) != 1 or seen[0].ndim != 2 or len(seen[0]) != count:
         shapes = [list(x.shape) for x in seen]
-        raise ConfigError(f"the last layer was given {shapes} for {count} points: it must see each point once")
+        raise ConfigError(f"the last layer was given {shapes} for {count} points: it must run once for each point")
     return seen[0].float()
 
 
 @contextmanager
 def _inputs_of(head: nn.Module | None) -> Generator[list[Tensor]]:
-    """Collect what goes into a layer."""
+    """Collect the inputs of a layer."""
     seen: list[Tensor] = []
     if head is None:
         yield seen
         return
 
-    def note(_: nn.Module, inputs: Iterable[Tensor]) -> None:
+    def record(_: nn.Module, inputs: Iterable[Tensor]) -> None:
         seen.extend(inputs)
 
-    handle = head.register_forward_pre_hook(note)
+    handle = head.register_forward_pre_hook(record)
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""How well a coreset stands for all points, beside random ones of the same size."""
+"""How well a coreset represents all points, compared with random subsets of the same size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MODELS = 8
 
 @dataclass(frozen=True)
 class Quality:
-    """What a selection costs; less is better.
+    """The errors of a selection; less is better.
 
     Args:
-        mean_distance: of a point to its nearest chosen one.
-        far_distance: that 95 % of the points are nearer than.
-        largest_distance: that no point is farther than.
+        mean_distance: mean distance of a point to its nearest chosen one.
+        far_distance: the 95th percentile of these distances.
+        largest_distance: the largest of them.
         gradient_error: relative error of the weighted gradient over the chosen, at random models.
     """
 
@@ -38,25 +38,25 @@ def quality(
 ) -> Quality:
     r"""Measure a weighted subset.
 
-    Distances are those of all points, or of 20,000 random ones. Gradients are $\sum_i\gamma_i\nabla f_i(w)$ of a linear
-    model on standardised features, averaged over 8 random w: with labels of softmax regression, without of
+    Distances are measured for all points, or for 20,000 random ones. Gradients are $\sum_i\gamma_i\nabla f_i(w)$ of a
+    linear model on standardised features, averaged over 8 random w: with labels of softmax regression, without of
     $f_i(w)=\log\cosh(w^\top x_i)$.
 
     Args:
         features: [n, d].
-        indices: int64, [k]; the chosen.
+        indices: int64, [k]; the chosen points.
         weights: float64, [k].
         labels: int64, [n]; classes from 0.
-        seed: of the points and the models that are looked at.
+        seed: of the draws of points and models.
 
     Raises:
-        ConfigError: the features cannot be used.
+        ConfigError: the features are invalid.
     """
     rows = centred(checked(features)).cpu()
     draws = torch.Generator().manual_seed(seed)
-    looked_at = torch.randperm(len(rows), generator=draws)[:_SAMPLE]
+    sample = torch.randperm(len(rows), generator=draws)[:_SAMPLE]
     unit = unit_of(rows)
-    near = torch.cat([nearest_of_many(part / unit, rows[indices] / unit)[0] for part in rows[looked_at].split(4096)])
+    near = torch.cat([nearest_of_many(part / unit, rows[indices] / unit)[0] for part in rows[sample].split(4096)])
     near = near.double() * unit
     return Quality(
         mean_distance=float(near.mean()),
@@ -67,7 +67,7 @@ def quality(
 
 
 def by_chance(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
-    """Random points, as many as a coreset has, of each class where there are labels; each weighs the same there."""
+    """Random points, as many as a coreset has, per class where there are labels, with equal weights within a class."""
     draws = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=draws)
     if labels is None:
@@ -92,8 +92,8 @@ def _gradient_error(
         outputs = 1 if labels is None else int(labels.max()) + 1
         model = torch.randn(rows.shape[1], outputs, generator=draws) / rows.shape[1] ** 0.5
         truth = _gradient(x, everything, labels, model)
-        told = _gradient(x[indices], weights, None if labels is None else labels[indices], model)
-        errors.append(float((truth - told).norm() / truth.norm().clamp_min(1e-300)))
+        estimate = _gradient(x[indices], weights, None if labels is None else labels[indices], model)
+        errors.append(float((truth - estimate).norm() / truth.norm().clamp_min(1e-300)))
     return sum(errors) / len(errors)
 
 

@@ -1,4 +1,4 @@
-"""Chosen points as a torch sampler: deterministic, resumable, in equal parts for every rank."""
+"""Chosen points as a torch sampler: deterministic, resumable, divided equally among ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from thinwire.errors import CheckpointError, ConfigError
 
 
 class Point(int):
-    """The number of a point, which knows the point's weight.
+    """The number of a point, with the point's weight as an attribute.
 
-    It is an index like any other, and the weight travels with it into the worker processes of a DataLoader, persistent
-    ones too.
+    It is an ordinary index, and carries the weight into the worker processes of a DataLoader, persistent ones too.
 
     Attributes:
-        weight: with mean 1 over an epoch.
+        weight: of the point; the mean over an epoch is 1.
     """
 
     weight: float
@@ -44,12 +43,12 @@ class Mapped(Protocol):
         ...
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of examples."""
         ...
 
 
 class Weighted(Dataset[Any]):
-    """A data set whose examples come with their weights, as one more, last, element.
+    """A data set whose examples have their weights as an additional last element.
 
     Args:
         examples: a map-style data set of tuples.
@@ -69,9 +68,9 @@ class Weighted(Dataset[Any]):
 class CraigSampler(Sampler[int]):
     """The chosen points of one epoch after another, for `torch.utils.data.DataLoader(sampler=...)`.
 
-    As with `DistributedSampler`, call `set_epoch` before each epoch; it is then that points are chosen anew where the
-    policy says so. Every rank gets every `size`-th point of one common order, so that all parts are of the same length.
-    Weights have mean 1 over the whole subset, so the learning rate that suits all the data holds:
+    As with `DistributedSampler`, call `set_epoch` before each epoch; it selects points again where the policy requires
+    it. Every rank gets every `size`-th point of one common order, so that all ranks have equally many. Weights have
+    mean 1 over the whole subset, so that the learning rate for all points stays right:
 
         loader = DataLoader(Weighted(dataset), batch_size=32, sampler=sampler, num_workers=2)
         for epoch in range(100):
@@ -80,16 +79,15 @@ class CraigSampler(Sampler[int]):
                 loss = (weight * F.cross_entropy(model(x), y, reduction="none")).mean()
 
     Args:
-        source: a selector, or one subset for good.
-        rank: this worker, from 0.
-        size: how many workers there are; all choose alike where their models and seeds are alike.
-        shuffle: visit points in an order of the epoch's own; otherwise in the order chosen.
-        pad: fill up with the first points again where the subset cannot be divided evenly; otherwise leave out the
-            last.
+        source: a selector, or one constant subset.
+        rank: of this worker.
+        size: number of workers; those with equal models and seeds choose the same points.
+        shuffle: visit points in a different order each epoch; otherwise in the order chosen.
+        pad: where the subset cannot be divided evenly, repeat the first points; otherwise leave out the last.
         seed: of the orders.
 
     Raises:
-        ConfigError: there is no such rank, or a subset has fewer points than there are ranks.
+        ConfigError: the rank is out of range, or a subset has fewer points than there are ranks.
     """
 
     def __init__(
@@ -113,22 +111,22 @@ class CraigSampler(Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self._start = 0
-        self._handed = 0
+        self._yielded = 0
 
     @property
     def subset(self) -> Subset:
-        """What this epoch visits, on all ranks together."""
+        """The points of this epoch, of all ranks together."""
         return self.source if isinstance(self.source, Subset) else self.source.subset(self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, and choose its points now if that is due."""
-        self.epoch, self._start, self._handed = epoch, 0, 0
+        """Start an epoch, and choose its points now if a selection is due."""
+        self.epoch, self._start, self._yielded = epoch, 0, 0
         self._check(self.subset)
 
     def weight_of(self, indices: Tensor) -> Tensor:
         """The weights of points, like `indices`, with mean 1 over the subset; 0 for points that are not in it.
 
-        A point that was chosen twice (`Crest` may) has a weight each time, and only its `Point` knows which.
+        A point that was chosen twice (by `Crest`) has a weight for each time; use those of the `Point` objects then.
         """
         subset = self.subset
         table = torch.zeros(subset.n, dtype=torch.float64)
@@ -142,46 +140,46 @@ class CraigSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         subset, places = self.subset, self.places()[self._start :]
-        self._handed, self._start = self._start, 0
+        self._yielded, self._start = self._start, 0
         pairs = zip(subset.indices[places].tolist(), subset.scaled[places].tolist(), strict=True)
         for number, weight in pairs:
-            self._handed += 1
+            self._yielded += 1
             yield Point(number, weight)
 
     def places(self) -> Tensor:
-        """Where in the subset this rank's points of the epoch are, in the order of visits, int64."""
+        """Positions in the subset of this rank's points of the epoch, in the order of visits, int64."""
         k = self._check(self.subset)
         order = torch.arange(k)
         if self.shuffle:
-            # By number first, so that equal sets are visited alike in whatever order they were chosen.
+            # Sorted by number first, so that the visits do not depend on the order of selection.
             shuffled = torch.randperm(k, generator=keyed(self.seed, self.epoch, 0x0DE2))
             order = self.subset.indices.argsort(stable=True)[shuffled]
         whole = len(self) * self.size
-        # No rank gives more than one point twice, for a subset has at least as many points as there are ranks.
+        # A subset has at least as many points as there are ranks, so padding repeats at most one point on each rank.
         return torch.cat([order, order])[:whole][self.rank :: self.size]
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """Where this rank is, and what was chosen.
+        """This rank's position, and the points chosen.
 
         Args:
-            consumed: points of this epoch that the loop has used. By default those handed out, which is right without
-                worker processes; workers read ahead of the loop.
+            consumed: points of this epoch that the loop has used; by default those yielded. Pass it where the
+                DataLoader has worker processes, which read ahead of the loop.
         """
         state = self.source.state_dict() if isinstance(self.source, Selector) else None
-        return {"epoch": self.epoch, "consumed": self._handed if consumed is None else consumed, "source": state}
+        return {"epoch": self.epoch, "consumed": self._yielded if consumed is None else consumed, "source": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave: the next iteration yields the rest of its epoch.
+        """Load what `state_dict` returned: the next iteration yields the rest of its epoch.
 
         Raises:
             CheckpointError: it does not belong to this sampler.
         """
         if (state["source"] is not None) != isinstance(self.source, Selector):
-            raise CheckpointError("the sampler was saved with another kind of source; make it as it was made")
+            raise CheckpointError("the sampler was saved with another kind of source; construct it as before")
         if isinstance(self.source, Selector):
             self.source.load_state_dict(state["source"])
         self.epoch, self._start = state["epoch"], state["consumed"]
-        self._handed = self._start
+        self._yielded = self._start
 
     def _check(self, subset: Subset) -> int:
         if len(subset) < self.size:

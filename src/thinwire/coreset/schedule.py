@@ -1,4 +1,4 @@
-"""When to choose anew: every so many epochs, or when what was chosen no longer speaks for all."""
+"""When to select again: every few epochs, or when the choice no longer represents all points."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from thinwire.errors import CheckpointError
 
 
 class Selector:
-    """A policy at work on one training run.
+    """The selections of one training run under a policy.
 
-    An epoch is one visit of every chosen point. Selections happen at the first call of an epoch for which one is due,
-    and nowhere else.
+    An epoch visits every chosen point once. A selection happens only at the first call of an epoch for which it is due.
 
     Args:
-        policy: how to choose, and how often.
-        points: to choose among, with the model that is being trained.
+        policy: which points to choose, and how often.
+        points: to choose among, with the model in training.
         seed: the key of every draw, equal on all ranks.
 
     Attributes:
-        seconds: spent on measuring and choosing so far.
-        selections: done so far.
+        seconds: spent on selections and measurements so far.
+        selections: number of selections so far.
     """
 
     def __init__(self, policy: Policy, points: Points, *, seed: int = 0) -> None:
@@ -39,18 +38,18 @@ class Selector:
 
     @property
     def began(self) -> bool:
-        """Whether any epoch was asked for yet."""
+        """Whether `subset` was called yet."""
         return self._subset is not None
 
     def subset(self, epoch: int) -> Subset:
-        """What the epoch visits; epochs are asked for in their order, each as often as need be."""
+        """The points of an epoch; call it for epochs in their order, for each as often as needed."""
         if self._subset is None or epoch != self._epoch:
             start = time.perf_counter()
-            self._subset, self._epoch = self._of(epoch), epoch
+            self._subset, self._epoch = self._points_of(epoch), epoch
             self.seconds += time.perf_counter() - start
         return self._subset
 
-    def _of(self, epoch: int) -> Subset:
+    def _points_of(self, epoch: int) -> Subset:
         if epoch < self.policy.full_epochs:
             return Subset.whole(self.points.n)
         chosen = self._chosen
@@ -78,14 +77,14 @@ class Selector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave: later epochs are those that would have come.
+        """Load what `state_dict` returned: later epochs are those of the uninterrupted run.
 
         Raises:
             CheckpointError: it is of another policy, or of other points.
         """
         if state["policy"] != repr(self.policy):
             raise CheckpointError(f"the selection was saved with {state['policy']}, not with {self.policy!r}")
-        subset, chosen = _made(state["subset"]), _made(state["chosen"])
+        subset, chosen = _from_entries(state["subset"]), _from_entries(state["chosen"])
         if subset is not None and subset.n != self.points.n:
             raise CheckpointError(f"the selection was saved among {subset.n} points; there are {self.points.n}")
         assert not isinstance(subset, Strata)
@@ -96,7 +95,7 @@ class Selector:
 
 
 def seed_of(seed: int, epoch: int) -> int:
-    """One seed for each selection of a run."""
+    """A seed for each selection of a run."""
     return (seed * 0x9E3779B1 + epoch) % 2**31
 
 
@@ -108,7 +107,7 @@ def _entries(chosen: Subset | Strata | None) -> dict[str, Any] | None:
     return {"indices": chosen.indices, "weights": chosen.weights, "n": chosen.n}
 
 
-def _made(content: dict[str, Any] | None) -> Subset | Strata | None:
+def _from_entries(content: dict[str, Any] | None) -> Subset | Strata | None:
     if content is None:
         return None
     if "members" in content:

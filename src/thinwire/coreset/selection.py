@@ -1,4 +1,4 @@
-"""`select`: from features to a coreset, on one machine or on many."""
+"""`select`: a coreset from features, on one process or on several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.coreset.distributed import Shards
 from thinwire.coreset.facility import Goal, Progress
-from thinwire.coreset.methods import EXACT, Found, How, Method, Warm, solve
+from thinwire.coreset.methods import EXACT, ClassSelection, Method, MethodSettings, WarmStart, solve
 from thinwire.coreset.similarity import Distances, Features, among, centred, checked
 from thinwire.coreset.subset import Coreset
 from thinwire.errors import ConfigError
@@ -28,7 +28,7 @@ Labels: TypeAlias = Tensor | NDArray[np.generic] | Sequence[int]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the coreset is to be; one of the three.
+    """The size of the coreset, in one of three forms.
 
     Raises:
         ConfigError: none or several are given, or one is out of range.
@@ -52,7 +52,7 @@ class Size:
         """The budget among n points.
 
         Raises:
-            ConfigError: there are not so many, or it is not positive.
+            ConfigError: it is not positive, or there are fewer points.
         """
         if self.cover is not None:
             return n
@@ -78,59 +78,68 @@ def select(
     parts: int = 4,
     told: Progress | None = None,
 ) -> Coreset:
-    r"""Choose the points that stand for all, and how many each stands for.
+    r"""Choose points that represent all, with the number of points that each represents.
 
-    Minimises $L(S)=\sum_i\min_{j\in S}d_{ij}$ greedily; where $d_{ij}$ bounds how far the gradients of two points are
-    apart, L bounds how far the weighted sum of gradients over S is from the sum over all. No n x n matrix is ever held.
+    Minimises $L(S)=\sum_i\min_{j\in S}d_{ij}$ greedily. Where $d_{ij}$ bounds the distance between the gradients of two
+    points, L bounds the distance of the weighted sum of gradients over S from the sum over all. No n x n matrix is
+    stored.
 
     Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, ICML 2020,
     arXiv:1906.01827, Algorithm 1.
 
+    Example:
+        >>> points = torch.tensor([[0.0], [0.1], [0.2], [9.0], [9.1]])
+        >>> coreset = select(points, budget=2)
+        >>> coreset.indices.tolist(), coreset.weights.tolist()
+        ([2, 3], [3.0, 2.0])
+
     Args:
         features: [n, d], whose Euclidean distances count; or any `Distances`. With `comm`, this rank's rows.
-        budget: how many points.
-        fraction: how many of all points, in (0, 1], instead of a budget.
+        budget: number of points.
+        fraction: of all points, in (0, 1], instead of a budget.
         cover: as few points as reach $L(S)\le$ cover, instead of a budget.
-        labels: [n]; where given, each class is selected for itself, with its share of the budget.
-        method: `lazy` is exact greedy, `naive` the same without its short cuts; `stochastic` looks at samples;
-            `sparse` at near neighbours alone, for millions of points; `streaming` at each point once; `greedi` selects
+        labels: [n]; where given, each class is selected separately, with its share of the budget.
+        method: `lazy` is exact greedy, `naive` the same without bounds; `stochastic` evaluates samples of candidates;
+            `sparse` only near neighbours, for millions of points; `streaming` reads each point once; `greedi` selects
             in parts, then among the parts' picks.
         comm: ranks that hold a shard each; the points are numbered in the order of ranks, and all get the whole result.
-        seed: of what `stochastic`, `sparse`, `streaming` and `greedi` draw.
-        warm: an earlier `lazy` or `naive` selection. Where the points are still the same its picks are only checked,
-            and the selection goes on from there; where they are not it is put aside. The result is the same.
-        eps: how far `stochastic` (0.01 unless given) and `streaming` (0.1) may fall short; less is better and slower.
+        seed: of the random draws of `stochastic`, `sparse`, `streaming` and `greedi`.
+        warm: an earlier `lazy` or `naive` selection. If the points are still the same, its picks are only verified, and
+            the selection continues from there; otherwise it is ignored. The result is the same.
+        eps: accuracy of `stochastic` (0.01 unless given) and `streaming` (0.1); less is better and slower.
         neighbours: of each point, for `sparse`; more is nearer to exact.
         parts: of `greedi`; with `comm` every rank is one.
-        told: called now and then with the share that is done; with labels by several threads.
+        told: called repeatedly with the share that is done; with labels by several threads.
 
     Returns:
         The coreset, in greedy order, on the CPU.
 
     Raises:
-        ConfigError: an argument, or the features, cannot be used; says which and what to do.
+        ConfigError: an argument or the features are invalid.
     """
-    how = How(method, seed, (0.1 if method == "streaming" else 0.01) if eps is None else eps, neighbours, parts)
+    settings = MethodSettings(
+        method, seed, (0.1 if method == "streaming" else 0.01) if eps is None else eps, neighbours, parts
+    )
     size = Size(budget, fraction, cover)
     if comm is not None and comm.size > 1:
         shards = Shards(features, _plain(labels), comm)
         goals = _goals(size, shards.sizes, told)
-        earlier = _earlier(warm, shards.members, shards.n, how)
-        found = [shards.solve(i, goal, how, earlier[i]) for i, goal in enumerate(goals)]
-        return _joined(found, shards.members, shards.n, how)
+        earlier = _earlier(warm, shards.members, shards.n, settings)
+        found = [shards.solve(i, goal, settings, earlier[i]) for i, goal in enumerate(goals)]
+        return _joined(found, shards.members, shards.n, settings)
     points = centred(checked(features)) if isinstance(features, (Tensor, np.ndarray)) else features
     n = len(points) if isinstance(points, Tensor) else points.n
     members = _classes(_plain(labels), n)
-    goals, earlier = _goals(size, [len(each) for each in members], told), _earlier(warm, members, n, how)
+    goals, earlier = _goals(size, [len(each) for each in members], told), _earlier(warm, members, n, settings)
 
-    def one(i: int, threads: int) -> Found:
-        return solve(_part(points, members, i), goals[i], how, how.generator(i), earlier[i], threads)
+    def one(i: int, threads: int) -> ClassSelection:
+        return solve(_part(points, members, i), goals[i], settings, settings.generator(i), earlier[i], threads)
 
-    return _joined(_everyone(one, len(members)), members, n, how)
+    return _joined(_all_classes(one, len(members)), members, n, settings)
 
 
-def _everyone(one: Callable[[int, int], Found], count: int) -> list[Found]:
-    """All classes: the threads take a class each where there are several, else share the one."""
+def _all_classes(one: Callable[[int, int], ClassSelection], count: int) -> list[ClassSelection]:
+    """Select in all classes: one class per thread, or all threads on a single class."""
     threads = torch.get_num_threads()
     if threads == 1 or count == 1:
         return [one(i, threads) for i in range(count)]
@@ -148,7 +157,7 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
     """Labels as an array.
 
     Raises:
-        ConfigError: not one a point, or one is missing.
+        ConfigError: not one for each point, or one is missing.
     """
     if labels is None:
         return None
@@ -157,7 +166,7 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
         raise ConfigError(f"labels {list(array.shape)}: need one number for each point, [n]")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         first = int((~np.isfinite(array)).argmax())
-        raise ConfigError(f"labels: row {first} has none ({array[first]}); give it one, or leave the row out")
+        raise ConfigError(f"labels: row {first} has none ({array[first]}); add one, or leave the row out")
     return array
 
 
@@ -173,42 +182,42 @@ def _classes(labels: NDArray[np.generic] | None, n: int) -> list[Tensor]:
 
 
 def _goals(size: Size, sizes: list[int], told: Progress | None) -> list[Goal]:
-    """Every class's share of the whole."""
+    """The goal of every class: its share of the budget or of the cost."""
     n = sum(sizes)
     budget = size.of(n)
-    tellers = _tellers(sizes, told)
+    callbacks = _class_callbacks(sizes, told)
     if size.cover is not None:
-        return [Goal(own, size.cover * own / n, tell) for own, tell in zip(sizes, tellers, strict=True)]
-    given = shares(sizes, budget) if len(sizes) > 1 else [budget]
-    return [Goal(own, None, tell) for own, tell in zip(given, tellers, strict=True)]
+        return [Goal(own, size.cover * own / n, call) for own, call in zip(sizes, callbacks, strict=True)]
+    given = proportional_budgets(sizes, budget) if len(sizes) > 1 else [budget]
+    return [Goal(own, None, call) for own, call in zip(given, callbacks, strict=True)]
 
 
-def _tellers(sizes: list[int], told: Progress | None) -> list[Progress | None]:
-    """For each class what tells how much of the whole is done."""
+def _class_callbacks(sizes: list[int], told: Progress | None) -> list[Progress | None]:
+    """For each class a callback that turns its progress into that of the whole selection."""
     done = [0.0] * len(sizes)
 
-    def tell(i: int, share: float) -> None:
+    def report(i: int, share: float) -> None:
         done[i] = share
         if told is not None:
             told(sum(map(operator.mul, done, sizes)) / sum(sizes))
 
-    return [None if told is None else partial(tell, i) for i in range(len(sizes))]
+    return [None if told is None else partial(report, i) for i in range(len(sizes))]
 
 
-def _earlier(warm: Coreset | None, members: list[Tensor], n: int, how: How) -> list[Warm | None]:
-    """An earlier selection, class by class, in the class's own numbers."""
-    if warm is None or warm.n != n or how.method not in EXACT or warm.method not in EXACT:
+def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: MethodSettings) -> list[WarmStart | None]:
+    """An earlier selection class by class, as numbers within the class."""
+    if warm is None or warm.n != n or settings.method not in EXACT or warm.method not in EXACT:
         return [None] * len(members)
-    parts: list[Warm | None] = []
+    parts: list[WarmStart | None] = []
     for own in members:
         inside = torch.isin(warm.indices, own)
-        parts.append(Warm(torch.searchsorted(own, warm.indices[inside]).tolist(), warm.gains[inside].tolist()))
+        parts.append(WarmStart(torch.searchsorted(own, warm.indices[inside]).tolist(), warm.gains[inside].tolist()))
     return parts
 
 
-def _joined(groups: list[Found], members: list[Tensor], n: int, how: How) -> Coreset:
-    """One coreset of all classes."""
-    order = interleaved([len(group.indices) for group in groups])
+def _joined(groups: list[ClassSelection], members: list[Tensor], n: int, settings: MethodSettings) -> Coreset:
+    """Join the selections of all classes."""
+    order = interleave([len(group.indices) for group in groups])
     sizes = [group.sizes.tolist() for group in groups]
     return Coreset(
         indices=torch.tensor([int(members[i][groups[i].indices[place]]) for i, place in order], dtype=torch.int64),
@@ -216,43 +225,43 @@ def _joined(groups: list[Found], members: list[Tensor], n: int, how: How) -> Cor
         gains=torch.tensor([groups[i].gains[place] for i, place in order], dtype=torch.float64),
         cost=sum(group.cost for group in groups),
         n=n,
-        method=how.method,
+        method=settings.method,
     )
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
-def shares(sizes: Sequence[int], budget: int) -> list[int]:
-    """A budget shared out to classes in proportion to their sizes, by largest remainders.
+def proportional_budgets(sizes: Sequence[int], budget: int) -> list[int]:
+    """Divide a budget among classes in proportion to their sizes, by largest remainders.
 
-    The shares sum to the budget; each is at least 1 and at most the class's size. Worked out in whole numbers.
+    The parts sum to the budget; each is at least 1 and at most the class's size. Computed in whole numbers.
 
     Args:
         sizes: points of each class, at least 1.
         budget: in all.
 
     Raises:
-        ConfigError: fewer than one for each class, or more than there are points.
+        ConfigError: less than one for each class, or more than there are points.
     """
     n = sum(sizes)
     if not len(sizes) <= budget <= n:
         raise ConfigError(
-            f"budget={budget}: {len(sizes)} classes of {n} points need at least 1 point each and have no more; "
+            f"budget={budget}: {len(sizes)} classes of {n} points need at least 1 point each and at most all; "
             f"take {len(sizes)} to {n}, or select without labels"
         )
     given = [max(1, size * budget // n) for size in sizes]
     while (over := sum(given) - budget) != 0:
-        residual = [(size * budget - n * share, -i) for i, (size, share) in enumerate(zip(sizes, given, strict=True))]
+        remainders = [(size * budget - n * share, -i) for i, (size, share) in enumerate(zip(sizes, given, strict=True))]
         if over < 0:
-            chosen = max(debt for debt, size, share in zip(residual, sizes, given, strict=True) if share < size)
+            chosen = max(pair for pair, size, share in zip(remainders, sizes, given, strict=True) if share < size)
         else:
-            chosen = min(debt for debt, share in zip(residual, given, strict=True) if share > 1)
+            chosen = min(pair for pair, share in zip(remainders, given, strict=True) if share > 1)
         given[-chosen[1]] += 1 if over < 0 else -1
     return given
 
 
-def interleaved(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(class, place within it) so that every beginning holds the classes in about the ratio of these sizes."""
-    lanes = [[((2 * place + 1) / (2 * size), i, place) for place in range(size)] for i, size in enumerate(sizes)]
-    return [(i, place) for _, i, place in heapq.merge(*lanes)]
+def interleave(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(class, position within it), ordered so that every prefix has the classes in about the ratio of their sizes."""
+    queues = [[((2 * place + 1) / (2 * size), i, place) for place in range(size)] for i, size in enumerate(sizes)]
+    return [(i, place) for _, i, place in heapq.merge(*queues)]

@@ -1,4 +1,4 @@
-"""How far points are apart, asked for one block of candidates at a time."""
+"""Distances between points, computed for one block of candidates at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Distances(Protocol):
 
     @property
     def n(self) -> int:
-        """How many points there are."""
+        """Number of points."""
         ...
 
     def between(self, candidates: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class Distances(Protocol):
 class EuclideanDistances:
     r"""Distances $|x_i - x_j|$ between rows of a matrix.
 
-    Rows are kept in float32, centred, and squared distances are worked out in float64, block by block: what two near
-    points have in common is lost before it can cost digits.
+    Rows are stored in float32, centred, and squared distances are computed in float64, block by block: large common
+    offsets would cost the digits in which near points differ.
 
     Args:
         features: float or int, [n, d].
@@ -54,14 +54,14 @@ class EuclideanDistances:
         return found
 
     def at(self, members: Tensor) -> EuclideanDistances:
-        """The distances among some of the points, int64 [m], numbered anew in their order."""
+        """The distances among some of the points, int64 [m], renumbered in their order."""
         part = object.__new__(EuclideanDistances)
         part.rows, part.n = self.rows[members.to(self.rows.device)], len(members)
         return part
 
 
 class Among:
-    """The distances among some of the points of any `Distances`, numbered anew in their order.
+    """The distances among some of the points of any `Distances`, renumbered in their order.
 
     Args:
         distances: between all points.
@@ -80,7 +80,7 @@ class Among:
 
 
 def among(distances: Distances, members: Tensor) -> Distances:
-    """Some of the points alone: by their own `at(members)` where they have one, which need not ask for all."""
+    """The distances among some of the points: by `distances.at(members)` where it exists, which computes fewer."""
     own = getattr(distances, "at", None)
     return Among(distances, members) if own is None else own(members)
 
@@ -111,17 +111,17 @@ def checked(features: Features) -> Tensor:
 
 
 def centred(matrix: Tensor) -> Tensor:
-    """The rows less about their mean, float32."""
+    """The rows minus their approximate mean, float32."""
     return (matrix - centre_of(matrix.sum(0, dtype=torch.float64), len(matrix)).to(matrix.dtype)).float()
 
 
 def centre_of(total: Tensor, n: int) -> Tensor:
-    """About the mean: cut to eight digits, so that the order of the sum cannot show."""
+    """The approximate mean: rounded to bfloat16, so that the order of the sum does not matter."""
     return (total / max(n, 1)).to(torch.bfloat16)
 
 
 def to_rows(points: Tensor, candidates: Tensor) -> Tensor:
-    """Distances of float32 points [n, d] to candidates [m, d], float32 [n, m], worked out in float64."""
+    """Distances of float32 points [n, d] to candidates [m, d], float32 [n, m], computed in float64."""
     found = points.new_empty((len(points), len(candidates)))
     wide = candidates.double()
     size = wide.square().sum(1)
@@ -133,12 +133,12 @@ def to_rows(points: Tensor, candidates: Tensor) -> Tensor:
 
 
 def chunks(matrix: Tensor, columns: int) -> tuple[Tensor, ...]:
-    """The rows in pieces, of which a result with so many columns stays small."""
+    """The rows in pieces, such that a result with this number of columns stays small."""
     return matrix.split(max(1, _CHUNK_ELEMENTS // max(columns, matrix.shape[1], 1)))
 
 
 def power_above(bound: float) -> float:
-    """The least power of two that is not below a bound; 1 for 0."""
+    """The least power of two that is at least a bound; 1 for 0."""
     if bound == 0:
         return 1.0
     mantissa, exponent = math.frexp(bound)

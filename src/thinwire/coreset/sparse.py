@@ -1,8 +1,12 @@
-r"""Greedy where each point can be represented by its near neighbours alone: millions of points, in minutes.
+r"""Greedy where only near neighbours can represent a point: millions of points, in minutes.
 
 $F_m(S)=\sum_i\max(0, d_0-\min_{j\in S\cap N(i)}d_{ij})$ with $N(i)$ the point itself and its m nearest neighbours; with
-$m=n-1$ it is facility location itself. All gains are kept up to date: a pick changes those of its neighbours'
-neighbours alone. In the end every point goes to its nearest pick, among all of them where no neighbour was picked.
+$m=n-1$ it is facility location itself. All gains are kept up to date: a pick only changes those of its neighbours'
+neighbours. In the end every point is assigned to its nearest pick, among all picks where no neighbour was picked.
+
+Neighbours are exact for tens of thousands of points, and found by inverted lists for millions: points are assigned to
+cells of about a thousand around centres from k-means on a sample, and each point is compared only with those of the
+cells nearest to its own. `recall` measures what that misses.
 """
 
 from __future__ import annotations
@@ -26,27 +30,28 @@ _LAST = np.iinfo(np.int64).max
 
 
 def sparse(rows: Tensor, goal: Goal, *, neighbours: int, generator: torch.Generator) -> tuple[Picks, Tensor]:
-    """Select among near neighbours.
+    """Select with near neighbours only.
 
     Args:
         rows: float32, [n, d]; no two are further apart than 1.
         goal: when to stop.
         neighbours: m, of each point besides itself.
-        generator: draws where the neighbours are looked for.
+        generator: draws the sample for the cells' centres, on the CPU.
 
     Returns:
-        The picks, with the cost of the final representation, and how many points each speaks for.
+        The picks, with the cost of the final assignment, and the number of points that each represents.
     """
     rows = rows.cpu()
-    found = _found(rows, neighbours, generator)
-    picks = _picked(Graph(found), goal)
-    nearest, who = _represented(rows, found, picks.indices)
+    found = find_neighbours(rows, neighbours, generator)
+    found = Neighbours(found.numbers, rounded(found.distances))
+    picks = _pick(Graph(found), goal)
+    nearest, positions = _assign_all(rows, found, picks.indices)
     picks.cost = float(nearest.sum(dtype=torch.float64))
-    return picks, torch.bincount(who, minlength=len(picks.indices))
+    return picks, torch.bincount(positions, minlength=len(picks.indices))
 
 
 class Graph:
-    """Who can represent whom, and what each candidate would save now.
+    """Which candidates can represent which points, and the current gain of each candidate.
 
     Args:
         found: each point's neighbours.
@@ -64,7 +69,7 @@ class Graph:
         self._near = np.ones(self.n, dtype=np.float32)
 
     def take(self, candidate: int) -> None:
-        """Make one a representative, and bring all gains up to date."""
+        """Make a candidate a representative, and update all gains."""
         edges = self._edges[self._ends[candidate] : self._ends[candidate + 1]]
         points, apart = edges // self._width, self._apart.ravel()[edges]
         closer = apart < self._near[points]
@@ -75,13 +80,8 @@ class Graph:
         self._near[points] = now
 
 
-def _found(rows: Tensor, count: int, generator: torch.Generator) -> Neighbours:
-    found = neighbours(rows, count, generator)
-    return Neighbours(found.numbers, rounded(found.distances))
-
-
-def _picked(graph: Graph, goal: Goal) -> Picks:
-    """Greedy: a bound that is the gain of today belongs to the best."""
+def _pick(graph: Graph, goal: Goal) -> Picks:
+    """Greedy: the first candidate whose bound equals its current gain is the best."""
     picks = Picks(cost=float(graph.n))
     bounds = Bounds(np.arange(graph.n), graph.gains.copy())
     while not picks.done(goal):
@@ -96,66 +96,65 @@ def _picked(graph: Graph, goal: Goal) -> Picks:
     return picks
 
 
-def _represented(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Tensor, Tensor]:
+def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Tensor, Tensor]:
     """The distance of each point to its nearest pick, float32 [n], and that pick's position, int64 [n]."""
     chosen = torch.tensor(indices)
     place = torch.full((len(rows),), _LAST)
     place[chosen] = torch.arange(len(indices))
-    nearest, who = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    nearest, positions = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
     for part in torch.arange(len(rows)).split(1 << 16):
         places = place[found.numbers[part].long()]
         apart = found.distances[part].masked_fill(places == _LAST, torch.inf)
         nearest[part] = apart.min(1).values
-        who[part] = places.masked_fill(apart > nearest[part][:, None], _LAST).min(1).values
+        positions[part] = places.masked_fill(apart > nearest[part][:, None], _LAST).min(1).values
     for part in nearest.isinf().nonzero().flatten().split(_BLOCK):
-        nearest[part], who[part] = nearest_of_many(rows[part], rows[chosen])
-    nearest[chosen], who[chosen] = 0, torch.arange(len(indices))
-    return nearest, who
+        nearest[part], positions[part] = nearest_of_many(rows[part], rows[chosen])
+    nearest[chosen], positions[chosen] = 0, torch.arange(len(indices))
+    return nearest, positions
 
 
 def nearest_of_many(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The least distance of each row to the chosen rows, and which of them it is to."""
+    """The least distance of each row to the chosen rows, and the position of that row among them."""
     least = torch.full((len(points),), torch.inf)
-    who = torch.zeros(len(points), dtype=torch.int64)
+    positions = torch.zeros(len(points), dtype=torch.int64)
     for start in range(0, len(chosen), 4 * _BLOCK):
         apart, place = rounded(to_rows(points, chosen[start : start + 4 * _BLOCK])).min(1)
         closer = apart < least
-        least[closer], who[closer] = apart[closer], place[closer] + start
-    return least, who
+        least[closer], positions[closer] = apart[closer], place[closer] + start
+    return least, positions
 
 
 # -- nearest neighbours ------------------------------------------------------------------------------------------------
 
 
-_EXACT_UP_TO = 20_000
-_CELL = 1000
-_PROBES = 8
-_ROUNDS = 5
-_SAMPLE = 40
-_BLOCK = 1024
+_EXACT_UP_TO = 20_000  # points for which all pairs are compared
+_CELL = 1000  # points of a cell on average
+_PROBES = 8  # cells that a point is compared with
+_ROUNDS = 5  # of k-means
+_SAMPLE = 40  # points of the k-means sample for each centre
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Who is near to whom.
+    """The nearest neighbours of each point.
 
     Args:
         numbers: int32, [n, m + 1]; each point and its neighbours, itself first.
-        distances: float32, [n, m + 1]; 0 first, in no order after it.
+        distances: float32, [n, m + 1]; 0 first, the rest unsorted.
     """
 
     numbers: Tensor
     distances: Tensor
 
 
-def neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exact: bool | None = None) -> Neighbours:
-    """So many neighbours of each row.
+def find_neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exact: bool | None = None) -> Neighbours:
+    """The nearest neighbours of each row.
 
     Args:
         rows: float32, [n, d].
         count: m, neighbours of each besides itself; at most n - 1 are found.
         generator: draws the sample for the cells' centres, on the CPU.
-        exact: compare all with all; unless given, up to 20,000 points.
+        exact: compare all pairs; by default up to 20,000 points.
     """
     n = len(rows)
     count = min(count, n - 1)
@@ -171,29 +170,28 @@ def neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exact: b
 
 
 def recall(rows: Tensor, found: Neighbours, generator: torch.Generator, *, sample: int = 200) -> float:
-    """The share of the true nearest neighbours that was found, from a sample of points.
+    """The share of the true nearest neighbours that was found, estimated on a sample of points.
 
     Args:
         rows: float32, [n, d].
         found: their neighbours.
         generator: draws the sample, on the CPU.
-        sample: how many points to look at.
+        sample: points of the sample.
     """
     count = found.numbers.shape[1] - 1
     drawn = torch.randperm(len(rows), generator=generator)[:sample]
-    everyone = torch.arange(len(rows))
+    every_point = torch.arange(len(rows))
     hits = 0
     for part in drawn.split(16):
-        true, _ = _nearest(rows, part, everyone, count)
+        true, _ = _nearest(rows, part, every_point, count)
         hits += int((true[:, :, None] == found.numbers[part, None, 1:]).any(2).sum())
     return hits / max(1, len(drawn) * count)
 
 
 def _cells(rows: Tensor, count: int, generator: torch.Generator, exact: bool) -> Iterator[tuple[int, Tensor]]:
-    """(how many points a cell has, those points and then all others to compare them with)."""
-    everyone = torch.arange(len(rows))
+    """(the size of a cell, its points and then all others to compare them with), for each cell."""
     if exact:
-        yield len(rows), everyone
+        yield len(rows), torch.arange(len(rows))
         return
     centres = _centres(rows, max(1, len(rows) // _CELL), generator)
     cells = _nearest_centre(rows, centres)
@@ -207,7 +205,7 @@ def _cells(rows: Tensor, count: int, generator: torch.Generator, exact: bool) ->
 
 
 def _enough(members: tuple[Tensor, ...], cells: list[int], least: int) -> Tensor:
-    """The points of the nearest cells, of more than usual where those hold too few."""
+    """The points of the nearest cells; of more cells where those hold too few."""
     taken: list[Tensor] = []
     for place, cell in enumerate(cells):
         if place >= _PROBES and sum(map(len, taken)) >= least:
@@ -217,9 +215,9 @@ def _enough(members: tuple[Tensor, ...], cells: list[int], least: int) -> Tensor
 
 
 def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The nearest to the points at some places among others, and their distances, [places, count], without itself."""
+    """The neighbours among `others` of those at `places`, without themselves, and their distances; [places, count]."""
     theirs = rows[others]
-    # What lies far from the origin and close together would lose its digits.
+    # Points far from the origin and close together would lose their digits in the product below.
     theirs = theirs - theirs[places[0]]
     mine = theirs[places]
     squares = torch.addmm(theirs.square().sum(1), mine, theirs.T, alpha=-2)
@@ -231,7 +229,7 @@ def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[
 
 
 def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Lloyd's k-means on a sample; a centre that nobody is near to stays where it is."""
+    """Lloyd's k-means on a sample; the centre of an empty cell does not move."""
     sample = rows[torch.randperm(len(rows), generator=generator)[: _SAMPLE * count]]
     centres = sample[:count].clone()
     for _ in range(_ROUNDS):

@@ -1,4 +1,11 @@
-"""Some of the points, and how many each of them speaks for."""
+r"""Weighted subsets of the points: `Coreset` as selected, `Subset` as visited in an epoch, `Strata` to draw from.
+
+The weight of a medoid gives its cluster's gradient only near the model it was selected with. Drawing several members
+of each cluster instead, $m_j$ of the $N_j$ points of cluster $j$ without replacement, each with weight $N_j/m_j$, is
+unbiased for every model. Neyman's allocation, $m_j \propto N_j\sigma_j$, has the least variance for a given number of
+draws (Neyman 1934, On the Two Different Aspects of the Representative Method). Half as many clusters as draws leave
+room for it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from thinwire.storage.files import write_atomically
 
 
 class Chosen(Protocol):
-    """What any selection has, `thinwire.coreset.Coreset` among them."""
+    """The attributes of every selection, such as `Coreset`."""
 
     @property
     def indices(self) -> Tensor:
@@ -30,7 +37,7 @@ class Chosen(Protocol):
 
     @property
     def n(self) -> int:
-        """Points there were to choose from."""
+        """Points to choose from."""
         ...
 
 
@@ -40,8 +47,8 @@ class Subset:
 
     Args:
         indices: int64, [k]; numbers of points.
-        weights: float64, [k]; how many points each stands for, so that they sum to about n.
-        n: points there were to choose from.
+        weights: float64, [k]; the number of points that each represents, so that they sum to about n.
+        n: points to choose from.
 
     Raises:
         ConfigError: nothing was chosen, a number is out of range, or a weight is not a positive number.
@@ -63,14 +70,14 @@ class Subset:
         if low < 0 or high >= self.n:
             raise ConfigError(f"indices from {low} to {high}: must lie in 0..{self.n - 1} for {self.n} points")
         if not bool((torch.isfinite(self.weights) & (self.weights > 0)).all()):
-            raise ConfigError("weights: every one must be a positive number; leave out points that stand for nothing")
+            raise ConfigError("weights: every one must be a positive number; leave out points without weight")
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @property
     def scaled(self) -> Tensor:
-        """The weights with mean 1, float64 [k]: under them the learning rate of the whole data holds."""
+        """The weights with mean 1, float64 [k], so that the learning rate for all points stays right."""
         return self.weights * (len(self) / self.weights.sum())
 
     @classmethod
@@ -80,12 +87,12 @@ class Subset:
 
     @classmethod
     def whole(cls, n: int) -> Subset:
-        """All points, each for itself."""
+        """All points, each with weight 1."""
         return cls(torch.arange(n), torch.ones(n, dtype=torch.float64), n)
 
 
 def budget_of(fraction: float, n: int) -> int:
-    """How many of `n` points a fraction is: rounded, and at least 1.
+    """The number of points in a fraction of `n`: rounded, and at least 1.
 
     Raises:
         ConfigError: the fraction is not in (0, 1].
@@ -100,7 +107,7 @@ def _kind(x: Tensor) -> str:
 
 
 def keyed(*key: int) -> torch.Generator:
-    """A generator for one purpose: equal keys give equal draws on every rank and in every run."""
+    """A random generator for a key: equal keys give equal draws on every rank and in every run."""
     words = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0]) >> 1)
 
@@ -116,15 +123,15 @@ class Coreset:
     r"""Chosen points with weights.
 
     Args:
-        indices: int64, [k]; numbers of the points in greedy order, so that every beginning of it is a coreset of its
-            own budget. With labels the classes' orders are interleaved in the ratio of their budgets.
-        weights: float64, [k]; how many points each speaks for, itself among them. They sum to n, and per class to
-            the points of the class.
-        gains: float64, [k]; by how much each lowered the cost when it was chosen; a class's first from that of a
-            phantom which is farther from all points than any two are from each other.
+        indices: int64, [k]; numbers of the points in greedy order, so that every prefix is a coreset of its own
+            budget. With labels the classes' orders are interleave in the ratio of their budgets.
+        weights: float64, [k]; the number of points that each represents, itself included. They sum to n, and per
+            class to the points of the class.
+        gains: float64, [k]; the reduction of the cost by each when it was chosen. Before a class's first, all its
+            points count with a distance that exceeds all distances between points.
         cost: $L(S)=\sum_i\min_{j\in S}d_{ij}$.
-        n: points there were to choose from.
-        method: how it was selected.
+        n: points to choose from.
+        method: of the selection.
     """
 
     indices: Tensor
@@ -141,7 +148,7 @@ class Coreset:
         """Write a safetensors file.
 
         Raises:
-            OSError: the disk refused; whatever was there before is still there.
+            OSError: the file could not be written; an earlier one is unchanged.
         """
         from safetensors.torch import save
 
@@ -176,14 +183,14 @@ _BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class Strata:
-    """Every point's stratum, and how many points each stratum gives.
+    """The stratum of every point, and the number of draws from each stratum.
 
     Args:
         members: int64, [n]; the stratum of each point, from 0.
-        draws: int64, [strata]; how many points each gives, at least 1 and at most what it has.
+        draws: int64, [strata]; points drawn from each, at least 1 and at most all.
 
     Raises:
-        ConfigError: a stratum is empty, or gives nothing or more than it has.
+        ConfigError: a stratum is empty, or has no draws or more than points.
     """
 
     members: Tensor
@@ -193,7 +200,7 @@ class Strata:
         sizes = torch.bincount(self.members, minlength=len(self.draws))
         if len(sizes) != len(self.draws) or not bool(((self.draws >= 1) & (self.draws <= sizes)).all()):
             raise ConfigError(
-                f"draws={self.draws.tolist()} of strata of {sizes.tolist()}: each must give at least 1 and has no more"
+                f"draws={self.draws.tolist()} of strata of {sizes.tolist()}: each needs at least 1 draw, at most all"
             )
 
     @property
@@ -208,7 +215,7 @@ class Strata:
         r"""Points drawn from every stratum without replacement, each with weight $N_j/m_j$.
 
         Args:
-            key: of the draw, such as a seed and an epoch; equal keys give equal draws.
+            key: such as a seed and an epoch; equal keys give equal draws.
         """
         order = torch.randperm(self.n, generator=keyed(*key, 0x57A7))
         order = order[self.members[order].argsort(stable=True)]
@@ -219,13 +226,13 @@ class Strata:
 
 
 def stratify(distances: Distances, medoids: Tensor, budget: int, *, labels: Tensor | None = None) -> Strata:
-    """Cluster all points around medoids and allot the draws.
+    """Cluster all points around medoids, and allocate the draws.
 
     Args:
         distances: between points.
-        medoids: int64, [m]; numbers of points, the earlier one wins where distances are equal.
-        budget: draws in all, at least one a medoid.
-        labels: int64, [n]; where given, a point only joins a medoid of its own class.
+        medoids: int64, [m]; numbers of points; where distances are equal the first one wins.
+        budget: draws in all, at least one for each medoid.
+        labels: int64, [n]; where given, a point is only assigned to a medoid of its own class.
 
     Raises:
         ConfigError: the budget is too small, or a class has no medoid.
@@ -243,7 +250,7 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
 
     Args:
         sizes: int64, [m]; points of each stratum.
-        deviations: float64, [m]; how widely each is spread.
+        deviations: float64, [m]; the root mean square distance from the medoid.
         budget: draws in all.
 
     Returns:
@@ -255,7 +262,7 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
     if not len(sizes) <= budget <= int(sizes.sum()):
         raise ConfigError(f"budget={budget}: {len(sizes)} strata of {int(sizes.sum())} points need one draw each")
     given = torch.ones_like(sizes)
-    # A stratum without spread still takes draws once the others are exhausted.
+    # The small constant lets strata without spread take draws once the others are exhausted.
     need = sizes.double() * deviations + 1e-12 * (1 + float((sizes * deviations).max()))
     while (left := budget - int(given.sum())) > 0:
         free = given < sizes
@@ -269,7 +276,7 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
 
 
 def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Every point's distance to its nearest medoid, and that medoid's place, both [n] on the CPU."""
+    """Every point's distance to its nearest medoid, and the position of that medoid; both [n] on the CPU."""
     nearest = torch.full((distances.n,), torch.inf)
     members = torch.zeros(distances.n, dtype=torch.int64)
     for first in range(0, len(medoids), _BLOCK):
@@ -280,6 +287,6 @@ def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tup
         least, place = apart.min(1)
         closer = least < nearest
         nearest[closer], members[closer] = least[closer], place[closer] + first
-    # Duplicates of a medoid may lie nearer to an earlier one; a medoid always stays with itself.
+    # A medoid that equals an earlier one must still represent itself, or its stratum would be empty.
     members[medoids.cpu()], nearest[medoids.cpu()] = torch.arange(len(medoids)), 0.0
     return nearest, members
