@@ -1,4 +1,4 @@
-"""Coded exchanges against the same steps without any, and against torch's DistributedDataParallel; the 6 M GPT.
+"""Compressed strategies, compared with steps without communication and with DistributedDataParallel; the 6 M GPT.
 
 python -m benchmarks.compressed [--quick]
 """
@@ -26,8 +26,8 @@ WORKERS = 4
 LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)
 Row = tuple[str, str, str, str]
 
-# What, over what, and what it is: the bar of 100 Mbit is beside the step alone, that of 1 Gbit beside DDP. LAMB's own
-# arithmetic takes longer than AdamW's, so that 1-bit LAMB stands beside both.
+# (numerator, denominator, label). The limits are relative to the step without communication over 100 Mbit, and to DDP
+# over 1 Gbit. LAMB computes longer than AdamW, so that 1-bit LAMB is compared with both.
 RATIOS = (
     ("lamb", "lamb alone", "OneBitLamb, compressed: step / step alone"),
     ("codes", "adamw alone", "AllReduce(OneBit): step / step alone"),
@@ -68,7 +68,7 @@ def contender(task: Any, name: str) -> Step:
 
 
 def work(rounds: int, *, steps: int = 2) -> None:
-    """As one of several workers: let all take turns; rank 0 writes seconds a step, round by round, as JSON."""
+    """One worker: run all contenders in alternation; rank 0 writes seconds a step, round by round, as JSON."""
     start()
     task, names = tasks.load("text"), ("lamb alone", "adamw alone", "ddp lamb", "ddp", "lamb", "codes")
     turns = take_turns({name: contender(task, name) for name in names}, rounds=rounds, steps=steps, warm_up=2)
@@ -109,13 +109,13 @@ def rows_of(link: str | None, turns: Mapping[str, Turns]) -> list[Row]:
 
 
 def rows(*, quick: bool, links: Sequence[str | None] = LINKS) -> Iterator[Row]:
-    """The whole table, line by line; over links where they can be emulated."""
+    """The whole table, row by row; over links where they can be emulated."""
     for link in links if available() is None else (None,):
         yield from rows_of(link, measured(link, 4 if quick else 12))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a Markdown table, or be one worker."""
+    """Print a Markdown table, or run one worker."""
     if arguments[:1] == ["work"]:
         work(int(arguments[1]))
         return

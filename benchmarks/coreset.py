@@ -1,4 +1,4 @@
-"""Selection against apricot's lazy greedy, per class, and for a million points, each in a process of its own.
+"""Selection compared with apricot's lazy greedy, per class, and for a million points, each in its own process.
 
 python -m benchmarks.coreset [--quick]
 """
@@ -25,7 +25,7 @@ FEATURES = 64
 
 
 def gaussian(n: int) -> Tensor:
-    """Points without any structure: the hardest to represent, and the lightest to be wrong about."""
+    """Points without structure, which are the hardest to represent."""
     return torch.from_numpy(np.random.default_rng(0).standard_normal((n, FEATURES)).astype(np.float32))
 
 
@@ -37,22 +37,22 @@ def clustered(n: int) -> Tensor:
 
 
 def cost(x: Tensor, indices: Tensor, sample: int | None = None) -> float:
-    """The mean distance to the nearest chosen point, in float64; of a few thousand points where asked for."""
-    looked_at = x if sample is None else x[torch.randperm(len(x), generator=torch.Generator().manual_seed(7))[:sample]]
+    """The mean distance to the nearest chosen point, in float64; of a sample of the points where its size is given."""
+    points = x if sample is None else x[torch.randperm(len(x), generator=torch.Generator().manual_seed(7))[:sample]]
     chosen, near = x[indices].double(), []
-    for part in looked_at.double().split(256):
+    for part in points.double().split(256):
         near.append(torch.cdist(part, chosen, compute_mode="donot_use_mm_for_euclid_dist").min(1).values)
     return float(torch.cat(near).mean())
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had so far."""
+    """The peak memory of this process so far."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def measured(work: Callable[[], Tensor], x: Tensor, warm_up: Callable[[], object], sample: int | None = None) -> Found:
-    """Seconds, bytes above what was there before, and the mean distance."""
+    """Seconds, additional memory, and the mean distance."""
     warm_up()
     before, start, cpu = peak_bytes(), time.perf_counter(), time.process_time()
     indices = work()
@@ -67,7 +67,7 @@ def measured(work: Callable[[], Tensor], x: Tensor, warm_up: Callable[[], object
 
 
 def apricot(n: int) -> Found:
-    """The lazy greedy of apricot, over a dense matrix of similarities, which is worked out first, as it must be."""
+    """The lazy greedy of apricot, over a dense matrix of similarities, whose computation is included."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ def apricot(n: int) -> Found:
 
 
 def apricot_alone(n: int) -> Found:
-    """The same by apricot from the features, as it is usually called: its similarities are of squared distances."""
+    """The same by apricot from the features, its usual interface; its similarities are of squared distances."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -118,7 +118,7 @@ def per_class(n: int) -> Found:
 
 
 def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
-    """So many points by a method that does not look at all pairs, beside random ones."""
+    """Many points by a method that does not compare all pairs, and as many random ones."""
     from thinwire.coreset import select
 
     x = clustered(n)
@@ -129,7 +129,7 @@ def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
 
 
 def gap(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
-    """How far such a method is from exact greedy, where both can be run: on a sample of the same points."""
+    """The gap between such a method and exact greedy, on few enough of the same points for both."""
     from thinwire.coreset import select
 
     x = clustered(n)
@@ -140,8 +140,8 @@ def gap(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
     return {"relative_gap": near.cost / exact.cost - 1, "gap_closed": closed}
 
 
-def alone(name: str, *arguments: object) -> Found:
-    """One measurement in a process of its own."""
+def in_own_process(name: str, *arguments: object) -> Found:
+    """One measurement in its own process."""
     command = [sys.executable, "-m", "benchmarks.coreset", "one", name, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
     found: Found = json.loads(done.stdout.splitlines()[-1])
@@ -151,13 +151,13 @@ def alone(name: str, *arguments: object) -> Found:
 def rows(*, quick: bool = False) -> list[Row]:
     """(what, figure, detail, bar) of each bar."""
     found = [*_against_apricot(3 if quick else 5)] if find_spec("apricot") else []
-    split = alone("per_class", 50_000)
+    split = in_own_process("per_class", 50_000)
     found.append(
         ("per class, 50,000 x 64, 10 classes, 10 %", f"{split['seconds']:.1f} s", _memory(split), "20 s, 300 MB")
     )
     n = 100_000 if quick else 1_000_000
     for method, fraction in (("sparse", 0.1), ("streaming", 0.01)):
-        many, few = alone("million", n, method, fraction), alone("gap", 10_000, method, fraction)
+        many, few = in_own_process("million", n, method, fraction), in_own_process("gap", 10_000, method, fraction)
         detail = (
             f"{_memory(many)}; mean distance {many['mean_distance']:.3f}, random {many['random_mean_distance']:.3f}; "
             f"of 10,000 such points {few['relative_gap']:.2%} above exact ({few['gap_closed']:.0%} of random's gap)"
@@ -167,8 +167,8 @@ def rows(*, quick: bool = False) -> list[Row]:
 
 
 def _against_apricot(rounds: int) -> list[Row]:
-    """In turns, so that what else the machine does falls on both."""
-    turns = [[alone(name, 10_000) for name in ("apricot", "apricot_alone", "ours")] for _ in range(rounds)]
+    """Alternating, so that other load on the machine affects both."""
+    turns = [[in_own_process(name, 10_000) for name in ("apricot", "apricot_alone", "ours")] for _ in range(rounds)]
     theirs, _, mine = turns[0]
     apart = abs(mine["mean_distance"] / theirs["mean_distance"] - 1)
     return [

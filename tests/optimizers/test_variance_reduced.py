@@ -233,7 +233,7 @@ def test_svrg_steps_back_from_its_snapshot_when_a_closure_fails() -> None:
     ("indices", "words"),
     [
         (None, "give indices="),
-        ([0, 1, 2], "one index for each sample"),
+        ([0, 1, 2], "one index per sample"),
         ([0, 1, 1, 2], "must differ"),
         ([0, 1, 2, N], "must differ and lie in"),
         ([0, 1, 2, -1], "must differ and lie in"),

@@ -214,7 +214,7 @@ def test_small_tensors_keep_the_momentum_of_plain_sgd() -> None:
     assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
 
 
-def test_all_candidates_looked_at_find_the_true_largest() -> None:
+def test_second_rounds_over_all_candidates_find_the_true_largest() -> None:
     n = 50
     strategy = SketchedSGD(0.1, 2, second_round=10, momentum=0.0, dense_below=0, recovery="sketch")
     problem = quadratic(2, torch.float32, width=n)

@@ -85,7 +85,11 @@ class Craig(Policy):
         labels = points.labels if self.per_class else None
         if self.proxy == "features":
             return self._by(points.features, labels, budget, seed)
-        gradients = self._compared(points)
+        hidden = self.proxy == "last_layer"
+        moments = points.moments(hidden=hidden) if self.preconditioned else None
+        gradients = points.gradients(hidden=hidden)
+        if moments is not None:
+            gradients = gradients.preconditioned(moments)
         # Logit gradients are short rows, so plain Euclidean distances do. Outer products would be too long to store.
         return self._by(gradients.residuals if gradients.hidden is None else gradients, labels, budget, seed)
 
@@ -106,16 +110,11 @@ class Craig(Policy):
         part = gradients.at(torch.arange(count, len(rows))).total(chosen.weights)
         return float((whole - part).norm() / whole.norm())
 
-    def _compared(self, points: Points) -> LastLayer:
-        hidden = self.proxy == "last_layer"
-        moments = points.moments(hidden=hidden) if self.preconditioned else None
-        gradients = points.gradients(hidden=hidden)
-        return gradients if moments is None else gradients.preconditioned(moments)
-
     def _by(self, compared: Tensor | LastLayer, labels: Tensor | None, budget: int, seed: int) -> Subset | Strata:
         across: Tensor | Distances = compared.distances() if isinstance(compared, LastLayer) else compared
         if self.mode == "medoid":
             return Subset.of(self._selected(across, labels, budget, seed))
+        # Half as many medoids as draws; every class needs one.
         least = 1 if labels is None else len(labels.unique())
         medoids = self._selected(across, labels, min(budget, max(budget // 2, least)), seed).indices
         distances = EuclideanDistances(across) if isinstance(across, Tensor) else across

@@ -22,7 +22,7 @@ from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, 
 from thinwire.coreset.similarity import Features, centre_of, checked, power_above
 from thinwire.errors import ConfigError
 
-_BLOCK = 64
+_BLOCK = 64  # candidates of one all-reduce
 REPLICATE_BYTES = 1 << 30
 
 
@@ -77,6 +77,7 @@ class SharedFacility(Facility):
             return self._everything[candidates.to(self._device)]
         own = candidates - self._start
         mine = (own >= 0) & (own < self._nearest.n)
+        # Every row is zero but on its owner, so that the sum is exact.
         rows = torch.zeros((len(candidates), self._width), device=self._device)
         if bool(mine.any()):
             rows[mine.to(self._device)] = self._nearest.of(own[mine])
@@ -98,7 +99,7 @@ def centred_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
     facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
     bad = facts[:, 2].nonzero().flatten().tolist()
     if bad:
-        raise problem or ConfigError(f"features of rank {bad[0]}: are invalid; see the error of that rank")
+        raise problem or ConfigError(f"features of rank {bad[0]} are invalid; see the error of that rank")
     widths = facts[:, 1].tolist()
     if len(set(widths)) > 1:
         raise ConfigError(f"features of {widths} columns, by rank: all ranks need the same")
@@ -119,6 +120,7 @@ def gather_numbers(comm: Comm, values: list[int], device: torch.device) -> Tenso
 
 def gather_rows(comm: Comm, rows: Tensor, counts: list[int]) -> Tensor:
     """All-gather rows, in the order of ranks; ranks may have different numbers of rows."""
+    # An all-gather needs equal shapes.
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     every_rank = comm.all_gather(padded).wait()
@@ -171,7 +173,9 @@ class Shards:
         """
         if settings.method in ("sparse", "streaming"):
             raise ConfigError(f"method={settings.method!r}: selects on one rank alone; with comm use lazy or greedi")
-        mine = self._own(group)
+        members = self.members[group]
+        own = members - self._start
+        mine = own[(own >= 0) & (own < len(self._rows))].to(self._rows.device)
         unit = power_above(2 * max_over_ranks(self._comm, norm_of(self._rows[mine]), self._rows.device))
         rows = self._rows[mine] / unit
         inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.on_progress)
@@ -179,25 +183,19 @@ class Shards:
         def make() -> Facility:
             return SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], unit, self._comm)
 
-        parts = self._parts(group, rows, inner) if settings.method == "greedi" else []
+        parts: list[Numbers] = []
+        if settings.method == "greedi":
+            # Every rank is a part; its picks are numbered within the class.
+            before = int((members < self._start).sum())
+            picked = torch.from_numpy(pick_among(rows, torch.arange(len(rows)), inner)) + before
+            counts = [int(count) for count in self._comm.all_gather(torch.tensor([len(picked)])).wait()]
+            every_rank = gather_rows(self._comm, picked, counts).split(counts)
+            parts = [part.cpu().numpy() for part in every_rank if len(part)]
         picks, sizes = greedy(make, inner, settings, settings.generator(group), warm, parts)
         return in_distances(picks, sizes, unit)
 
-    def _own(self, group: int) -> Tensor:
-        """The rows of this rank that belong to a class."""
-        members = self.members[group] - self._start
-        return members[(members >= 0) & (members < len(self._rows))].to(self._rows.device)
-
-    def _parts(self, group: int, rows: Tensor, goal: Goal) -> list[Numbers]:
-        """The picks of each rank among its own points, as numbers within the class."""
-        members = self.members[group]
-        before = int((members < self._start).sum())
-        own = torch.from_numpy(pick_among(rows, torch.arange(len(rows)), goal)) + before
-        counts = [int(count) for count in self._comm.all_gather(torch.tensor([len(own)])).wait()]
-        every_rank = gather_rows(self._comm, own, counts).split(counts)
-        return [part.cpu().numpy() for part in every_rank if len(part)]
-
     def _classes(self, labels: NDArray[np.generic] | None, counts: list[int]) -> list[Tensor]:
+        # All ranks raise together: one that went on alone would wait for the others.
         fits = labels is None or (len(labels) == len(self._rows) and labels.dtype.kind in "biu")
         kinds = torch.tensor([labels is not None, fits], dtype=torch.int64, device=self._rows.device)
         facts = torch.stack(self._comm.all_gather(kinds).wait()).cpu()

@@ -85,10 +85,10 @@ class Bounds:
 
     def top(self) -> tuple[float, int] | None:
         """(minus the bound, number) of the first candidate; None when none is left."""
-        sorted_ = self._sorted()
-        if not self._heap:
-            return sorted_
-        return self._heap[0] if sorted_ is None else min(sorted_, self._heap[0])
+        if self._next == len(self._candidates):
+            return self._heap[0] if self._heap else None
+        first = -float(self._gains[self._next]), int(self._candidates[self._next])
+        return min(first, self._heap[0]) if self._heap else first
 
     def pop(self) -> int:
         """Remove the first candidate, and return its number."""
@@ -101,11 +101,6 @@ class Bounds:
     def push(self, gain: float, candidate: int) -> None:
         """Insert a candidate again with a new bound."""
         heapq.heappush(self._heap, (-gain, candidate))
-
-    def _sorted(self) -> tuple[float, int] | None:
-        if self._next == len(self._candidates):
-            return None
-        return -float(self._gains[self._next]), int(self._candidates[self._next])
 
 
 def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None, picks: Picks | None = None) -> Picks:
@@ -144,7 +139,13 @@ def _best_candidate(facility: Facility, bounds: Bounds) -> tuple[float, int]:
     """The greatest gain and its candidate, which is removed from the bounds."""
     evaluated: list[tuple[float, int]] = []
     best, width = (math.inf, 0), facility.block
-    while stale := _above(bounds, best, width):
+    while True:
+        stale: list[int] = []
+        # Only candidates whose bound beats the best gain so far can change the pick.
+        while len(stale) < width and (top := bounds.top()) is not None and top < best:
+            stale.append(bounds.pop())
+        if not stale:
+            break
         gains = facility.gains(np.asarray(stale, dtype=np.int64))
         evaluated += zip((-gains).tolist(), stale, strict=True)
         best, width = min(evaluated), min(2 * width, max(_WIDEST, facility.block))
@@ -152,14 +153,6 @@ def _best_candidate(facility: Facility, bounds: Bounds) -> tuple[float, int]:
         if candidate != best[1]:
             bounds.push(-loss, candidate)
     return -best[0], best[1]
-
-
-def _above(bounds: Bounds, best: tuple[float, int], width: int) -> list[int]:
-    """Up to `width` candidates that may be better than the best; they are removed from the bounds."""
-    found: list[int] = []
-    while len(found) < width and (top := bounds.top()) is not None and top < best:
-        found.append(bounds.pop())
-    return found
 
 
 def stochastic(facility: Facility, goal: Goal, *, eps: float, generator: torch.Generator) -> Picks:

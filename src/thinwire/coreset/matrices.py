@@ -39,7 +39,13 @@ def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | N
 
 def _npy(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     matrix = _array(path)
-    return (matrix, None) if labels is None else _cut(matrix, labels, path)
+    if labels is None:
+        return matrix, None
+    columns = matrix.shape[1] if matrix.ndim == 2 else 0
+    if not labels.lstrip("-").isdigit() or not -columns <= int(labels) < columns:
+        raise ConfigError(f"--labels {labels}: must be a column of {path} from 0 to {columns - 1}, or a .npy file")
+    column = int(labels) % columns
+    return np.delete(matrix, column, axis=1), matrix[:, column]
 
 
 def _npz(path: Path, labels: str | None) -> tuple[Array, Array | None]:
@@ -68,14 +74,12 @@ def _parquet(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     names = list(table.column_names)
     if labels is not None and labels not in names:
         raise ConfigError(f"--labels {labels}: {path} has the columns {', '.join(names)}")
-    columns = [table[name].to_numpy() for name in names if name != labels]
-    not_numbers = [
-        name for name, column in zip((n for n in names if n != labels), columns, strict=True) if not _is_number(column)
-    ]
+    columns = {name: table[name].to_numpy() for name in names if name != labels}
+    not_numbers = [name for name, column in columns.items() if column.dtype.kind not in "biuf"]
     if not_numbers or not columns:
         raise ConfigError(f"{path}: the columns {', '.join(not_numbers) or '(none)'} are not numbers; drop them")
     own = None if labels is None else table[labels].to_numpy(zero_copy_only=False)
-    return np.stack(columns, axis=1), own
+    return np.stack(list(columns.values()), axis=1), own
 
 
 def _libsvm(path: Path, labels: str | None) -> tuple[Array, Array | None]:
@@ -98,15 +102,3 @@ def _array(path: Path) -> Array:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     return array
-
-
-def _cut(matrix: Array, labels: str, path: Path) -> tuple[Array, Array]:
-    columns = matrix.shape[1] if matrix.ndim == 2 else 0
-    if not labels.lstrip("-").isdigit() or not -columns <= int(labels) < columns:
-        raise ConfigError(f"--labels {labels}: must be a column of {path} from 0 to {columns - 1}, or a .npy file")
-    column = int(labels) % columns
-    return np.delete(matrix, column, axis=1), matrix[:, column]
-
-
-def _is_number(column: Array) -> bool:
-    return column.dtype.kind in "biuf"

@@ -139,18 +139,19 @@ class OuterDistances:
             candidates: int64, [m]; numbers of points.
         """
         chosen = candidates.to(self._left.device)
-        squares = self._squares(chosen).clamp_min_(0)
+        squares = _squared_gaps(self._left, chosen)
+        if self._right is not None and self._right_size is not None:
+            across = _squared_gaps(self._right, chosen)
+            a, b = self._left_size[:, None], self._left_size[chosen]
+            h, k = self._right_size[:, None], self._right_size[chosen]
+            # |mu|^2 and |m|^2 follow from the parallelogram law, so that the means are not computed.
+            squares = (
+                squares * (2 * (h + k) - across) / 4 + across * (2 * (a + b) - squares) / 4 + (a - b) * (h - k) / 2
+            )
+        # Rounding may make squares of near points negative, or that of a point to itself positive.
+        squares = squares.clamp_min_(0)
         squares[chosen, torch.arange(len(chosen), device=chosen.device)] = 0
         return squares.sqrt_()
-
-    def _squares(self, chosen: Tensor) -> Tensor:
-        apart = _squared_gaps(self._left, chosen)
-        if self._right is None or self._right_size is None:
-            return apart
-        across = _squared_gaps(self._right, chosen)
-        a, b = self._left_size[:, None], self._left_size[chosen]
-        h, k = self._right_size[:, None], self._right_size[chosen]
-        return apart * (2 * (h + k) - across) / 4 + across * (2 * (a + b) - apart) / 4 + (a - b) * (h - k) / 2
 
 
 def _squared_gaps(x: Tensor, chosen: Tensor) -> Tensor:
@@ -257,17 +258,13 @@ def _piece(model: nn.Module, batch: tuple[Tensor, ...], count: int, seen: list[T
         )
     if not bool(torch.isfinite(logits).all()):
         raise NonFiniteError("a logit is NaN or infinite, so gradients cannot be compared; lower the learning rate")
-    counted = targets != IGNORED
-    residuals = logits.float().softmax(1) - F.one_hot(targets.clamp_min(0), logits.shape[1])
-    hidden = None if seen is None else _only(seen, count)
-    return LastLayer(residuals * counted[:, None], targets, hidden)
-
-
-def _only(seen: list[Tensor], count: int) -> Tensor:
-    if len(seen) != 1 or seen[0].ndim != 2 or len(seen[0]) != count:
+    if seen is not None and (len(seen) != 1 or seen[0].ndim != 2 or len(seen[0]) != count):
         shapes = [list(x.shape) for x in seen]
         raise ConfigError(f"the last layer was given {shapes} for {count} points: it must run once for each point")
-    return seen[0].float()
+    counted = targets != IGNORED
+    # one_hot refuses negative classes; the points of ignored targets are masked below.
+    residuals = logits.float().softmax(1) - F.one_hot(targets.clamp_min(0), logits.shape[1])
+    return LastLayer(residuals * counted[:, None], targets, None if seen is None else seen[0].float())
 
 
 @contextmanager

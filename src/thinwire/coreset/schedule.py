@@ -43,25 +43,26 @@ class Selector:
 
     def subset(self, epoch: int) -> Subset:
         """The points of an epoch; call it for epochs in their order, for each as often as needed."""
-        if self._subset is None or epoch != self._epoch:
-            start = time.perf_counter()
-            self._subset, self._epoch = self._points_of(epoch), epoch
-            self.seconds += time.perf_counter() - start
-        return self._subset
-
-    def _points_of(self, epoch: int) -> Subset:
+        if self._subset is not None and epoch == self._epoch:
+            return self._subset
+        start = time.perf_counter()
         if epoch < self.policy.full_epochs:
-            return Subset.whole(self.points.n)
-        chosen = self._chosen
-        if chosen is None or self._is_due(epoch):
-            chosen = self._chosen = self.policy.choose(self.points, seed_of(self.seed, epoch), self._subset)
-            self._selected, self.selections = epoch, self.selections + 1
-        return chosen.draw(self.seed, epoch) if isinstance(chosen, Strata) else chosen
+            subset = Subset.whole(self.points.n)
+        else:
+            chosen = self._chosen
+            if chosen is None or self._is_due(epoch):
+                chosen = self._chosen = self.policy.choose(self.points, seed_of(self.seed, epoch), self._subset)
+                self._selected, self.selections = epoch, self.selections + 1
+            subset = chosen.draw(self.seed, epoch) if isinstance(chosen, Strata) else chosen
+        self._subset, self._epoch = subset, epoch
+        self.seconds += time.perf_counter() - start
+        return subset
 
     def _is_due(self, epoch: int) -> bool:
         every = self.policy.every
         if every is not None and epoch - self._selected >= every:
             return True
+        # Measuring the drift takes a forward pass, so it comes last.
         return self._subset is not None and self.policy.has_drifted(self.points, self._subset, self.seed + epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -133,7 +133,11 @@ def select(
     goals, earlier = _goals(size, [len(each) for each in members], told), _earlier(warm, members, n, settings)
 
     def one(i: int, threads: int) -> ClassSelection:
-        return solve(_part(points, members, i), goals[i], settings, settings.generator(i), earlier[i], threads)
+        part = points
+        if len(members) > 1:
+            own = members[i]
+            part = points[own.to(points.device)] if isinstance(points, Tensor) else among(points, own)
+        return solve(part, goals[i], settings, settings.generator(i), earlier[i], threads)
 
     return _joined(_all_classes(one, len(members)), members, n, settings)
 
@@ -143,14 +147,9 @@ def _all_classes(one: Callable[[int, int], ClassSelection], count: int) -> list[
     threads = torch.get_num_threads()
     if threads == 1 or count == 1:
         return [one(i, threads) for i in range(count)]
+    # Classes are independent, so a thread for each needs no synchronisation within them.
     with ThreadPoolExecutor(threads, thread_name_prefix="thinwire-select") as pool:
         return list(pool.map(lambda i: one(i, 1), range(count)))
-
-
-def _part(points: Tensor | Distances, members: list[Tensor], i: int) -> Tensor | Distances:
-    if len(members) == 1:
-        return points
-    return points[members[i].to(points.device)] if isinstance(points, Tensor) else among(points, members[i])
 
 
 def _plain(labels: Labels | None) -> NDArray[np.generic] | None:

@@ -41,6 +41,7 @@ def sparse(rows: Tensor, goal: Goal, *, neighbours: int, generator: torch.Genera
     Returns:
         The picks, with the cost of the final assignment, and the number of points that each represents.
     """
+    # Graph updates are scattered reads and writes in NumPy.
     rows = rows.cpu()
     found = find_neighbours(rows, neighbours, generator)
     found = Neighbours(found.numbers, rounded(found.distances))
@@ -89,6 +90,7 @@ def _pick(graph: Graph, goal: Goal) -> Picks:
         assert top is not None, "there are as many candidates as points"
         gain, best = float(graph.gains[top[1]]), bounds.pop()
         if gain < -top[0]:
+            # The bound is out of date; with the current gain the candidate may no longer be first.
             bounds.push(gain, best)
             continue
         graph.take(best)
@@ -107,8 +109,10 @@ def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Te
         apart = found.distances[part].masked_fill(places == _LAST, torch.inf)
         nearest[part] = apart.min(1).values
         positions[part] = places.masked_fill(apart > nearest[part][:, None], _LAST).min(1).values
+    # The remaining points have no neighbour among the picks: compare them with all.
     for part in nearest.isinf().nonzero().flatten().split(_BLOCK):
         nearest[part], positions[part] = nearest_of_many(rows[part], rows[chosen])
+    # A pick represents itself, even where an equal point was picked earlier.
     nearest[chosen], positions[chosen] = 0, torch.arange(len(indices))
     return nearest, positions
 
@@ -201,17 +205,13 @@ def _cells(rows: Tensor, count: int, generator: torch.Generator, exact: bool) ->
     for own, cells in enumerate(near.tolist()):
         if len(members[own]):
             others = [own, *(cell for cell in cells if cell != own)]
-            yield len(members[own]), _enough(members, others, count + 1)
-
-
-def _enough(members: tuple[Tensor, ...], cells: list[int], least: int) -> Tensor:
-    """The points of the nearest cells; of more cells where those hold too few."""
-    taken: list[Tensor] = []
-    for place, cell in enumerate(cells):
-        if place >= _PROBES and sum(map(len, taken)) >= least:
-            break
-        taken.append(members[cell])
-    return torch.cat(taken)
+            compared: list[Tensor] = []
+            for place, cell in enumerate(others):
+                # More cells where the nearest ones hold too few points.
+                if place >= _PROBES and sum(map(len, compared)) >= count + 1:
+                    break
+                compared.append(members[cell])
+            yield len(members[own]), torch.cat(compared)
 
 
 def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[Tensor, Tensor]:

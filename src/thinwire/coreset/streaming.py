@@ -24,9 +24,9 @@ from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, P
 from thinwire.coreset.greedy import lazy, replay
 from thinwire.coreset.similarity import to_rows
 
-_SAMPLE = 1000
-_BLOCK = 1024
-_COMPARISONS = 1 << 30
+_SAMPLE = 1000  # points of the sample at least
+_BLOCK = 1024  # points that are read at a time
+_COMPARISONS = 1 << 30  # distances of the pass at most
 
 
 @dataclass
@@ -72,9 +72,12 @@ def streaming(
         generator: draws the sample, on the CPU.
         make: creates the facility of all points, for the final assignment.
     """
+    # The sieves process one point after the other, in NumPy.
     rows = rows.cpu()
     drawn = torch.randperm(len(rows), generator=generator)
-    sample = drawn[: _sample_size(len(rows), goal.budget)].sort().values
+    # A few points for each pick, within a limit on the number of distances.
+    size = min(len(rows), max(_SAMPLE, min(4 * goal.budget, _COMPARISONS // len(rows))))
+    sample = drawn[:size].sort().values
     medoid = int(sample[rounded(to_rows(rows[sample], rows[sample])).sum(0, dtype=torch.float64).argmin()])
     sieves = _sifted(rows, rows[sample], medoid, goal, eps)
     order = dict.fromkeys([*_best(rows, rows[sample], medoid, sieves, goal.budget), *drawn.tolist()])
@@ -128,11 +131,6 @@ def _best(rows: Tensor, sample: Tensor, medoid: int, sieves: list[Sieve], budget
 def _gains(near: Tensor, apart: Tensor) -> Gains:
     """The gains, float64 [m], of points at rounded distances [m, sample] to the sample."""
     return (near - apart).clamp_min_(0).sum(1, dtype=torch.float64).numpy()
-
-
-def _sample_size(n: int, budget: int) -> int:
-    """Four points for each pick, within a limit on the number of distances."""
-    return min(n, max(_SAMPLE, min(4 * budget, _COMPARISONS // n)))
 
 
 def _sifted(rows: Tensor, sample: Tensor, medoid: int, goal: Goal, eps: float) -> list[Sieve]:

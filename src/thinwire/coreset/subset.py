@@ -124,7 +124,7 @@ class Coreset:
 
     Args:
         indices: int64, [k]; numbers of the points in greedy order, so that every prefix is a coreset of its own
-            budget. With labels the classes' orders are interleave in the ratio of their budgets.
+            budget. With labels the classes' orders are interleaved in the ratio of their budgets.
         weights: float64, [k]; the number of points that each represents, itself included. They sum to n, and per
             class to the points of the class.
         gains: float64, [k]; the reduction of the cost by each when it was chosen. Before a class's first, all its

@@ -77,6 +77,7 @@ def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Undo the cast that torch does on loading: of all state of a parameter to the parameter's own dtype."""
+    # State is saved under each parameter's number; parameters keep their order within the groups.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):

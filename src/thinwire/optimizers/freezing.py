@@ -50,10 +50,12 @@ class FreezingOptimizer(ClosureOptimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self.init_state(parameter)
+        # Only the warm-up needs it, and it is as large as the parameters.
         for state in self.state.values():
             state.pop("previous_variance", None)
         variances = [state["variance"] for state in self.state.values()]
         if variances:
+            # In fp64, because sums of millions of small squares lose digits in fp32.
             sums = torch.stack([v.sum(dtype=torch.float64).cpu() for v in variances])
             counts = torch.stack([v.count_nonzero().cpu() for v in variances])
             overall = sums.sum() / counts.sum() if counts.any() else torch.ones((), dtype=torch.float64)
@@ -161,6 +163,7 @@ class FreezingOptimizer(ClosureOptimizer):
     def update(self) -> None:
         """Move every parameter that has a gradient or a mean momentum."""
         means, self._next_momenta = self._next_momenta, {}
+        # Both are for this step alone, even if it fails.
         skipping, self._skipping = self._skipping, False
         if skipping:
             return
@@ -185,6 +188,7 @@ class FreezingOptimizer(ClosureOptimizer):
                 for p, m in zip(parameters, momenta, strict=True)
             ]
             self.frozen_step(group, exact, after, states)
+        # The model's own 16-bit parameters are roundings of the fp32 copy.
         rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
         if rounded:
             copy_each_([p for p, _ in rounded], [x for _, x in rounded])

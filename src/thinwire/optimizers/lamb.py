@@ -101,6 +101,7 @@ class Lamb(ClosureOptimizer):
         add_decay_(group, directions, exact)
         ratios, _ = trust_ratios(group, exact, directions)
         descend_(group, exact, directions, ratios)
+        # The model's own 16-bit parameters are roundings of the fp32 copy.
         rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
         if rounded:
             copy_each_([p for p, _ in rounded], [x for _, x in rounded])
@@ -130,6 +131,7 @@ def directions_of(
     """Adam's direction of every tensor, without weight decay."""
     if not corrected:
         return list(torch._foreach_div(momenta, denominators_of(group, variances)))  # pyright: ignore
+    # The division by 1 - beta^t corrects for the start of both moments at zero.
     first, second = (1 - beta ** group["step"] for beta in group["betas"])
     means = torch._foreach_div(momenta, first)  # pyright: ignore
     squares = torch._foreach_div(variances, second)  # pyright: ignore
@@ -152,6 +154,7 @@ def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: li
     sizes, lengths = norms_of(parameters), norms_of(directions)
     known = (sizes > 0) & (lengths > 0)
     bounded = (sizes / lengths).clamp(group["least_trust"], group["most_trust"])
+    # A norm of zero gives zero, infinity or NaN here: such tensors take Adam's step instead.
     return torch.where(known, bounded, torch.ones_like(bounded)), known
 
 

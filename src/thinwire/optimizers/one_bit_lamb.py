@@ -120,6 +120,7 @@ class OneBitLamb(FreezingOptimizer):
             known = state["trust_weight"] > 0
             state["trust"] = torch.where(known, state["trust"] / state["trust_weight"], state["factor"])
         sizes = [torch.linalg.vector_norm(state["momentum"]) / state["momentum"].numel() ** 0.5 for state in states]
+        # A tensor without momentum keeps coefficient 1; dividing by its size would give infinity.
         mean = torch.stack([size.to(sizes[0]) for size in sizes]).mean()
         for state, size in zip(states, sizes, strict=True):
             state["coefficient"] = torch.where(size > 0, mean.to(size) / size, torch.ones_like(size))
@@ -155,6 +156,7 @@ class OneBitLamb(FreezingOptimizer):
         decay = group["weight_decay"]
         settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}
         grown, undecayed, decayed = turn_(momenta, before, frozen, fresh, parameters, **settings)
+        # Only the undecayed part of the direction scales with the gradient.
         if decay:
             share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
             grown = share * grown + (1 - share)

@@ -93,6 +93,7 @@ class Saga(Optimizer):
         loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)
         table = self.state[self._layer.weight]["table"]
+        # backward() divides the residuals by the batch size, as the loss is a mean.
         change = residuals * len(rows) - table[rows]
         batch = table[rows] / len(rows)
         group = self.param_groups[0]
@@ -114,6 +115,7 @@ class Saga(Optimizer):
         return numbers.T @ inputs if parameter is self._layer.weight else numbers.sum(0)
 
     def _record_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        # Evaluation passes have no gradients and must not replace the batch.
         if output.requires_grad:
             self._inputs = inputs[0].detach()
             output.register_hook(self._record_residuals)
@@ -128,7 +130,7 @@ class Saga(Optimizer):
             raise ConfigError("step(): no backward() through the layer since the last step; call it first")
         if self._residuals.ndim != 2 or indices.shape != (len(self._residuals),):
             raise ConfigError(
-                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one index for each sample"
+                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one index per sample"
             )
         rows = indices.to(self._residuals.device)
         if int(rows.min()) < 0 or int(rows.max()) >= self.n or len(rows.unique()) < len(rows):

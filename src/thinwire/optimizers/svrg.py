@@ -108,6 +108,7 @@ class Svrg(Optimizer):
             raise ConfigError(
                 "step(): there is no snapshot yet; call snapshot() with the gradient of all samples first"
             )
+        # The anchor first, so that the gradients of the current point remain in `grad`.
         before = self._at_anchor(trained, closure)
         self.zero_grad()
         loss = evaluate(closure)

@@ -81,6 +81,7 @@ class ZeroOneAdam(FreezingAdam):
         gaps between synchronisations grow.
         """
         if group["reach"] == 0.0:
+            # No local step since the last synchronisation: the momentum itself is the mean.
             return
         lr = float(group["lr"])
         torch._foreach_mul_(momenta, lr)  # pyright: ignore
@@ -105,6 +106,7 @@ class ZeroOneAdam(FreezingAdam):
                         torch.zeros_like(state["momentum"]),
                     )
             anchors, sums = ([state[name] for state in states] for name in ("anchor", "update_sum"))
+            # The first local step after a synchronisation: later ones return to here.
             if group["reach"] == 0.0:
                 copy_each_(anchors, parameters)
                 torch._foreach_zero_(sums)  # pyright: ignore

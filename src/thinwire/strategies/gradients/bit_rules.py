@@ -51,6 +51,7 @@ class BitLedger:
     def after(self, bits: float, error: float, square: float) -> BitLedger:
         """One step later."""
         level, slope = self.level, self.slope
+        # A zero gradient has no logarithm, and must not lower the mean for ever.
         if square > 0:
             now = log2(square) / 2
             known = now if isnan(level) else level
@@ -189,10 +190,12 @@ class ErrorBound:
         remaining = self.steps - ledger.step % self.steps
         rates = (step.lr, step.lr if self.final_lr is None else self.final_lr)
         alpha = max(contraction(lr, self.smoothness, self.strong_convexity) for lr in rates)
+        # A new plan does not count the errors of the last one.
         error = ledger.error if remaining < self.steps else 0.0
         left = self.error - alpha**remaining * error
         weights = [alpha ** (remaining - 1) * weight for weight in self._weights(step)]
         share, bound = _share(sum(weights), alpha, remaining, left, (levels_of(self.least), levels_of(self.most)))
+        # The squares are those of the previous step; this one's may be larger.
         bound /= 1 + self.margin
         return fewest_bits(weights, share, bound=bound, sizes=step.sizes, least=self.least, most=self.most)
 
@@ -277,6 +280,7 @@ class BitBudget:
             return self.most
         if square <= 0 or isinf(square) or isnan(ledger.level):
             return of_decay
+        # Corrected for the start of the exponential mean at zero.
         slope = ledger.slope / (1 - _SLOPE_DECAY**ledger.step)
         falling = -slope * min(remaining - 1, ledger.step) / 2
         return (

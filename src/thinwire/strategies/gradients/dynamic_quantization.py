@@ -117,12 +117,14 @@ class DQSGD(Strategy):
         # Buckets are final from the end of the vector to its beginning.
         if part.stop == r.x.numel():
             self._plan(r, state)
+        # Divided by the ranks with data, so that the sum is the mean square of one worker.
         state.squares = torch.cat([state.squares, square_of(r.g[part], self.block).reshape(1) / r.active])
         bits, key = self._bits_of(state, part), draw_key(r.seed, r.step, offset=part.start)
         codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
         mean = launched(r.comm, TwoStageMean(r.comm, r.g[part], codec, None, key, r.active, server=server))
         if part.start == 0:
             total = r.comm.all_reduce_(state.squares)
+            # Collected by the next backward pass, so that no worker waits for it.
             r.launch("squares", total.then(lambda squares: [squares]))
             state.squares = state.squares.new_zeros(0)
         state.store(r)

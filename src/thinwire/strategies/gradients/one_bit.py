@@ -142,6 +142,7 @@ class CompressedMomentum(Strategy):
         """Clip, and average the momenta of this step."""
         warm = _warm(r)
         if self.max_norm is not None:
+            # In fp32 at least: squares of 16-bit gradients overflow fp16.
             norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
             square = norm.double().square().reshape(1)
             if not warm:
@@ -157,6 +158,7 @@ class CompressedMomentum(Strategy):
     def after_step(self, r: Replica) -> None:
         """Freeze the variance at the end of the warm-up."""
         view = replica_view(r.moments)
+        # A dry run has no optimizer.
         if view is None or view.optimizer.frozen:
             return
         if self.warmup_steps is not None:
@@ -195,7 +197,9 @@ class CompressedMomentum(Strategy):
         r.collect(name)
         view, samples = replica_view(r.moments), [_sample(r, part)] if self.overlap else []
         if view is not None:
+            # Ranks without data send zero gradients; `share` makes the mean over all ranks one over those with data.
             view.next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
+        # The codec adds its residual by itself, so it is removed before every message.
         if not self.feedback:
             for state_name, residual in r.state.items():
                 if state_name == "error" or state_name.startswith("server_error/"):

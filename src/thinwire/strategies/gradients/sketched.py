@@ -202,6 +202,7 @@ class SketchedSGD(Strategy):
         finite = all_finite(large)
         mine = largest_of(large, k) if finite else torch.arange(k, device=large.device)
         values = large[mine] if finite else torch.full_like(large[:k], torch.nan)
+        # Values and indices as bytes of one message, so that one latency is paid.
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         rows = torch.stack(r.comm.all_gather(message).wait())
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))

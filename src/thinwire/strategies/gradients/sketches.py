@@ -40,6 +40,7 @@ class Table:
     def of(cls, x: Tensor, shape: Sequence[int], key: int) -> Table:
         """The sketch of a vector in a table of this shape."""
         cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
+        # In fp32, like the cells: sums in 16 bits would lose small entries.
         if not x.is_meta and x.numel():
             sketch_(x.float(), cells, key=key)
         return cls(cells, x.numel(), key)
@@ -82,6 +83,7 @@ class Table:
 
 def distinct_marks(length: int, indices: Tensor) -> Tensor:
     """Different numbers between 1 and 2 at these indices, else 0: no two of them cancel in a cell."""
+    # Equal marks with opposite signs would cancel, and hide that a cell is occupied.
     marks = 1 + torch.arange(indices.numel(), device=indices.device) / max(1, indices.numel())
     return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
 
@@ -166,6 +168,7 @@ class Update(NamedTuple):
 
 def gradient_share(r: Replica, inside: bool) -> Tensor:
     """This worker's share of the mean gradient, times the learning rate where that is `inside` the residual."""
+    # In fp32 at least: residuals sum many small gradients.
     fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
     return fresh.mul_(r.lr) if inside else fresh
 
@@ -187,6 +190,7 @@ def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
         rate = at(where).to(values.dtype)
         return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
 
+    # Parts are added one after the other, because positions may repeat between them.
     for where, values in update.parts:
         r.g.index_add_(0, where, gradients(where, values))
     sizes = [part.stop - part.start for part in update.small]

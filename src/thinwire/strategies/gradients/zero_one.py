@@ -130,6 +130,7 @@ class ZeroOne(Strategy):
         if synchronises:
             self._synchronise(r)
         elif not r.x.is_meta and not bool(r.g.isfinite().all()):
+            # The other workers do not know of it, so this one must take a step too, with a zero gradient.
             r.g.zero_()
             r.metrics["skipped_steps"] = 1.0
 
@@ -158,6 +159,7 @@ class ZeroOne(Strategy):
         view, target = replica_view(r.moments), self._target(r)
         parameters, momenta = view.within(slice(0, r.x.numel()), target) if view else ([], [])
         if view:
+            # `share` makes the mean over all ranks one over those that still have data.
             view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
         mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
