@@ -142,6 +142,7 @@ class Crest(Policy):
         part = min(self.part, points.n)
         draw = keyed(seed, 0xC2E5)
         rows = torch.stack([torch.randperm(points.n, generator=draw)[:part] for _ in range(batches)])
+        # Parts overlap, so each point is evaluated once for all of them.
         needed, place = rows.unique(return_inverse=True)
         gradients = points.gradients(needed)
         return minibatches(gradients, needed, place, size=min(self.batch, part), n=points.n)
@@ -154,6 +155,7 @@ def even(rows: Tensor, n: int) -> Subset:
 
 def highest(scores: Tensor, budget: int) -> Subset:
     """The points with the highest scores, the earlier first where they are equal; all with the same weight."""
+    # A stable sort, so that all ranks choose the same of several equal points.
     order = scores.cpu().argsort(descending=True, stable=True)[:budget]
     return even(order, len(scores))
 

@@ -295,6 +295,7 @@ class FusedNearest(Nearest):
         self._threads = min(threads, int(library.thinwire_most_threads()))
         self._panels = _panels(rows, self._lanes)
         self._near = torch.zeros(len(self._panels) * self._lanes)
+        # Padding is at distance 0 from its representative, so that no candidate gains by it.
         self._near[: self.n] = 1
         self._positions = torch.zeros(len(self._near), dtype=torch.int32)
         self._facility = self._facility_of(self._near, self._positions)
@@ -325,6 +326,7 @@ class FusedNearest(Nearest):
         count = -(-len(rows) // self._together) * self._together
         candidates = rows.new_zeros((count, self._features))
         candidates[: len(rows)] = rows
+        # The kernel writes one partial sum for each thread; exact sums may be added in any order.
         times = 1 if later is None else 2
         sums = np.empty((times * self._threads, count))
         nearer = None if later is None else later.data_ptr()
@@ -340,7 +342,7 @@ class FusedNearest(Nearest):
             self._near[own], self._positions[own] = 0, position
 
     def lazy(self, candidates: Numbers, picks: Picks, goal: Goal) -> None:
-        """Go on choosing by lazy greedy until the goal is reached.
+        """Continue lazy greedy until the goal is reached.
 
         Args:
             candidates: int64, [m]; those not chosen yet.
@@ -354,6 +356,7 @@ class FusedNearest(Nearest):
         known[candidates] = bounds
         rows, sums = np.empty((_WIDEST, self._features), np.float32), np.empty((self._threads, _WIDEST))
         asked, picked, gains = np.empty_like(heap), np.empty(_ROUND, np.int64), np.empty(_ROUND)
+        # The struct holds addresses only: these arrays must stay referenced until the last call.
         search = nearest.Search(
             ids=heap.ctypes.data,
             asked=asked.ctypes.data,
@@ -368,6 +371,7 @@ class FusedNearest(Nearest):
             cost=picks.cost,
             enough=-1.0 if goal.cost is None else goal.cost,
         )
+        # In rounds, so that progress is reported and the result arrays stay small.
         while not picks.done(goal) and search.size:
             search.position = len(picks.indices)
             search.picks = min(_ROUND, goal.budget - len(picks.indices))

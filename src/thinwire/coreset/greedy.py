@@ -49,6 +49,7 @@ def replay(facility: Facility, candidates: list[int], goal: Goal) -> Picks:
         if picks.done(quiet):
             break
         facility.take(candidate, len(picks.indices))
+        # The gain follows from the costs, which are exact; `gains` would take another pass.
         cost = facility.cost()
         picks.add(candidate, picks.cost - cost)
     return picks
@@ -120,6 +121,7 @@ def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None, p
     picks = no_picks(facility) if picks is None else picks
     if picks.done(goal):
         return picks
+    # Picks of a warm start must not be chosen again.
     wanted = wanted[~np.isin(wanted, picks.indices)]
     if (compiled := compiled_nearest(facility)) is not None:
         compiled.lazy(wanted, picks, goal)
@@ -180,6 +182,7 @@ def stochastic(facility: Facility, goal: Goal, *, eps: float, generator: torch.G
         for place, draw in enumerate(drawn.tolist()):
             other = place + draw % (len(left) - place)
             left[place], left[other] = left[other], left[place]
+        # Sorted, so that of equal gains the smallest number wins.
         sample = np.sort(left[: len(drawn)])
         gains = facility.gains(sample)
         best = int(gains.argmax())

@@ -66,6 +66,7 @@ class LastLayer:
 
     def total(self, weights: Tensor | None = None) -> Tensor:
         """The weighted sum of all gradients, float64 [classes] or [classes, width + 1]."""
+        # In fp64, because the sum of all gradients is much smaller than its terms near an optimum.
         residuals = self.residuals.double()
         if weights is not None:
             residuals = residuals * weights.to(residuals)[:, None]
@@ -156,6 +157,7 @@ class OuterDistances:
 
 def _squared_gaps(x: Tensor, chosen: Tensor) -> Tensor:
     """Squared distances of rows to the chosen ones, [n, m]."""
+    # One matrix product; the differences themselves would take n times m times d numbers.
     size = x.square().sum(1)
     return torch.addmm(size[:, None] + size[chosen], x, x[chosen].T, alpha=-2).clamp_min_(0)
 
@@ -163,6 +165,7 @@ def _squared_gaps(x: Tensor, chosen: Tensor) -> Tensor:
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Evaluation mode without gradients inside; every module's mode is restored afterwards."""
+    # Module by module: parts of a model may be in evaluation mode on purpose.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

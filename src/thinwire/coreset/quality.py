@@ -85,6 +85,7 @@ def by_chance(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed
 def _gradient_error(
     rows: Tensor, indices: Tensor, weights: Tensor, labels: Tensor | None, draws: torch.Generator
 ) -> float:
+    # Constant columns have no deviation to divide by.
     x = rows / rows.std(0).clamp_min(torch.finfo(rows.dtype).tiny)
     everything = torch.ones(len(rows), dtype=torch.float64)
     errors: list[float] = []

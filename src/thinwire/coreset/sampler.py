@@ -31,6 +31,7 @@ class Point(int):
         point.weight = weight
         return point
 
+    # An int's own pickling would lose the weight on the way to a worker process.
     def __reduce__(self) -> tuple[type[Point], tuple[int, float]]:
         return Point, (int(self), self.weight)
 
@@ -140,9 +141,11 @@ class CraigSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         subset, places = self.subset, self.places()[self._start :]
+        # A restored position counts for the first iteration only.
         self._yielded, self._start = self._start, 0
         pairs = zip(subset.indices[places].tolist(), subset.scaled[places].tolist(), strict=True)
         for number, weight in pairs:
+            # Counted before the yield: the consumer may stop the iteration there.
             self._yielded += 1
             yield Point(number, weight)
 

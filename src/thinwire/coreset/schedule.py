@@ -74,6 +74,7 @@ class Selector:
             "seconds": self.seconds,
             "selections": self.selections,
             "subset": _entries(self._subset),
+            # Usually the subset itself, which need not be saved twice.
             "chosen": _entries(self._chosen) if self._chosen is not self._subset else None,
         }
 
@@ -97,6 +98,7 @@ class Selector:
 
 def seed_of(seed: int, epoch: int) -> int:
     """A seed for each selection of a run."""
+    # Multiplied, so that (seed, epoch) and (seed + 1, epoch - 1) have different seeds.
     return (seed * 0x9E3779B1 + epoch) % 2**31
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -139,17 +139,12 @@ def select(
             part = points[own.to(points.device)] if isinstance(points, Tensor) else among(points, own)
         return solve(part, goals[i], settings, settings.generator(i), earlier[i], threads)
 
-    return _joined(_all_classes(one, len(members)), members, n, settings)
-
-
-def _all_classes(one: Callable[[int, int], ClassSelection], count: int) -> list[ClassSelection]:
-    """Select in all classes: one class per thread, or all threads on a single class."""
-    threads = torch.get_num_threads()
+    threads, count = torch.get_num_threads(), len(members)
     if threads == 1 or count == 1:
-        return [one(i, threads) for i in range(count)]
-    # Classes are independent, so a thread for each needs no synchronisation within them.
+        return _joined([one(i, threads) for i in range(count)], members, n, settings)
+    # One class per thread: classes are independent, so that this scales better than threads within a class.
     with ThreadPoolExecutor(threads, thread_name_prefix="thinwire-select") as pool:
-        return list(pool.map(lambda i: one(i, 1), range(count)))
+        return _joined(list(pool.map(lambda i: one(i, 1), range(count))), members, n, settings)
 
 
 def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
@@ -207,6 +202,7 @@ def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: Meth
     """An earlier selection class by class, as numbers within the class."""
     if warm is None or warm.n != n or settings.method not in EXACT or warm.method not in EXACT:
         return [None] * len(members)
+    # Interleaved classes are separated again; each keeps its greedy order.
     parts: list[WarmStart | None] = []
     for own in members:
         inside = torch.isin(warm.indices, own)
@@ -216,6 +212,7 @@ def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: Meth
 
 def _joined(groups: list[ClassSelection], members: list[Tensor], n: int, settings: MethodSettings) -> Coreset:
     """Join the selections of all classes."""
+    # Interleaved, so that every prefix is a coreset of all classes.
     order = interleave([len(group.indices) for group in groups])
     sizes = [group.sizes.tolist() for group in groups]
     return Coreset(

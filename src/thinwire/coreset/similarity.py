@@ -100,6 +100,7 @@ def checked(features: Features) -> Tensor:
         raise ConfigError(f"features of {matrix.dtype}: distances need real numbers; use torch.view_as_real")
     matrix = matrix.detach()
     matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float64)
+    # Rows rather than a yes or no: the error says which to look at.
     bad = ~torch.isfinite(matrix).all(1)
     if bool(bad.any()):
         first = int(bad.to(torch.uint8).argmax())
@@ -122,6 +123,7 @@ def centre_of(total: Tensor, n: int) -> Tensor:
 
 def to_rows(points: Tensor, candidates: Tensor) -> Tensor:
     """Distances of float32 points [n, d] to candidates [m, d], float32 [n, m], computed in float64."""
+    # Allocated once and filled in pieces: the float64 intermediates stay small.
     found = points.new_empty((len(points), len(candidates)))
     wide = candidates.double()
     size = wide.square().sum(1)
@@ -141,5 +143,6 @@ def power_above(bound: float) -> float:
     """The least power of two that is at least a bound; 1 for 0."""
     if bound == 0:
         return 1.0
+    # Division by a power of two is exact.
     mantissa, exponent = math.frexp(bound)
     return math.ldexp(1.0, exponent - (mantissa == 0.5))

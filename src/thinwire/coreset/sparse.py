@@ -65,6 +65,7 @@ class Graph:
         flat = self._candidates.ravel()
         saved = 1.0 - self._apart.ravel().astype(np.float64)
         self.gains: Gains = np.bincount(flat, saved, minlength=self.n).astype(np.float64)
+        # Edges by candidate: those of one candidate are contiguous. 32 bits halve the memory where they suffice.
         self._edges = np.argsort(flat, kind="stable").astype(np.uint32 if flat.size < 2**32 else np.int64)
         self._ends = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=self.n))])
         self._near = np.ones(self.n, dtype=np.float32)
@@ -76,7 +77,9 @@ class Graph:
         closer = apart < self._near[points]
         points, now = points[closer], apart[closer]
         away = self._apart[points]
+        # Every neighbour of these points can now save less of their distance.
         lost = np.maximum(self._near[points][:, None] - away, 0) - np.maximum(now[:, None] - away, 0)
+        # Candidates repeat, so plain indexing would subtract only once for each.
         np.subtract.at(self.gains, self._candidates[points].ravel(), lost.ravel().astype(np.float64))
         self._near[points] = now
 
@@ -108,6 +111,7 @@ def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Te
         places = place[found.numbers[part].long()]
         apart = found.distances[part].masked_fill(places == _LAST, torch.inf)
         nearest[part] = apart.min(1).values
+        # Of equal distances the earlier pick wins, as in exact greedy.
         positions[part] = places.masked_fill(apart > nearest[part][:, None], _LAST).min(1).values
     # The remaining points have no neighbour among the picks: compare them with all.
     for part in nearest.isinf().nonzero().flatten().split(_BLOCK):
@@ -121,6 +125,7 @@ def nearest_of_many(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The least distance of each row to the chosen rows, and the position of that row among them."""
     least = torch.full((len(points),), torch.inf)
     positions = torch.zeros(len(points), dtype=torch.int64)
+    # In blocks: all distances at once would not fit in memory.
     for start in range(0, len(chosen), 4 * _BLOCK):
         apart, place = rounded(to_rows(points, chosen[start : start + 4 * _BLOCK])).min(1)
         closer = apart < least
@@ -221,9 +226,11 @@ def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[
     theirs = theirs - theirs[places[0]]
     mine = theirs[places]
     squares = torch.addmm(theirs.square().sum(1), mine, theirs.T, alpha=-2)
+    # A point is not its own neighbour.
     squares[torch.arange(len(places)), places] = torch.inf
     found = squares.topk(count, largest=False, sorted=False).indices
     chosen = others[found]
+    # The distances themselves from differences, which keep the digits that the product has lost.
     gaps = theirs[found] - mine[:, None]
     return chosen.int(), torch.linalg.vector_norm(gaps, dim=2)
 

@@ -153,6 +153,7 @@ class Coreset:
         from safetensors.torch import save
 
         tensors = {key: getattr(self, key).contiguous().cpu() for key in _KEYS}
+        # Hexadecimal, so that the cost is read back bit for bit.
         facts = {"cost": self.cost.hex(), "n": str(self.n), "method": self.method}
         write_atomically(Path(path), save(tensors, metadata=facts))
 
@@ -218,6 +219,7 @@ class Strata:
             key: such as a seed and an epoch; equal keys give equal draws.
         """
         order = torch.randperm(self.n, generator=keyed(*key, 0x57A7))
+        # A stable sort by stratum keeps the random order within each, so its first points are a random draw.
         order = order[self.members[order].argsort(stable=True)]
         sizes = torch.bincount(self.members, minlength=len(self.draws))
         place = torch.arange(self.n) - (sizes.cumsum(0) - sizes)[self.members[order]]
@@ -267,8 +269,10 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
     while (left := budget - int(given.sum())) > 0:
         free = given < sizes
         wanted = torch.where(free, need, 0.0)
+        # Rounded down, so that the budget is not exceeded; the rest is given in further rounds.
         due = (wanted * (left / wanted.sum())).floor().long()
         if int(due.sum()) == 0:
+            # Less than one for each: the next draw goes where it reduces the variance most.
             due = torch.zeros_like(sizes)
             due[torch.where(free, need / (given * (given + 1.0)).sqrt(), -1.0).argmax()] = 1
         given = torch.minimum(given + due, sizes)

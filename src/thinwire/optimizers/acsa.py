@@ -95,6 +95,7 @@ class AcSA(ClosureOptimizer):
 
     def update(self) -> None:
         """Move every group in which some parameter has a gradient; the others of that group count as zero."""
+        # All parameters of a group share one t, so none of them may miss a step.
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             if any(p.grad is not None for p in trained):
@@ -103,6 +104,7 @@ class AcSA(ClosureOptimizer):
     def _move(self, group: dict[str, Any], trained: Sequence[Tensor]) -> None:
         for parameter in trained:
             state = self.state[parameter]
+            # At the first step all three sequences start at the initial parameters.
             if not state:
                 state["step"] = torch.zeros(())
                 state["iterate"] = parameter.clone()

@@ -152,6 +152,7 @@ class FreezingOptimizer(ClosureOptimizer):
         """
         if rescale:
             torch._foreach_div_(list(momenta), [self.state[p]["coefficient"] for p in parameters])  # pyright: ignore
+        # Collected, because parameters of several dtypes arrive in several calls.
         self._next_momenta.update(zip(parameters, momenta, strict=True))
 
     def skip_next_step(self) -> None:

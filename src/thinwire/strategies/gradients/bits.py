@@ -160,11 +160,13 @@ def _spent(
     error, bound = limits
     bits = [least] * len(weights)
     left, now = budget - least * sum(sizes), error_of(weights, bits)
+    # Reductions of the error per cost, negated because heapq keeps the smallest first.
     heap = [(-_gain(weight, least) / size, i) for i, (weight, size) in enumerate(zip(weights, sizes, strict=True))]
     heapify(heap)
     while heap and heap[0][0] < inf and (now > bound or now + _LEAN * heap[0][0] * sizes[heap[0][1]] > error):
         gain, i = heap[0]
         if bits[i] == most or sizes[i] > left:
+            # This part is full, or too large for what is left: it goes to the end.
             heapreplace(heap, (inf, i))
             continue
         bits[i] += 1

@@ -133,6 +133,7 @@ class FetchSGD(Strategy):
         if self.conserving:
             self._update_exactly(r, fresh, error)
             return
+        # As published: estimates are applied, and their cells cleared.
         chosen = error.largest(k)
         update = Update([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)

@@ -136,8 +136,8 @@ class SketchedSGD(Strategy):
         split = split_of(r, self.dense_below)
         gathers = self.gathers(r.comm.size, split)
         update = self._gathered(r, unsent, split) if gathers else self._recovered(r, unsent, split)
+        # From here on the gradient is the update. The state changes only below, so that a skipped step leaves no trace.
         r.g.zero_()
-        # The state changes only after this, so that a skipped step leaves no trace.
         if update is None:
             r.metrics["skipped_steps"] = 1.0
             return
@@ -146,6 +146,7 @@ class SketchedSGD(Strategy):
         if self.masking:
             r.state["momentum"][applied] = 0.0
         unsent[applied] = 0.0
+        # Small tensors were sent completely; their momentum is that of plain SGD, which masking would destroy.
         for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
@@ -172,11 +173,13 @@ class SketchedSGD(Strategy):
         if self.recovery != "auto":
             return self.recovery == "gather"
         k = self.num_updated(split)
+        # Both per worker and other worker: a ring all-reduce sends 2 (n-1)/n of the table, an all-gather n-1 messages.
         table = 2 / size * _VALUE_BYTES * (self.rows * self.columns * k + min(self.second_round * k, split.length))
         return size > 1 and (_VALUE_BYTES + _INDEX_BYTES) * k < table
 
     def _recovered(self, r: Replica, unsent: Tensor, split: Split) -> Update | None:
         """By a summed sketch, and the exact sums of its candidates; None if a gradient is not finite on any rank."""
+        # A new key for each step: the residual is kept as a vector, so that the table is only a message.
         k, key = self.num_updated(split), draw_key(r.seed, r.step)
         large = split.large_of(unsent)
         mine = Table.of(large, (self.rows, self.columns * k), key)

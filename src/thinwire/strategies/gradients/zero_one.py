@@ -140,6 +140,7 @@ class ZeroOne(Strategy):
 
     def _kind(self, r: Replica) -> tuple[bool, bool]:
         """Whether this step averages gradients, and whether it synchronises; a dry run is at its widest gap."""
+        # `explain` describes the traffic that most of a long run has.
         if replica_view(r.moments) is None:
             return False, r.step % self.most_local == self.most_local - 1
         return self.averages_gradients(r.step), self.synchronises(r.step)
@@ -183,6 +184,7 @@ class ZeroOne(Strategy):
 
 def _doubling(step: int, times: int, most: int) -> tuple[int, int]:
     """The gap at a step, and the steps since gaps have that width; gaps double `times` apart, up to `most`."""
+    # A loop over the widths, of which there are few: a run need not be counted step by step.
     gap, begin = 1, 0
     while 2 * gap <= most and step >= begin + times * gap:
         begin += times * gap
