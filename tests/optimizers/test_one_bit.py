@@ -65,7 +65,7 @@ def test_codes_sent_during_the_backward_pass_equal_the_oracle_bucket_by_bucket(k
     )
     assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
     whole = path(2, replace(strategy, overlap=False), problem, 30, kind, lr=0.03)
-    assert not torch.equal(found, whole), "blocks must begin anew in every bucket"
+    assert not torch.equal(found, whole), "blocks must start again in every bucket"
 
 
 def test_the_paper_s_whole_buffer_equals_its_oracle() -> None:
