@@ -1,7 +1,7 @@
 """The decentralised momentum methods once more, straight from their equations: workers on the leading axis.
 
-The plain second opinion that real runs are compared to, and the points where the methods come to rest. Nothing in here
-knows thinwire. A `Step` is what each worker subtracts, before momentum: (gradient + decay * x) * rate.
+Real runs are compared to these, and to the methods' fixed points. Nothing in here imports thinwire. What each worker
+subtracts, before momentum, is (gradient + decay * x) * rate.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def exact_diffusion(
 
 
 def at_rest(weights: Tensor, curvature: Tensor, centre: Tensor, pull: Tensor) -> Tensor:
-    """Where (I - W) X = -pull G(X) and mean G(X) = 0, for gradients curvature_i (x_i - centre_i); (n, width).
+    """The point X where (I - W) X = -pull G(X) and mean G(X) = 0, for gradients curvature_i (x_i - centre_i).
 
     Args:
         weights: W, doubly stochastic, (n, n).
@@ -140,12 +140,12 @@ def bias_of_modes(values: Tensor, step: float, method: str, momentum: float) -> 
 
 
 def directed_exponential(n: int, dtype: torch.dtype) -> Mixing:
-    """1, 2, 4, ... places ahead, all at once and always."""
+    """All ranks 1, 2, 4, ... places ahead, at every step."""
     hops = [2**i for i in range(n) if 2**i < n]
     total = sum((torch.eye(n, dtype=dtype).roll(hop, 0) for hop in hops), torch.eye(n, dtype=dtype))
     return lambda k: total / (len(hops) + 1)
 
 
 def alone(n: int, dtype: torch.dtype) -> Mixing:
-    """Nobody speaks."""
+    """No worker sends anything."""
     return lambda k: torch.eye(n, dtype=dtype)

@@ -1,4 +1,4 @@
-"""AD-PSGD and eager Overlap SGP: what holds however steps and messages interleave."""
+"""AD-PSGD and eager Overlap SGP: what holds in every order of steps and messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 import thinwire
 from tests.engine import attach, batches, steps
-from tests.oracles.asynchronous import TwoSides, eager_push_sum, end_step, pair_averages, replicas, uneven
+from tests.oracles.asynchronous import eager_push_sum, pair_averages
 from tests.problems import Irregular, Regression, distance, flat, quadratic, train
+from tests.strategies.async_runs import CompleteBipartite, end_step, replicas, uneven
 from thinwire import (
     Comm,
     ConfigError,
@@ -33,7 +34,7 @@ from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
 from thinwire.strategies.push_sum.mass import mix_mass_, numerator, weight
 from thinwire.strategies.push_sum.push_sum import PushSum
 from thinwire.topology.base import Peers
-from thinwire.topology.bipartition import asks, neighbours, partner
+from thinwire.topology.bipartition import is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
 
 DOUBLE = torch.float64
@@ -53,7 +54,7 @@ def alone(problem: Any, rank: int, x: Tensor) -> Tensor:
 
 
 def own(r: Replica) -> Tensor:
-    """What a worker's parameters have become, an answer on its way to it included."""
+    """A worker's current parameters, an answer in flight included."""
     if "published" in r.state:
         return r.state["published"] + (r.x - r.state["snapshot"])
     answer = r.inflight.get("answer")
@@ -63,18 +64,22 @@ def own(r: Replica) -> Tensor:
 @pytest.mark.parametrize("n", [2, 4, 6, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_ad_psgd_equals_its_oracle_in_any_order_of_steps(n: int, seed: int) -> None:
-    problem, x, strategy = quadratic(n, DOUBLE), scattered(n), ADPSGD(TwoSides())
+    problem, x, strategy = quadratic(n, DOUBLE), scattered(n), ADPSGD(CompleteBipartite())
     order = list(uneven(n, 30, seed))
     workers = replicas(strategy, x)
     for rank in order:
         end_step(strategy, workers[rank], 0.1 * alone(problem, rank, workers[rank].x))
-    expected = pair_averages(lambda rank, at, step: alone(problem, rank, at), x, 0.1, order, TwoSides())
+
+    def partner_at(rank: int, step: int) -> int:
+        return strategy.topology.peers(rank, n, step).dst[0]
+
+    expected = pair_averages(lambda rank, at, step: alone(problem, rank, at), x, 0.1, order, partner_at)
     assert distance(torch.stack([own(r) for r in workers]), expected) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_the_sum_of_parameters_is_conserved_in_any_order_of_steps(dtype: torch.dtype) -> None:
-    x, strategy = scattered(6, 50, dtype), ADPSGD(TwoSides())
+    x, strategy = scattered(6, 50, dtype), ADPSGD(CompleteBipartite())
     workers = replicas(strategy, x)
     for rank in uneven(6, 500, 1, slow=[1, 1, 1, 0.1, 5, 1]):
         end_step(strategy, workers[rank])
@@ -83,17 +88,17 @@ def test_the_sum_of_parameters_is_conserved_in_any_order_of_steps(dtype: torch.d
     assert (torch.stack([own(r) for r in workers]) - x.mean(0)).abs().max() < 0.1
 
 
-def test_a_worker_that_answers_is_averaged_in_the_middle_of_its_step() -> None:
+def test_a_passive_worker_is_averaged_in_the_middle_of_its_step() -> None:
     strategy, x = ADPSGD(), torch.tensor([[0.0], [8.0]])
-    answering, asking = replicas(strategy, x)
-    end_step(strategy, answering)
-    end_step(strategy, asking)
-    assert (answering.x.item(), answering.state["published"].item()) == (0, 4)
-    assert (asking.x.item(), asking.inflight["answer"].ready) == (8, True)
-    end_step(strategy, asking, torch.tensor([1.0]))
-    assert (asking.x.item(), answering.state["published"].item()) == (3, 3.5)
-    end_step(strategy, answering, torch.tensor([2.0]))
-    assert (answering.x.item(), answering.state["published"].item()) == (1.5, 1.5)
+    passive, active = replicas(strategy, x)
+    end_step(strategy, passive)
+    end_step(strategy, active)
+    assert (passive.x.item(), passive.state["published"].item()) == (0, 4)
+    assert (active.x.item(), active.inflight["answer"].ready) == (8, True)
+    end_step(strategy, active, torch.tensor([1.0]))
+    assert (active.x.item(), passive.state["published"].item()) == (3, 3.5)
+    end_step(strategy, passive, torch.tensor([2.0]))
+    assert (passive.x.item(), passive.state["published"].item()) == (1.5, 1.5)
 
 
 @pytest.mark.parametrize("n", [2, 4, 6, 8])
@@ -106,7 +111,7 @@ def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n:
             time.sleep(pauses[comm.rank][worker.step - 1])
 
         problem = quadratic(n, DOUBLE, width=20)
-        worker = train(comm, ADPSGD(TwoSides()), problem, [0.0] * 40, starts=starts, after_step=rest)
+        worker = train(comm, ADPSGD(CompleteBipartite()), problem, [0.0] * 40, starts=starts, after_step=rest)
         waited = comm.meter.exposed_seconds
         with worker.consensus() as model:
             agreed = flat(model)
@@ -119,7 +124,7 @@ def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n:
         assert torch.allclose(agreed, starts.mean(0), rtol=0, atol=1e-13)
 
 
-def test_workers_come_together() -> None:
+def test_workers_agree_in_the_end() -> None:
     x, strategy = scattered(8), ADPSGD(Ring())
     workers = replicas(strategy, x)
     for _ in range(60):
@@ -129,7 +134,7 @@ def test_workers_come_together() -> None:
 
 
 def test_ad_psgd_settles_where_the_workers_gradients_cancel() -> None:
-    problem, strategy = quadratic(4, DOUBLE), ADPSGD(TwoSides())
+    problem, strategy = quadratic(4, DOUBLE), ADPSGD(CompleteBipartite())
     workers = replicas(strategy, scattered(4))
     draw = random.Random(0)
     for _ in range(1200):
@@ -140,35 +145,35 @@ def test_ad_psgd_settles_where_the_workers_gradients_cancel() -> None:
     assert (mean - best).abs().max() < 0.03
 
 
-def test_nobody_asks_again_before_the_answer() -> None:
+def test_an_active_worker_sends_no_request_before_the_last_answer() -> None:
     strategy = ADPSGD()
-    answering, asking = replicas(strategy, scattered(2))
+    passive, active = replicas(strategy, scattered(2))
     for _ in range(5):
-        end_step(strategy, asking)
-    assert asking.comm.mailbox(asking)._edges[0].posted == 1  # the other has not ended its first step yet
-    end_step(strategy, answering)
+        end_step(strategy, active)
+    assert active.comm.mailbox(active)._edges[0].posted == 1  # the other has not ended its first step yet
+    end_step(strategy, passive)
     for _ in range(3):
-        end_step(strategy, asking)
-    assert asking.comm.mailbox(asking)._edges[0].posted == 4
+        end_step(strategy, active)
+    assert active.comm.mailbox(active)._edges[0].posted == 4
 
 
-def test_an_answer_waits_until_everyone_has_stood_still() -> None:
+def test_a_request_after_a_flush_waits_for_the_next_step() -> None:
     strategy, x = ADPSGD(), torch.tensor([[0.0], [8.0]])
-    answering, asking = replicas(strategy, x)
-    end_step(strategy, answering)
-    end_step(strategy, asking)
-    asking.wait_pending()
-    end_step(strategy, asking)  # takes in the answer of before, and asks anew
-    answering.wait_pending()
-    assert answering.state["published"].item() == 4
-    assert not asking.inflight["answer"].ready
-    end_step(strategy, answering)
-    assert asking.inflight["answer"].ready
-    assert float(own(answering) + own(asking)) == 8
+    passive, active = replicas(strategy, x)
+    end_step(strategy, passive)
+    end_step(strategy, active)
+    active.wait_pending()
+    end_step(strategy, active)  # uses the last answer, and sends the next request
+    passive.wait_pending()
+    assert passive.state["published"].item() == 4
+    assert not active.inflight["answer"].ready
+    end_step(strategy, passive)
+    assert active.inflight["answer"].ready
+    assert float(own(passive) + own(active)) == 8
 
 
-def test_settling_waits_for_every_neighbour() -> None:
-    strategy = ADPSGD(TwoSides())
+def test_a_flush_waits_for_every_neighbour() -> None:
+    strategy = ADPSGD(CompleteBipartite())
     workers = replicas(strategy, scattered(4))
     for r in workers:
         end_step(strategy, r)
@@ -182,9 +187,9 @@ def test_settling_waits_for_every_neighbour() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [ADPSGD(TwoSides()), EagerPushSum(staleness=2), EagerPushSum(Irregular())], ids=str
+    "strategy", [ADPSGD(CompleteBipartite()), EagerPushSum(staleness=2), EagerPushSum(Irregular())], ids=str
 )
-def test_resuming_keeps_everything_that_was_under_way(strategy: Strategy) -> None:
+def test_resuming_keeps_everything_that_was_in_flight(strategy: Strategy) -> None:
     problem = Regression(4, 14, DOUBLE)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,19 +217,19 @@ def test_resuming_keeps_everything_that_was_under_way(strategy: Strategy) -> Non
         assert distance(later, before) < 1e-14
 
 
-@pytest.mark.parametrize("strategy", [ADPSGD(TwoSides()), EagerPushSum(staleness=2)], ids=str)
-def test_a_run_goes_on_after_it_has_stood_still(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", [ADPSGD(CompleteBipartite()), EagerPushSum(staleness=2)], ids=str)
+def test_a_run_continues_after_a_flush(strategy: Strategy) -> None:
     starts = scattered(4)
 
     def body(comm: Comm) -> list[Tensor]:
         seen = []
 
-        def look(worker: thinwire.Worker) -> None:
+        def record(worker: thinwire.Worker) -> None:
             if worker.step % 3 == 0 or worker.step == 4:
                 with worker.consensus() as model:
                     seen.append(flat(model))
 
-        train(comm, strategy, quadratic(4, DOUBLE), [0.0] * 9, starts=starts, after_step=look)
+        train(comm, strategy, quadratic(4, DOUBLE), [0.0] * 9, starts=starts, after_step=record)
         return seen
 
     for seen in run_threads(4, body, timeout=20):
@@ -233,18 +238,18 @@ def test_a_run_goes_on_after_it_has_stood_still(strategy: Strategy) -> None:
             assert torch.allclose(agreed, starts.mean(0), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("base", [ADPSGD(TwoSides()), EagerPushSum(staleness=2)], ids=str)
-def test_slow_momentum_over_letters_averages_exactly(base: Strategy) -> None:
+@pytest.mark.parametrize("base", [ADPSGD(CompleteBipartite()), EagerPushSum(staleness=2)], ids=str)
+def test_slow_momentum_over_asynchronous_bases_averages_exactly(base: Strategy) -> None:
     problem = Regression(4, 8, DOUBLE)
 
     def body(comm: Comm) -> list[Tensor]:
         seen = []
 
-        def look(worker: thinwire.Worker) -> None:
+        def record(worker: thinwire.Worker) -> None:
             if worker.step % 4 == 0:
                 seen.append(flat(worker.model))
 
-        train(comm, SlowMo(base, period=4), problem, [0.1] * 8, after_step=look)
+        train(comm, SlowMo(base, period=4), problem, [0.1] * 8, after_step=record)
         return seen
 
     found = run_threads(4, body, timeout=20)
@@ -285,19 +290,19 @@ def test_one_worker_alone_trains_as_without_a_strategy(strategy: Strategy) -> No
         assert torch.equal(flat(model), flat(found.model))
 
 
-# -- two sides ---------------------------------------------------------------------------------------------------------
+# -- bipartite graphs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", [BipartiteExponential(), Ring(), TwoSides(), Hypercube()], ids=str)
+@pytest.mark.parametrize("topology", [BipartiteExponential(), Ring(), CompleteBipartite(), Hypercube()], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 64])
-def test_one_side_asks_and_the_other_answers(topology: Topology, n: int) -> None:
+def test_every_edge_joins_an_active_and_a_passive_rank(topology: Topology, n: int) -> None:
     ADPSGD(topology).check(n)
     for rank in range(n):
         for other in neighbours(topology, rank, n):
-            assert asks(topology, rank, n) != asks(topology, other, n)
+            assert is_active(topology, rank, n) != is_active(topology, other, n)
         if n > 1:
-            met = {partner(topology, rank, n, step) for step in range(2 * topology.period(n))}
-            assert met == set(neighbours(topology, rank, n))
+            partners = {partner(topology, rank, n, step) for step in range(2 * topology.period(n))}
+            assert partners == set(neighbours(topology, rank, n))
 
 
 @pytest.mark.parametrize(
@@ -309,12 +314,16 @@ def test_one_side_asks_and_the_other_answers(topology: Topology, n: int) -> None
             r"Ring\(\) with 5 workers: ranks \d and \d share an edge.*BipartiteExponential\(\) and an even",
         ),
         (Ring(), 9, r"on the same side"),
-        (OnePeerExponential(), 8, r"OnePeerExponential\(\) with 8 workers: ranks \d and \d share an edge on the same"),
+        (
+            OnePeerExponential(),
+            8,
+            r"OnePeerExponential\(\) with 8 workers: ranks \d and \d share an edge on the same side",
+        ),
         (Hypercube(), 6, r"needs a power of two"),
         (BipartiteExponential(), 7, r"needs an even number"),
     ],
 )
-def test_graphs_without_two_sides_are_refused(topology: Topology, size: int, words: str) -> None:
+def test_graphs_that_are_not_bipartite_are_refused(topology: Topology, size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ADPSGD(topology).check(size)
 
@@ -328,7 +337,7 @@ def test_graphs_that_do_not_connect_are_refused() -> None:
         ADPSGD(Couples()).check(4)
 
 
-def test_kinds_and_staleness_are_checked() -> None:
+def test_types_and_staleness_are_checked() -> None:
     with pytest.raises(ConfigError, match="staleness=-1: must be at least 0 steps"):
         EagerPushSum(staleness=-1)
     for wrong in (lambda: ADPSGD(3), lambda: EagerPushSum(staleness=1.5), lambda: ADPSGD(Ring)):  # type: ignore[arg-type]
@@ -336,7 +345,7 @@ def test_kinds_and_staleness_are_checked() -> None:
             wrong()
 
 
-def test_strategies_that_write_letters_cannot_be_cut() -> None:
+def test_strategies_with_mailboxes_cannot_be_cut_into_fragments() -> None:
     r = Replica(torch.zeros(4), torch.empty(0), thinwire.CountingComm(0, 2), lr=lambda: 0.0)
     for strategy in (ADPSGD(), EagerPushSum()):
         with pytest.raises(ConfigError, match="cannot be cut into fragments"):
@@ -357,12 +366,12 @@ def run_eager(n: int, strategy: EagerPushSum, rates: list[float], delay: Any, st
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         seen = []
 
-        def look(worker: thinwire.Worker) -> None:
+        def record(worker: thinwire.Worker) -> None:
             (r,) = worker.replicas
-            noticed = torch.tensor([r.metrics["messages_waited_for"], r.metrics["message_age_steps"]])
-            seen.append((r.x.clone(), weight(r.state["mass"]), noticed))
+            metrics = torch.tensor([r.metrics["messages_waited_for"], r.metrics["message_age_steps"]])
+            seen.append((r.x.clone(), weight(r.state["mass"]), metrics))
 
-        train(comm, strategy, problem, rates, starts=starts, after_step=look)
+        train(comm, strategy, problem, rates, starts=starts, after_step=record)
         return tuple(torch.stack(part) for part in zip(*seen, strict=True))  # type: ignore[return-value]
 
     found = run_threads(n, body, delay=delay, timeout=20)
@@ -378,13 +387,13 @@ def random_delay(most: int, least: int = 0) -> Any:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_eager_push_sum_equals_its_oracle_whatever_the_delays(n: int, topology: Topology, staleness: int) -> None:
     starts, delay, problem = scattered(n), random_delay(5), quadratic(n, DOUBLE)
-    found, weights, noticed = run_eager(n, EagerPushSum(topology, staleness), [0.1] * 15, delay, starts)
+    found, weights, metrics = run_eager(n, EagerPushSum(topology, staleness), [0.1] * 15, delay, starts)
     z, w, waits = eager_push_sum(
         problem.gradient, starts, 0.1, 15, mixing=mixing(topology, n), staleness=staleness, delay=delay
     )
     assert distance(found, z) < 1e-13
     assert distance(weights, w[..., 0]) < 1e-13
-    assert noticed[..., 0].sum(1).tolist() == waits
+    assert metrics[..., 0].sum(1).tolist() == waits
     if staleness and n > 2:
         assert (weights != 1).any()
 
@@ -400,27 +409,27 @@ def test_without_staleness_it_is_push_sum(topology: Topology) -> None:
     assert distance(parameters(EagerPushSum(topology, 0)), parameters(PushSum(topology))) < 1e-6
 
 
-def test_letters_that_take_no_time_are_absorbed_in_their_own_step_and_never_waited_for() -> None:
+def test_messages_that_take_no_time_are_added_in_their_own_step_and_never_waited_for() -> None:
     starts = scattered(4)
-    z, weights, noticed = run_eager(4, EagerPushSum(staleness=3), [0.1] * 12, lambda *_: 0, starts)
+    z, weights, metrics = run_eager(4, EagerPushSum(staleness=3), [0.1] * 12, lambda *_: 0, starts)
     synchronous, *_ = run_eager(4, EagerPushSum(staleness=0), [0.1] * 12, None, starts)
     assert torch.equal(z, synchronous)
     assert (weights == 1).all()
-    assert not noticed.any()
+    assert not metrics.any()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("delay", [0, 1, 2, 3, 5])
-def test_a_worker_waits_if_and_only_if_a_letter_is_later_than_the_staleness(staleness: int, delay: int) -> None:
+def test_a_worker_waits_if_and_only_if_a_message_is_later_than_the_staleness(staleness: int, delay: int) -> None:
     slow_edge = lambda src, dst, step: delay if (src, dst) == (2, 0) else 0  # noqa: E731
-    *_, noticed = run_eager(3, EagerPushSum(staleness=staleness), [0.1] * 14, slow_edge, scattered(3))
-    assert (noticed[:, 0, 0].sum() > 0) == (delay > staleness)
-    assert not noticed[:, 1:, 0].any()
-    assert noticed[..., 1].max() == min(delay, staleness)
+    *_, metrics = run_eager(3, EagerPushSum(staleness=staleness), [0.1] * 14, slow_edge, scattered(3))
+    assert (metrics[:, 0, 0].sum() > 0) == (delay > staleness)
+    assert not metrics[:, 1:, 0].any()
+    assert metrics[..., 1].max() == min(delay, staleness)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
-def test_the_ledger_of_mass_holds_for_ten_thousand_steps_of_random_delays(dtype: torch.dtype) -> None:
+def test_mass_is_conserved_for_ten_thousand_steps_of_random_delays(dtype: torch.dtype) -> None:
     n, count = 3, 10_000 if dtype is DOUBLE else 1_000
     strategy, x = EagerPushSum(staleness=3), scattered(n, 4, dtype)
     delays = torch.randint(1, 6, (count, n, n), generator=torch.Generator().manual_seed(0)).tolist()
@@ -430,7 +439,7 @@ def test_the_ledger_of_mass_holds_for_ten_thousand_steps_of_random_delays(dtype:
         numerators, weights = torch.zeros(4, dtype=DOUBLE), 0.0
         for r in workers:
             mass = r.state["mass"].clone()
-            for name, _, share in strategy._under_way(r):
+            for name, _, share in strategy._in_flight(r):
                 box = r.comm.mailbox(r)
                 step, rank = (int(word) for word in name.split() if word.isdigit())
                 (found,) = (each for each in box._edges[rank].inbox.values() if each.step == step)
@@ -452,7 +461,7 @@ def test_the_ledger_of_mass_holds_for_ten_thousand_steps_of_random_delays(dtype:
     assert spread > 0.2
 
 
-def test_no_more_letters_are_under_way_than_there_is_room_for() -> None:
+def test_no_more_messages_are_in_flight_than_the_capacity() -> None:
     strategy = EagerPushSum(staleness=2)
     workers = replicas(strategy, scattered(2))
     workers[0].comm.timeout = 0.1
@@ -468,7 +477,7 @@ def test_no_more_letters_are_under_way_than_there_is_room_for() -> None:
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_of_eager_push_sum_adds_the_weight_to_every_letter() -> None:
+def test_a_card_of_eager_push_sum_adds_the_weight_to_every_message() -> None:
     card = explain(EagerPushSum(), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == card.received_bytes_per_step == 4008
     assert card.links == (Link(1, 2004.0), Link(2, 2004.0))
@@ -482,7 +491,7 @@ def test_a_card_of_ad_psgd_has_one_vector_a_step_in_either_direction() -> None:
     assert card.memory_bytes_per_parameter["published"] == card.memory_bytes_per_parameter["snapshot"] == 4
 
 
-def test_letters_cost_what_the_card_says() -> None:
+def test_messages_cost_what_the_card_says() -> None:
     problem = Regression(4, 12, torch.float32)
 
     def sent(comm: Comm, strategy: Strategy, count: int) -> float:
@@ -490,13 +499,13 @@ def test_letters_cost_what_the_card_says() -> None:
         return comm.meter.by_operation.get("send_recv", 0.0)
 
     assert run_threads(4, lambda comm: sent(comm, EagerPushSum(), 10)) == [10 * (34 * 4 + 8)] * 4
-    asked = run_threads(4, lambda comm: sent(comm, ADPSGD(), 10))
+    requests = run_threads(4, lambda comm: sent(comm, ADPSGD(), 10))
     flushed = 8 * 2
-    assert all(34 * 4 * 1 + flushed <= nbytes <= 34 * 4 * 10 + flushed for nbytes in asked[1::2])
-    assert sum(asked[::2]) == pytest.approx(sum(asked[1::2]) - 2 * flushed)
+    assert all(34 * 4 * 1 + flushed <= nbytes <= 34 * 4 * 10 + flushed for nbytes in requests[1::2])
+    assert sum(requests[::2]) == pytest.approx(sum(requests[1::2]) - 2 * flushed)
 
 
-def test_a_lost_worker_is_named_by_those_who_hear_of_it() -> None:
+def test_the_error_of_the_other_workers_names_the_lost_one() -> None:
     ends: dict[int, str] = {}
 
     def body(comm: Comm) -> None:

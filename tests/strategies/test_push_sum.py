@@ -1,4 +1,4 @@
-"""Push-sum: sums that no delay and no rounding may touch, on any graph."""
+"""Push-sum: sums that no delay and no rounding may change, on any graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import thinwire
 from tests.engine import Mixed, attach, batches, drawn, steps
 from tests.oracles import common as oracles
 from tests.oracles.common import Descent
-from tests.oracles.push_sum import Hand, Lopsided, Tabled, overlap_push_sum
+from tests.oracles.push_sum import overlap_push_sum
 from tests.problems import Irregular, Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from tests.strategies.async_runs import CachedIrregular, Lopsided, StepByStep
 from thinwire import (
     AllReduce,
     Comm,
@@ -59,7 +60,7 @@ def weight_of(r: Replica) -> Tensor:
 
 
 def in_flight(replicas: list[Replica], strategy: PushSum) -> tuple[Tensor, Tensor]:
-    """Numerators and weights on the way to their receivers, by the graph's own shares, after settling."""
+    """Sums of the numerators and weights in flight, by the graph's own shares."""
     total, weights = torch.zeros(replicas[0].x.numel(), dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)
     for rank, r in enumerate(replicas):
         r.wait_pending()
@@ -110,7 +111,7 @@ def test_the_ablation_is_the_paper_s_method_without_its_weights(staleness: int) 
     assert distance(real, expected(problem, 3, [0.1] * 12, {}, **how)) > 1e-2
 
 
-def test_push_sum_waits_unless_it_is_told_otherwise_and_is_never_biased_by_itself() -> None:
+def test_by_default_push_sum_waits_and_is_not_biased() -> None:
     assert PushSum() == PushSum(OnePeerExponential(), staleness=0, biased=False)
     assert parse("PushSum(staleness=1)") == PushSum(staleness=1)
     assert "ablation" in PushSum.limits
@@ -123,7 +124,7 @@ def test_on_the_complete_graph_push_sum_is_all_reduce_whatever_the_momentum(sett
     assert distance(seen, watched(5, AllReduce(), problem, [0.1] * 12, **settings)) < 1e-14
 
 
-def test_overlap_under_slow_momentum_gives_everyone_the_average_of_all_that_is_known() -> None:
+def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
     problem, rates = Regression(3, 12, DOUBLE), [0.1] * 12
     slow = SlowMo(PushSum(Irregular(), 2), period=4, momentum=0.0)
     wanted = expected(problem, 3, rates, {}, mixing=oracles.irregular(3, DOUBLE), staleness=2, averaged=range(4, 13, 4))
@@ -135,17 +136,17 @@ def test_overlap_under_slow_momentum_gives_everyone_the_average_of_all_that_is_k
 
 @pytest.mark.parametrize(("n", "staleness", "steps"), [(3, 2, 10_000), (5, 1, 1000), (4, 7, 1000)])
 def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
-    strategy = PushSum(Tabled(), staleness)
-    hand = Hand(strategy, torch.ones(n, 2, dtype=SINGLE))
+    strategy = PushSum(CachedIrregular(), staleness)
+    run = StepByStep(strategy, torch.ones(n, 2, dtype=SINGLE))
     for k in range(steps // 4, steps + 1, steps // 4):
-        hand.run(k, seed=k)
-        total, weights = in_flight(hand.replicas, strategy)
-        held = torch.stack([weight_of(r) for r in hand.replicas])
+        run.run(k, seed=k)
+        total, weights = in_flight(run.replicas, strategy)
+        held = torch.stack([weight_of(r) for r in run.replicas])
         assert abs(float(held.sum() + weights) / n - 1) < 1e-12
-        total += sum(numerator(r.state["mass"]).double() for r in hand.replicas)
+        total += sum(numerator(r.state["mass"]).double() for r in run.replicas)
         assert torch.allclose(total / n, torch.ones(2, dtype=DOUBLE), rtol=0, atol=2e-5)
     assert (held != 1).all()
-    assert all(torch.allclose(r.x, torch.ones(2), rtol=0, atol=2e-5) for r in hand.replicas)
+    assert all(torch.allclose(r.x, torch.ones(2), rtol=0, atol=2e-5) for r in run.replicas)
 
 
 @pytest.mark.parametrize("n", [3, 5, 6])
@@ -172,29 +173,29 @@ def test_shares_are_exact_and_add_up_to_one_at_every_sender(n: int) -> None:
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_sums_with_what_is_in_flight_move_by_the_gradients_alone(staleness: int) -> None:
     strategy, n = PushSum(Irregular(), staleness), 5
-    problem, hand = quadratic(n, DOUBLE), Hand(PushSum(Irregular(), staleness), scattered(5))
+    problem, run = quadratic(n, DOUBLE), StepByStep(PushSum(Irregular(), staleness), scattered(5))
     before = scattered(n).sum(0)
     for k in range(12):
-        z = torch.stack([r.x.clone() for r in hand.replicas])
+        z = torch.stack([r.x.clone() for r in run.replicas])
         moves = -0.1 * problem.gradient(z, k)
-        hand_all(hand, moves)
-        total, weights = in_flight(hand.replicas, strategy)
-        now = total + sum(numerator(r.state["mass"]) for r in hand.replicas)
+        step_all(run, moves)
+        total, weights = in_flight(run.replicas, strategy)
+        now = total + sum(numerator(r.state["mass"]) for r in run.replicas)
         assert torch.allclose(now - before, moves.sum(0), rtol=0, atol=1e-14)
-        assert abs(float(sum(weight_of(r) for r in hand.replicas) + weights) - n) < 2e-15 * n
+        assert abs(float(sum(weight_of(r) for r in run.replicas) + weights) - n) < 2e-15 * n
         before = now
 
 
-def hand_all(hand: Hand, moves: Tensor) -> None:
-    """One step of every worker; without staleness they must meet, so that it takes threads."""
-    if hand.strategy.staleness:
+def step_all(run: StepByStep, moves: Tensor) -> None:
+    """One step of every worker; without staleness they wait for each other, which needs threads."""
+    if run.strategy.staleness:
         for rank, move in enumerate(moves):
-            hand.move(rank, move)
+            run.step(rank, move)
         return
-    thinwire.run_threads(len(moves), lambda comm: hand.move(comm.rank, moves[comm.rank]))
+    thinwire.run_threads(len(moves), lambda comm: run.step(comm.rank, moves[comm.rank]))
 
 
-def test_on_a_regular_graph_a_stale_weight_is_one_less_what_is_on_the_way() -> None:
+def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -> None:
     seen = watched(5, PushSum(staleness=1), quadratic(5, DOUBLE), [0.1] * 40, weight_of)
     assert (seen[0] == 0.5).all()
     assert torch.allclose(seen[1:] + seen[:-1] / 2, torch.ones_like(seen[1:]), rtol=0, atol=1e-15)
@@ -205,8 +206,8 @@ def test_on_a_regular_graph_a_stale_weight_is_one_less_what_is_on_the_way() -> N
 @pytest.mark.parametrize("n", [3, 4])
 def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
     starts = scattered(n)
-    for topology in (OnePeerExponential(), Tabled()):
-        seen = Hand(PushSum(topology, staleness), starts).run(350)
+    for topology in (OnePeerExponential(), CachedIrregular()):
+        seen = StepByStep(PushSum(topology, staleness), starts).run(350)
         assert torch.allclose(seen, starts.mean(0).expand(n, -1), rtol=0, atol=1e-13)
 
 
@@ -221,7 +222,7 @@ def test_a_weight_travels_in_eight_bytes_behind_numerators_of_any_precision() ->
         assert torch.allclose(quotient(mass), torch.arange(1, 4).to(exact), rtol=1e-7, atol=0)
 
 
-def test_what_does_not_move_leaves_the_mass_bitwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_an_update_changes_no_bit_of_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PushSum, "_weightless", lambda self, r: False)
     x = scattered(1, 9, SINGLE)[0]
     r = Replica(x.clone(), torch.empty(0), thinwire.CountingComm(0, 1), lr=lambda: 0.0)
@@ -236,27 +237,27 @@ def test_what_does_not_move_leaves_the_mass_bitwise_alone(monkeypatch: pytest.Mo
 
 def test_half_precision_is_mixed_in_single() -> None:
     x = scattered(4, 8, torch.bfloat16)
-    hand = Hand(PushSum(Irregular(), 1), x)
-    hand.run(300, seed=1)
-    for r in hand.replicas:
+    run = StepByStep(PushSum(Irregular(), 1), x)
+    run.run(300, seed=1)
+    for r in run.replicas:
         assert r.x.dtype == torch.bfloat16
         assert torch.allclose(r.x.float(), x.float().mean(0), rtol=2**-8, atol=1e-5)
 
 
-# -- when who waits ----------------------------------------------------------------------------------------------------
+# -- which worker waits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_results_depend_on_no_order_of_arrival(staleness: int) -> None:
+def test_results_do_not_depend_on_the_order_of_arrival(staleness: int) -> None:
     def end(seed: int) -> Tensor:
-        hand = Hand(PushSum(Irregular(), staleness), scattered(5, dtype=SINGLE))
-        return hand.run(40, lambda rank, z: 0.01 * rank - 0.03 * z, seed=seed)
+        run = StepByStep(PushSum(Irregular(), staleness), scattered(5, dtype=SINGLE))
+        return run.run(40, lambda rank, z: 0.01 * rank - 0.03 * z, seed=seed)
 
     first = end(0)
     assert all(torch.equal(end(seed), first) for seed in range(1, 6))
 
 
-def test_results_depend_on_no_worker_s_pace() -> None:
+def test_results_do_not_depend_on_the_workers_speeds() -> None:
     problem = Regression(4, 10, SINGLE)
     naps = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) / 200
 
@@ -272,15 +273,15 @@ def test_results_depend_on_no_worker_s_pace() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_worker_runs_ahead_of_its_sources_by_its_staleness_and_no_further(staleness: int) -> None:
-    hand = Hand(PushSum(Ring(), staleness), scattered(3), timeout=0.02)
+def test_a_worker_is_ahead_of_its_sources_by_at_most_its_staleness(staleness: int) -> None:
+    run = StepByStep(PushSum(Ring(), staleness), scattered(3), timeout=0.02)
     for k in range(staleness):
-        assert hand.ready(0)
-        hand.move(0)
-        assert len(hand.replicas[0].inflight) == k + 1
-    assert not hand.ready(0)
+        assert run.ready(0)
+        run.step(0)
+        assert len(run.replicas[0].inflight) == k + 1
+    assert not run.ready(0)
     with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0\.02 s for a message from rank 1"):
-        hand.move(0)
+        run.step(0)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -298,7 +299,7 @@ def flying(worker: thinwire.Worker) -> int:
     return len(worker.replicas[0].inflight)
 
 
-# -- what workers know together ----------------------------------------------------------------------------------------
+# -- consensus and checkpoints ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
@@ -321,14 +322,14 @@ def test_the_consensus_includes_what_is_in_flight_and_changes_nothing(strategy: 
         return own, agreed, r
 
     own, agreed, _ = zip(*thinwire.run_threads(4, body), strict=True)
-    hand = overlap_total(strategy)
-    assert torch.allclose(torch.stack(agreed), hand.expand(4, -1), rtol=0, atol=1e-14)
+    wanted = overlap_total(strategy)
+    assert torch.allclose(torch.stack(agreed), wanted.expand(4, -1), rtol=0, atol=1e-14)
     if strategy.staleness:
-        assert not torch.allclose(sum(own) / 4, hand, rtol=0, atol=1e-3)
+        assert not torch.allclose(sum(own) / 4, wanted, rtol=0, atol=1e-3)
 
 
 def overlap_total(strategy: PushSum) -> Tensor:
-    """All mass of seven steps, a quarter of it: the average after an eighth step that does nothing but average."""
+    """A quarter of all mass after seven steps."""
     problem = quadratic(4, DOUBLE)
     graph = next(name for name, topology in GRAPHS.items() if topology == strategy.topology)
     how: dict[str, Any] = {"mixing": MIXINGS[graph](4, DOUBLE), "staleness": strategy.staleness}
@@ -382,20 +383,20 @@ def finished(comm: Comm, strategy: PushSum | SlowMo) -> thinwire.Worker:
     return worker
 
 
-def test_workers_whose_data_end_early_keep_answering() -> None:
+def test_workers_whose_data_end_early_go_on_taking_part() -> None:
     def body(comm: Comm) -> tuple[Tensor, int, float]:
         worker = attach(comm, PushSum(Irregular(), 2))
         steps(worker, worker.join(batches(comm.rank, 3 + 2 * comm.rank)))
         worker.detach()
         (r,) = worker.replicas
         messages = [(name, work.wait()) for name, work in r.inflight.items()]
-        coming = sum(
+        in_flight = sum(
             share * float(weight(message))
             for name, found in messages
             for share, message in zip(shares_at(name, comm.rank), found, strict=True)
         )
         with torch.no_grad(), worker.consensus() as model:
-            return flat(model), worker.step, float(weight_of(r)) + coming
+            return flat(model), worker.step, float(weight_of(r)) + in_flight
 
     agreed, done, weights = zip(*thinwire.run_threads(3, body), strict=True)
     assert all(torch.equal(each, agreed[0]) for each in agreed)
@@ -434,15 +435,15 @@ def spread(z: Tensor) -> float:
 
 
 def settled(strategy: PushSum, rate: float) -> Tensor:
-    """Where four workers with a centre each come to rest."""
+    """The fixed point of four workers with a centre each."""
     centres = scattered(4)
-    return Hand(strategy, torch.zeros(4, 3, dtype=DOUBLE)).run(
+    return StepByStep(strategy, torch.zeros(4, 3, dtype=DOUBLE)).run(
         int(25 / rate), lambda rank, z: rate * (centres[rank] - z)
     )
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_workers_on_an_irregular_graph_meet_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
+def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
     slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.1, 0.02))
     for z in (slow, slower):
         assert torch.allclose(z.mean(0), scattered(4).mean(0), rtol=0, atol=1e-6)
@@ -453,7 +454,7 @@ def test_workers_on_an_irregular_graph_meet_as_the_rate_falls_and_only_with_thei
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_workers_rest_where_those_that_wait_do(staleness: int) -> None:
+def test_the_fixed_point_does_not_depend_on_staleness(staleness: int) -> None:
     waiting = together(4, PushSum(Ring()), Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4)), [0.1] * 250)
     assert torch.allclose(settled(PushSum(Ring(), staleness), 0.1).mean(0), waiting.mean(0), rtol=0, atol=1e-8)
 
@@ -492,7 +493,7 @@ def test_explain_counts_what_a_real_run_sends(strategy: PushSum) -> None:
 
 @dataclass(frozen=True)
 class Hollow(Topology):
-    """A ring on which a third of what everyone sends is lost."""
+    """A ring on which a fifth of every vector is lost."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         return Peers(((rank + 1) % size,), ((rank - 1) % size,), 0.4, (0.4,))
@@ -500,7 +501,7 @@ class Hollow(Topology):
 
 @dataclass(frozen=True)
 class Pairs(Topology):
-    """Even ranks speak to the next, and nobody to anyone else."""
+    """Pairs of an even rank and the next one, without any other edge."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         return Peers((rank ^ 1,), (rank ^ 1,), 0.5, (0.5,))
@@ -517,7 +518,7 @@ class Pairs(Topology):
         (lambda: PushSum(Hypercube(), 1).check(3), r"Hypercube\(\) with 3 workers: needs a power of two"),
     ],
 )
-def test_what_cannot_work_is_refused_in_words(make: Any, words: str) -> None:
+def test_recipes_that_cannot_work_are_refused_with_the_reason(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 

@@ -1,4 +1,4 @@
-"""When is what said: one file per method."""
+"""Strategies: when workers send what to each other. One file per method."""
 
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gossip.ad_psgd import ADPSGD

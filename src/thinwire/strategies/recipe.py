@@ -1,4 +1,4 @@
-"""Recipes as text: the repr of a strategy, parsed back safely."""
+"""Recipes as text: the repr of a strategy, and a parser that reads it back without running code."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ CODECS: tuple[type, ...] = (
     ),
 )
 
+# A fixed list, so that no recipe, whoever wrote it, can name anything else.
 WORDS: Mapping[str, type] = {
     **{name: getattr(strategies, name) for name in strategies.__all__ if name != "Strategy"},
     **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
@@ -53,8 +54,8 @@ WORDS: Mapping[str, type] = {
     "OuterOptimizer": OuterOptimizer,
 }
 
-_EXAMPLE = "write it like SlowMo(period=12)"
-_GRAPH = "write it like Ring() or Hierarchical(node_size=8)"
+_STRATEGY_EXAMPLE = "write it like SlowMo(period=12)"
+_TOPOLOGY_EXAMPLE = "write it like Ring() or Hierarchical(node_size=8)"
 
 
 def parse(text: str) -> Strategy:
@@ -63,12 +64,21 @@ def parse(text: str) -> Strategy:
     Nothing is evaluated: names are looked up among the strategies, topologies and codecs, arguments are literals.
 
     Raises:
-        ConfigError: not a recipe, an unknown name or argument, or a value that the recipe refuses.
+        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
+
+    Example:
+        >>> strategy = parse("SlowMo(base=PushSum, period=48)")
+        >>> strategy.period, strategy.momentum
+        (48, 0.5)
+        >>> parse(repr(strategy)) == strategy
+        True
+        >>> brief(strategy)
+        'SlowMo(base=PushSum(), period=48)'
     """
-    where = f"strategy {_short(text)}"
-    strategy = _made(text, where, _EXAMPLE)
+    where = f"strategy {_shortened(text)}"
+    strategy = _parsed(text, where, _STRATEGY_EXAMPLE)
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"{where}: is a {type(strategy).__name__}, not a strategy; {_EXAMPLE}")
+        raise ConfigError(f"{where}: is a {type(strategy).__name__}, not a strategy; {_STRATEGY_EXAMPLE}")
     return strategy
 
 
@@ -76,12 +86,12 @@ def parse_topology(text: str) -> Topology:
     """The graph that a recipe names, as in "Hierarchical(node_size=8)"; a bare name is its defaults.
 
     Raises:
-        ConfigError: not a recipe, an unknown name or argument, or a value that the recipe refuses.
+        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
     """
-    where = f"topology {_short(text)}"
-    graph = _made(text, where, _GRAPH)
+    where = f"topology {_shortened(text)}"
+    graph = _parsed(text, where, _TOPOLOGY_EXAMPLE)
     if not isinstance(graph, Topology):
-        raise ConfigError(f"{where}: is a {type(graph).__name__}, not a topology; {_GRAPH}")
+        raise ConfigError(f"{where}: is a {type(graph).__name__}, not a topology; {_TOPOLOGY_EXAMPLE}")
     return graph
 
 
@@ -89,31 +99,30 @@ def brief(recipe: Any) -> str:
     """A recipe as one would write it: its repr without the arguments that are at their defaults."""
     if not is_dataclass(recipe):
         return repr(recipe)
-    told = [
+    arguments = [
         f"{field.name}={brief(value)}"
         for field in fields(recipe)
         if (value := getattr(recipe, field.name)) != field.default
     ]
-    return f"{type(recipe).__name__}({', '.join(told)})"
+    return f"{type(recipe).__name__}({', '.join(arguments)})"
 
 
-def _made(text: str, where: str, example: str) -> Any:
-    """What a recipe names; `where` begins every complaint, `example` ends those about the whole."""
+def _parsed(text: str, where: str, example: str) -> Any:
+    """The object that a recipe names; errors begin with `where`, and end with `example` if they concern all of it."""
     try:
-        return _build(_tree(text, where, example), where)
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise ConfigError(f"{where}: {reason}; {example}") from None
+        return _build(tree, where)
     except (RecursionError, MemoryError):
+        # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
         raise ConfigError(f"{where}: nested too deeply; {example}") from None
 
 
-def _tree(text: str, where: str, example: str) -> ast.expr:
-    try:
-        return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(f"{where}: {reason}; {example}") from None
-
-
 def _build(node: ast.expr, where: str) -> Any:
+    """The value of a syntax tree: a known name, a call of one, or a literal."""
     if isinstance(node, ast.Name):
         return _call(node.id, [], [], where)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -124,13 +133,13 @@ def _build(node: ast.expr, where: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        odd = _short(ast.unparse(node))
-        raise ConfigError(f"{where}: {odd} is neither a literal nor a known name") from None
+        wrong = _shortened(ast.unparse(node))
+        raise ConfigError(f"{where}: {wrong} is neither a literal nor a known name") from None
 
 
 def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], where: str) -> Any:
     if name not in WORDS:
-        raise ConfigError(f"{where}: {name!r} is unknown{_suggest(name, list(WORDS))}")
+        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, list(WORDS))}")
     kind = WORDS[name]
     known = [field.name for field in fields(kind)]
     where = f"{where}: {name}"
@@ -139,18 +148,18 @@ def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], wher
     given = known[: len(arguments)]
     for keyword, _ in keywords:
         if keyword not in known:
-            raise ConfigError(f"{where} has no {keyword!r}{_suggest(keyword, known)}")
+            raise ConfigError(f"{where} has no {keyword!r}{_suggestion(keyword, known)}")
         if keyword in given:
             raise ConfigError(f"{where} was given {keyword!r} twice; keep one")
         given.append(keyword)
     return kind(*arguments, **dict(keywords))
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
 
-def _suggest(word: str, known: list[str]) -> str:
+def _suggestion(word: str, known: list[str]) -> str:
     lowered = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
     return (f"; did you mean {lowered[close[0]]}?" if close else "") + _listed(known)

@@ -1,4 +1,4 @@
-"""To whom: pure functions of (rank, size, step)."""
+"""Topologies: graphs of workers, as pure functions of (rank, size, step)."""
 
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.base_graph import BaseGraph

@@ -1,11 +1,11 @@
-r"""What a graph does to differences between workers, from its mixing matrices alone.
+r"""How fast a graph shrinks differences between workers, from its mixing matrices.
 
-With $W_t$ the mixing matrix of step t, stacked vectors become $X \leftarrow W_t X$. Disagreement after some steps is
-measured on what push-sum would hold, $Z_{ij} = P_{ij} / \sum_k P_{ik}$ with $P$ the product of the steps; where weights
-are doubly stochastic, $Z = P$. The 2-norm of $Z - \frac1n 1 1^\top$ is the largest share of any difference between
-workers, and of anybody's distance from the average, that is left.
+With $W_t$ the mixing matrix of step t, the workers' vectors, as rows, become $X \leftarrow W_t X$. Disagreement after
+some steps is measured on the de-biased vectors of push-sum, $Z_{ij} = P_{ij} / \sum_k P_{ik}$ with $P$ the product of
+the steps; where weights are doubly stochastic, $Z = P$. The 2-norm of $Z - \frac1n 1 1^\top$ is the largest share of
+any difference between workers, and of any worker's distance from the average, that is left.
 
-Everything expects a graph that `check_edges` accepts, is computed once per graph and size, and takes well under a
+All functions expect a graph that `check_edges` accepts. They compute once per graph and size, and take well under a
 second for 128 workers.
 """
 
@@ -24,6 +24,7 @@ from thinwire.topology.base import Topology, doubly_stochastic, out_of_reach
 Matrix = NDArray[np.float64]
 CLOSE = 1e-3
 _EXACT = 1e-12
+# A graph whose differences fall from more than this to `_EXACT` in one step reaches the exact average.
 _JUST_BEFORE = 1e-6
 _MOST_DOUBLINGS = 50
 
@@ -54,21 +55,17 @@ def symmetric(topology: Topology, size: int) -> bool:
 
 
 def row_stochastic(topology: Topology, size: int) -> bool:
-    """Whether what everyone makes of equal vectors is that vector: rows sum to one, as agreement needs."""
-    return _sum_to_one(matrices(topology, size), 2)
+    """Whether equal vectors stay as they are: rows sum to one, as agreement needs."""
+    return bool(np.allclose(matrices(topology, size).sum(2), 1.0, rtol=0, atol=_EXACT))
 
 
 def column_stochastic(topology: Topology, size: int) -> bool:
-    """Whether everyone gives away just what they have: columns sum to one, as the sum over workers needs."""
-    return _sum_to_one(matrices(topology, size), 1)
-
-
-def _sum_to_one(mixings: Matrix, axis: int) -> bool:
-    return bool(np.allclose(mixings.sum(axis), 1.0, rtol=0, atol=_EXACT))
+    """Whether the sum over workers is kept: columns sum to one, as push-sum needs."""
+    return bool(np.allclose(matrices(topology, size).sum(1), 1.0, rtol=0, atol=_EXACT))
 
 
 def connected(topology: Topology, size: int) -> bool:
-    """Whether over a period there is a way from everyone to everyone."""
+    """Whether over a period there is a path from every rank to every other."""
     sends: NDArray[np.bool_] = np.any(matrices(topology, size) > 0, axis=0)
     return not any(out_of_reach(sends))
 
@@ -82,7 +79,7 @@ def eigenvalues(topology: Topology, size: int) -> NDArray[Any]:
     """
     if not static(topology, size):
         raise ConfigError(
-            f"{topology} with {size} workers: changes from step to step; eigenvalues are of static graphs"
+            f"{topology} with {size} workers: changes from step to step; only static graphs have eigenvalues"
         )
     mixing = matrices(topology, size)[0]
     found: NDArray[Any] = np.linalg.eigvalsh(mixing) if symmetric(topology, size) else np.linalg.eigvals(mixing)
@@ -96,7 +93,8 @@ def spectral_gap(topology: Topology, size: int) -> float:
     r"""One minus the factor by which differences shrink in a step, in the long run.
 
     The factor is the second largest modulus of the eigenvalues of a period's product, $|\lambda_2|^{1/T}$ with T the
-    period: $|\lambda_2(W)|$ itself where the graph is static. It is 0, and the gap 1, where a period is exact.
+    period: $|\lambda_2(W)|$ itself where the graph is static. It is 0, and the gap 1, where a period reaches the exact
+    average.
     """
     if steps_to_average(topology, size) is not None:
         return 1.0
@@ -112,9 +110,10 @@ def contraction(topology: Topology, size: int) -> float:
 
 @lru_cache(maxsize=256)
 def steps_to(topology: Topology, size: int, left: float = CLOSE) -> int | None:
-    """Steps until no more than a share `left` of any disagreement is left; None where it never gets there."""
+    """Steps until at most the share `left` of any disagreement is left; None where that never happens."""
     if not connected(topology, size):
         return None
+    # Square the product of a period until it is past the goal, then find the number of periods bit by bit.
     done = np.eye(size)
     powers = [_product(topology, size)]
     while _left(powers[-1]) > left:
@@ -134,7 +133,7 @@ def steps_to(topology: Topology, size: int, left: float = CLOSE) -> int | None:
 
 
 def steps_to_average(topology: Topology, size: int) -> int | None:
-    """Steps to the exact average; None for graphs that only come closer and closer to it."""
+    """Steps to the exact average; None for graphs that only approach it."""
     steps = steps_to(topology, size, _EXACT)
     return steps if steps == steps_to(topology, size, _JUST_BEFORE) else None
 
@@ -146,11 +145,11 @@ def disagreement(topology: Topology, size: int, steps: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class Traffic:
-    """Vectors that workers send at a step.
+    """The number of vectors that workers send at a step.
 
     Attributes:
         mean: per worker and step, over all workers and steps.
-        busiest: the mean over steps of the worker who sends or receives most.
+        busiest: the mean over steps for the worker that sends or receives most.
         peak: the most that a worker sends or receives at any step.
     """
 
@@ -160,7 +159,7 @@ class Traffic:
 
 
 def traffic(topology: Topology, size: int) -> Traffic:
-    """How many vectors workers send and receive; a vector is the parameters."""
+    """How many vectors workers send and receive; a vector has the size of the parameters."""
     edges = (matrices(topology, size) > 0) & ~np.eye(size, dtype=bool)
     at_once = np.stack([edges.sum(1), edges.sum(2)])
     return Traffic(float(edges.sum((1, 2)).mean() / size), float(at_once.mean(1).max()), int(at_once.max()))
@@ -168,7 +167,7 @@ def traffic(topology: Topology, size: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of a graph for a number of workers; the fields are described with the functions of their names.
+    """The properties of a graph for a number of workers; see the functions of the same names.
 
     Attributes:
         period: steps after which the graph repeats.
@@ -177,10 +176,10 @@ class Facts:
         doubly_stochastic: the plain average is kept.
         column_stochastic: the sum is kept; enough for push-sum.
         vectors_per_step: sent per worker and step.
-        busiest_vectors_per_step: of the busiest worker, the mean over steps.
-        most_vectors_at_once: of any worker at any step.
+        busiest_vectors_per_step: sent or received by the busiest worker, mean over steps.
+        most_vectors_at_once: the most that any worker sends or receives at any step.
         spectral_gap: one minus the long-run factor per step.
-        contraction: what one period leaves of any disagreement.
+        contraction: the largest share of any disagreement that is left after a period.
         smallest_eigenvalue: of a static symmetric graph.
         steps_to_average: to the exact average.
         steps_to_a_thousandth: until a thousandth of any disagreement is left.
@@ -202,7 +201,7 @@ class Facts:
 
 
 def facts(topology: Topology, size: int) -> Facts:
-    """All of the above."""
+    """All properties of a graph for a number of workers."""
     plain = static(topology, size) and symmetric(topology, size)
     sent = traffic(topology, size)
     return Facts(
@@ -233,16 +232,17 @@ def _products(topology: Topology, size: int, steps: int) -> Iterator[Matrix]:
 
 @lru_cache(maxsize=32)
 def _product(topology: Topology, size: int) -> Matrix:
-    """The product of a period."""
+    """The product of a period's mixing matrices."""
     *_, product = _products(topology, size, topology.period(size))
     return product
 
 
 def _left(product: Matrix) -> float:
+    """The largest share of any disagreement that is left after these steps."""
     shares = product / product.sum(1, keepdims=True)
     return float(np.linalg.norm(shares - 1.0 / len(shares), 2))
 
 
 def _normed(product: Matrix) -> Matrix:
-    """Columns that sum to one again: rounding would otherwise add up over thousands of steps."""
+    """The product with columns that sum to one; over thousands of steps rounding would change these sums."""
     return product / product.sum(0)

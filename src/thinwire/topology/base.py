@@ -1,4 +1,4 @@
-"""What a graph of workers is: who sends to whom at each step, and with which weights."""
+"""The base class of topologies: which rank sends to which at each step, and with which weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from thinwire.errors import ConfigError
 
 
 class Peers(NamedTuple):
-    """One rank's part in one step of a topology.
+    """One rank's edges in one step of a topology.
 
     Attributes:
         dst: the ranks it sends to.
@@ -31,7 +31,7 @@ Weights = Literal["metropolis", "push-sum", "uniform"]
 
 
 def uniform(dst: tuple[int, ...], src: tuple[int, ...]) -> Peers:
-    """Everyone keeps and sends equal shares; right where all ranks have equally many peers."""
+    """Equal weights for the own vector and all received ones; for graphs where all ranks have equally many peers."""
     share = 1.0 / (len(src) + 1)
     return Peers(dst, src, share, (share,) * len(src))
 
@@ -41,11 +41,11 @@ def weighted(rank: int, dst: Sequence[tuple[int, ...]], src: Sequence[tuple[int,
 
     With $d_i$ the number of ranks that $i$ sends to, $W_{ij}$ is $1 / (1 + \max(d_i, d_j))$ for "metropolis"
     (Metropolis-Hastings: symmetric and doubly stochastic, for edges that go both ways), $1 / (1 + d_j)$ for "push-sum"
-    (column-stochastic: each splits evenly what is its own), and for "uniform" one over one more than the number of
+    (column-stochastic: each rank splits its own vector evenly), and for "uniform" one over one more than the number of
     ranks that $i$ receives from (row-stochastic).
 
     Args:
-        rank: who asks.
+        rank: the rank whose peers are returned.
         dst: for every rank, the ranks it sends to.
         src: for every rank, the ranks it receives from.
         weights: the rule.
@@ -60,25 +60,38 @@ def weighted(rank: int, dst: Sequence[tuple[int, ...]], src: Sequence[tuple[int,
 
 
 class Topology(ABC):
-    """A time-varying weighted graph, as a pure function; subclasses are frozen dataclasses."""
+    """A time-varying weighted graph, as a pure function; subclasses are frozen dataclasses.
+
+    Example:
+        A directed ring, in which every rank sends to the next one:
+
+        >>> from dataclasses import dataclass
+        >>> from thinwire.topology import Peers, Topology
+        >>> @dataclass(frozen=True)
+        ... class DirectedRing(Topology):
+        ...     def peers(self, rank, size, step):
+        ...         return Peers(dst=((rank + 1) % size,), src=((rank - 1) % size,), own=0.5, weights=(0.5,))
+        >>> DirectedRing().matrix(size=3, step=0).tolist()
+        [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
+    """
 
     @abstractmethod
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Whom `rank` speaks to at `step`; equal on every rank that asks."""
+        """The edges of `rank` at `step`; every rank that calls this gets the same answer."""
 
     def period(self, size: int) -> int:
-        """After how many steps the graph repeats."""
+        """The number of steps after which the graph repeats."""
         return 1
 
     def check(self, size: int) -> None:
-        """Refuse a number of workers that the graph does not exist for.
+        """Refuse a number of workers for which the graph does not exist.
 
         Raises:
             ConfigError: with the sizes that work.
         """
 
     def matrix(self, size: int, step: int) -> NDArray[np.float64]:
-        """The mixing matrix W of one step: row i holds the weights that make worker i's next vector."""
+        """The mixing matrix W of one step: row i holds the weights of worker i's next vector."""
         mixing = np.zeros((size, size))
         for rank in range(size):
             peers = self.peers(rank, size, step)
@@ -97,33 +110,33 @@ def doubly_stochastic(topology: Topology, size: int) -> bool:
 
 @lru_cache(maxsize=256)
 def check_edges(topology: Topology, size: int) -> None:
-    """Refuse a graph whose ends disagree or that never connects everyone.
+    """Refuse a graph with inconsistent edges, or one that does not connect all workers over its period.
 
     Raises:
-        ConfigError: a message is sent that nobody expects, a self-loop, a weight that is not positive, mass that is
-            not conserved, or two workers between whom nothing ever travels.
+        ConfigError: a message is sent that no rank expects, a self-loop, a weight that is not positive, mass that is
+            not conserved, or two workers between which no message ever travels, even through others.
     """
     topology.check(size)
     sends = np.zeros((size, size), dtype=bool)
     for step in range(topology.period(size)):
-        flaw = _flaw_of_edges([topology.peers(rank, size, step) for rank in range(size)])
-        if flaw is None:
+        error = _edge_error([topology.peers(rank, size, step) for rank in range(size)])
+        if error is None:
             mixing = topology.matrix(size, step)
-            flaw = _flaw_of_shares(mixing)
+            error = _share_error(mixing)
             sends |= mixing > 0
-        if flaw is not None:
-            raise ConfigError(f"{topology} with {size} workers, step {step}: {flaw}")
+        if error is not None:
+            raise ConfigError(f"{topology} with {size} workers, step {step}: {error}")
     for i, j in out_of_reach(sends):
         raise ConfigError(
-            f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}; add edges until everyone "
-            "is reached, or use a graph that connects any number of workers, such as Ring()"
+            f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}; add edges until every "
+            "rank is reached, or use a graph that connects any number of workers, such as Ring()"
         )
 
 
-def _flaw_of_edges(seen: list[Peers]) -> str | None:
-    """What is wrong with the edges of one step, in words; `seen` holds what each rank believes."""
-    sent = [(rank, j) for rank, peers in enumerate(seen) for j in peers.dst]
-    expected = [(j, rank) for rank, peers in enumerate(seen) for j in peers.src]
+def _edge_error(everyone: list[Peers]) -> str | None:
+    """What is wrong with the edges of one step, as text; `everyone` holds each rank's peers."""
+    sent = [(rank, j) for rank, peers in enumerate(everyone) for j in peers.dst]
+    expected = [(j, rank) for rank, peers in enumerate(everyone) for j in peers.src]
     edges = set(sent)
     for i, j in sorted(edges ^ set(expected)):
         return f"the edge {i} -> {j} exists at one end only"
@@ -131,7 +144,7 @@ def _flaw_of_edges(seen: list[Peers]) -> str | None:
         return f"rank {i} sends to itself; what it keeps is its own weight"
     if max(len(sent), len(expected)) > len(edges):
         return "an edge exists twice; one edge with the sum of their weights says the same"
-    for rank, peers in enumerate(seen):
+    for rank, peers in enumerate(everyone):
         if len(peers.weights) != len(peers.src):
             return f"rank {rank} has {len(peers.weights)} weights for {len(peers.src)} vectors it receives"
         if not min(peers.own, *peers.weights, 1.0) > 0:
@@ -139,8 +152,8 @@ def _flaw_of_edges(seen: list[Peers]) -> str | None:
     return None
 
 
-def _flaw_of_shares(mixing: NDArray[np.float64]) -> str | None:
-    """Whether any rank gives away more or less than it has, in words."""
+def _share_error(mixing: NDArray[np.float64]) -> str | None:
+    """The rank whose kept and sent shares do not sum to one, as text; None where there is none."""
     columns = mixing.sum(0)
     rank = int(np.argmax(np.abs(columns - 1)))
     if abs(columns[rank] - 1) <= 1e-9:
@@ -149,7 +162,9 @@ def _flaw_of_shares(mixing: NDArray[np.float64]) -> str | None:
 
 
 def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks, one of them 0, such that nothing of the first ever gets to the second.
+    """Pairs of ranks, one of them 0, such that nothing from the first ever reaches the second, even through others.
+
+    Every rank reaches every other if rank 0 reaches all and all reach rank 0, so only these pairs are tried.
 
     Args:
         sends: `sends[j, i]` is true where i ever sends to j.
@@ -159,7 +174,7 @@ def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def _reached(sends: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which ranks something of rank 0 gets to, at last; `sends[j, i]` is true where i ever sends to j."""
+    """Which ranks messages of rank 0 reach in the end; `sends[j, i]` is true where i ever sends to j."""
     reached = np.arange(len(sends)) == 0
     for _ in range(len(sends)):
         reached = reached | sends[:, reached].any(1)

@@ -1,4 +1,4 @@
-"""The exact average in a few steps for any number of workers, with few peers at a time."""
+"""The exact average in a few steps for any number of workers, with few peers at each step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,20 @@ from thinwire.topology.base import Peers, Topology
 from thinwire.validation import check_kinds
 
 Ranks = Sequence[int]
-Edges = dict[tuple[int, int], float]
+Edges = dict[tuple[int, int], float]  # the weights of one step, each edge once
 
 
 @dataclass(frozen=True)
 class BaseGraph(Topology):
     r"""The base-(k+1) graph: exact after at most $2 \log_{k+1}(n) + 2$ steps, for any number of workers.
 
-    Where no prime factor of n is larger than k+1, groups of at most k+1 workers average, one factor of n at a step.
-    Elsewhere n is written in base k+1, as $\sum_l a_l (k+1)^{p_l}$, and workers are split into as many blocks. Each
-    part $l$ first averages within itself. Then, part after part, the workers of all later parts exchange with one
-    worker in each of its $a_l$ blocks, with the weight $(k+1)^{p_l} / \sum_{m \ge l} a_m (k+1)^{p_m}$, which brings the
-    mean of every block to the mean of all; last, blocks average within themselves. With $n = p q$ and $p$ the part of n
-    without larger prime factors, that is done for q workers p times at once, unless it takes more steps.
+    If no prime factor of n is larger than k+1, groups of at most k+1 workers average, one factor of n at a step.
+    Otherwise n is written in base k+1, as $\sum_l a_l (k+1)^{p_l}$: part $l$ of the workers consists of $a_l$ blocks of
+    $(k+1)^{p_l}$. Each part first averages within itself. Then, part after part, the workers of all later parts
+    exchange with one worker in each of its $a_l$ blocks, with the weight
+    $(k+1)^{p_l} / \sum_{m \ge l} a_m (k+1)^{p_m}$, which moves the mean of every block to the mean of all; last, blocks
+    average within themselves. With $n = p q$ and $p$ the factor of n without larger prime factors, this is done for q
+    workers p times at once, unless that takes more steps.
 
     Symmetric at every step; at most k vectors sent per worker and step, and none at some.
 
@@ -30,12 +31,21 @@ class BaseGraph(Topology):
 
     Args:
         degree: k, the most peers of a worker at a step, at least 1; more agree in fewer steps.
+
+    Example:
+        The exact average of six workers in four steps, with one peer at a time:
+
+        >>> graph = BaseGraph()
+        >>> graph.period(6)
+        4
+        >>> [graph.peers(rank=0, size=6, step=step).dst for step in range(4)]
+        [(1,), (2,), (1,), (3,)]
     """
 
     degree: int = 1
 
     def __post_init__(self) -> None:
-        """Check the kinds and the degree."""
+        """Check the types and the degree."""
         check_kinds(self)
         if self.degree < 1:
             raise ConfigError(f"degree={self.degree}: must be at least 1 peer")
@@ -53,20 +63,21 @@ class BaseGraph(Topology):
 @lru_cache(maxsize=64)
 def _rounds(size: int, degree: int) -> tuple[tuple[Peers, ...], ...]:
     """Every rank's peers at every step of a period."""
-    rounds = _base(range(size), degree + 1) or [{}]
-    return tuple(_peers_of_all(edges, size) for edges in rounds)
-
-
-def _peers_of_all(edges: Edges, size: int) -> tuple[Peers, ...]:
-    near: list[dict[int, float]] = [{} for _ in range(size)]
-    for (one, other), weight in edges.items():
-        near[one][other] = near[other][one] = weight
-    return tuple(Peers(tuple(each), tuple(each), 1.0 - sum(each.values()), tuple(each.values())) for each in near)
+    rounds: list[tuple[Peers, ...]] = []
+    for edges in _base(range(size), degree + 1) or [{}]:
+        near: list[dict[int, float]] = [{} for _ in range(size)]
+        for (one, other), weight in edges.items():
+            near[one][other] = near[other][one] = weight
+        rounds.append(
+            tuple(Peers(tuple(each), tuple(each), 1.0 - sum(each.values()), tuple(each.values())) for each in near)
+        )
+    return tuple(rounds)
 
 
 def _base(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 3: the simple graph on parts whose size has large prime factors alone, then across them."""
-    smooth = max(divisor for divisor in _divisors(len(ranks)) if _factors(divisor, base) is not None)
+    """Algorithm 3: the simple graph on parts whose size has only large prime factors, then across the parts."""
+    divisors = (divisor for divisor in range(1, len(ranks) + 1) if len(ranks) % divisor == 0)
+    smooth = max(divisor for divisor in divisors if _factors(divisor, base) is not None)
     rough = len(ranks) // smooth
     parts = [ranks[start : start + rough] for start in range(0, len(ranks), rough)]
     across = [[part[place] for part in parts] for place in range(rough)]
@@ -78,22 +89,22 @@ def _base(ranks: Ranks, base: int) -> list[Edges]:
 
 
 def _simple(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 2: average within parts, level parts with all that come later, average within blocks."""
+    """Algorithm 2: average within parts, exchange between each part and all later ones, average within blocks."""
     if _factors(len(ranks), base) is not None:
         return _cube(ranks, base)
     parts = _parts(ranks, base)
     rounds = _side_by_side(_cube(_joined(part), base) for part in parts)
-    levelled: list[list[Edges]] = []
+    later_steps: list[list[Edges]] = []
     for place, part in enumerate(parts[:-1]):
         later = _joined(_joined(each) for each in parts[place + 1 :])
         weight = len(part[0]) / (len(_joined(part)) + len(later))
         exchange = {(rank, block[i]): weight for i, rank in enumerate(later) for block in part}
-        levelled.append([*([{}] * place), exchange, *_side_by_side(_cube(block, base) for block in part)])
-    return rounds + _side_by_side(levelled)
+        later_steps.append([*([{}] * place), exchange, *_side_by_side(_cube(block, base) for block in part)])
+    return rounds + _side_by_side(later_steps)
 
 
 def _cube(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 1, the hyper-hypercube: groups of one factor of the size after another take their mean."""
+    """Algorithm 1, the hyper-hypercube: at each step groups of one factor of the size average."""
     rounds: list[Edges] = []
     stride = 1
     for factor in _factors(len(ranks), base) or ():
@@ -105,7 +116,7 @@ def _cube(ranks: Ranks, base: int) -> list[Edges]:
 
 
 def _side_by_side(graphs: Iterable[list[Edges]]) -> list[Edges]:
-    """Graphs of different workers, step by step in one."""
+    """Merge graphs of different workers, step by step."""
     rounds: list[Edges] = []
     for graph in graphs:
         rounds += [{} for _ in range(len(graph) - len(rounds))]
@@ -115,7 +126,7 @@ def _side_by_side(graphs: Iterable[list[Edges]]) -> list[Edges]:
 
 
 def _parts(ranks: Ranks, base: int) -> list[list[Ranks]]:
-    """Ranks in blocks of powers of the base, by the digits of their number, largest first."""
+    """Blocks of ranks whose sizes are powers of the base, by the digits of the number of ranks, largest first."""
     power = max(base**i for i in range(len(ranks).bit_length()) if base**i <= len(ranks))
     parts: list[list[Ranks]] = []
     while ranks:
@@ -132,7 +143,7 @@ def _joined(blocks: Iterable[Ranks]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _factors(size: int, largest: int) -> tuple[int, ...] | None:
-    """The fewest factors of `size` that are no larger than `largest`, in descending order; None if there are none."""
+    """The fewest factors of `size` that are at most `largest`, in descending order; None where there are none."""
     if size == 1:
         return ()
     found: list[tuple[int, ...]] = []
@@ -141,7 +152,3 @@ def _factors(size: int, largest: int) -> tuple[int, ...] | None:
         if rest is not None:
             found.append((factor, *rest))
     return min(found, key=len, default=None)
-
-
-def _divisors(size: int) -> list[int]:
-    return [divisor for divisor in range(1, size + 1) if size % divisor == 0]

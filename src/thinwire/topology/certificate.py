@@ -1,11 +1,11 @@
-r"""Is a decentralised method stable on a graph? Certified before step 0, from the mixing matrices alone.
+r"""Whether a decentralised method is stable on a graph, computed before step 0 from the mixing matrices.
 
-However small the learning rate, differences between workers evolve by themselves: with $z = (x, v)$ a worker's
-parameters and the method's memory, less their means over workers, one step is $z \leftarrow (A \otimes W_t +
-B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method. Where the differences grow, no
-learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ can be looked at alone: the growth per
-step is the spectral radius of $A\lambda + B$. On a changing one it is that of the product over a period, mode by mode
-where the steps share their eigenvectors. Memories are in units of the parameters, and the learning rate is constant.
+Even at a learning rate of zero, differences between workers evolve: with $z = (x, v)$ a worker's parameters and the
+method's momentum, minus their means over workers, one step is $z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with
+two by two matrices $A$ (mixed) and $B$ (kept) of the method. Where the differences grow, no learning rate helps. On a
+static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode of its own: the growth per step is the spectral radius of
+$A\lambda + B$. On a changing graph it is that of the product over a period, for each mode by itself where the steps
+share their eigenvectors. Momenta are in units of the parameters, and the learning rate is constant.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from thinwire.topology.base import Topology, check_edges, doubly_stochastic
 
 Square = tuple[tuple[float, float], tuple[float, float]]
 _MARGIN = 1e-9
+# Beyond this condition number of the eigenvectors, modes are not accurate to the margin.
 _WORST_CONDITION = 1e4
 
 
@@ -66,7 +67,7 @@ def exact_diffusion() -> Disagreement:
 
 @lru_cache(maxsize=256)
 def growth(topology: Topology, size: int, method: Disagreement) -> float:
-    """By which factor differences between workers grow in a step, in the long run; below one they vanish."""
+    """The factor by which differences between workers grow in a step, in the long run; below one they vanish."""
     if size == 1:
         return 0.0
     mixed, kept = np.array(method.mixed), np.array(method.kept)
@@ -84,7 +85,7 @@ def growth(topology: Topology, size: int, method: Disagreement) -> float:
 
 @lru_cache(maxsize=64)
 def _mixings(topology: Topology, size: int) -> list[NDArray[np.float64]]:
-    """Each step's mixing matrix on differences between workers; one where all are equal."""
+    """Each step's mixing matrix, restricted to vectors of mean zero; a single one where all steps are equal."""
     matrices = [topology.matrix(size, step) for step in range(topology.period(size))]
     if all(np.array_equal(matrix, matrices[0]) for matrix in matrices):
         matrices = matrices[:1]
@@ -94,9 +95,10 @@ def _mixings(topology: Topology, size: int) -> list[NDArray[np.float64]]:
 
 @lru_cache(maxsize=64)
 def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None:
-    """Each step's eigenvalues in the order of eigenvectors that all steps share; None where they share none."""
+    """Each step's eigenvalues, in the order of eigenvectors that all steps share; None where they share none."""
     mixings = _mixings(topology, size)
-    # Vectors of a sum with unrelated weights are shared by the summands if any are.
+    # If the steps share eigenvectors, these are the eigenvectors of any sum of the steps; unrelated weights keep
+    # eigenvalues of the sum apart where those of the steps are.
     weights = np.sqrt(2.0 + np.arange(len(mixings)))
     vectors = np.linalg.eig(sum(weight * mixing for weight, mixing in zip(weights, mixings, strict=True)))[1]
     if np.linalg.cond(vectors) > _WORST_CONDITION:
@@ -108,14 +110,14 @@ def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None
 
 
 def _differences(size: int) -> NDArray[np.float64]:
-    """Orthonormal columns that span all vectors of mean zero."""
+    """Orthonormal columns that span the vectors of mean zero."""
     spanning = np.eye(size)
     spanning[:, 0] = 1.0
     return np.linalg.qr(spanning)[0][:, 1:]
 
 
 def check_average_kept(recipe: object, topology: Topology, size: int) -> None:
-    """Refuse graphs that do not exist, do not connect, or do not keep the average.
+    """Refuse graphs that do not exist, are not connected, or do not keep the average.
 
     Raises:
         ConfigError: with the reason and what to use instead.
@@ -131,14 +133,14 @@ def check_average_kept(recipe: object, topology: Topology, size: int) -> None:
 def check_stable(
     recipe: object, topology: Topology, size: int, method: Callable[[float], Disagreement], momentum: float
 ) -> None:
-    """Refuse a method on a graph on which differences between workers would grow, however small the learning rate.
+    """Refuse a method on a graph on which differences between workers would grow at any learning rate.
 
     Args:
-        recipe: as the user wrote it.
+        recipe: the strategy, for the error.
         topology: the graph.
         size: the number of workers.
-        method: the method, given a momentum.
-        momentum: the recipe's.
+        method: how differences evolve, given a momentum.
+        momentum: of the recipe.
 
     Raises:
         ConfigError: with the growth per step, the largest momentum that is stable, and the alternatives.
@@ -146,20 +148,23 @@ def check_stable(
     factor = growth(topology, size, method(momentum))
     if factor < 1 - _MARGIN:
         return
-    fixes = [*_lower(topology, size, method), *_others(topology, size, momentum)]
+    fixes: list[str] = []
+    if (best := largest_stable_momentum(topology, size, method)) is not None:
+        fixes.append(f"lower the momentum to {best:.2f} or less, the largest that is stable on this graph")
+    others = {
+        f"QuasiGlobal({topology}, momentum={momentum})": quasi_global(momentum, memory=momentum),
+        f"ExactDiffusion({topology}, momentum={momentum})": exact_diffusion(),
+    }
+    fixes += [f"use {name}" for name, each in others.items() if growth(topology, size, each) < 1 - _MARGIN]
+    fixes.append("take a static symmetric graph, such as Ring()")
     raise ConfigError(
         f"{recipe} with {size} workers: differences between workers would grow by {max(factor, 1.0):.3g} a step, "
         f"however small the learning rate; {', or '.join(fixes)}"
     )
 
 
-def _lower(topology: Topology, size: int, method: Callable[[float], Disagreement]) -> list[str]:
-    best = largest_stable_momentum(topology, size, method)
-    return [] if best is None else [f"lower the momentum to {best:.2f} or less, the most this graph bears"]
-
-
 def largest_stable_momentum(topology: Topology, size: int, method: Callable[[float], Disagreement]) -> float | None:
-    """The largest stable momentum, rounded down to hundredths; None where there is none, by bisection."""
+    """The largest stable momentum, by bisection, rounded down to hundredths; None where there is none."""
     if growth(topology, size, method(0.0)) >= 1 - _MARGIN:
         return None
     stable, unstable = 0, 100
@@ -168,13 +173,3 @@ def largest_stable_momentum(topology: Topology, size: int, method: Callable[[flo
         fine = growth(topology, size, method(middle / 100)) < 1 - _MARGIN
         stable, unstable = (middle, unstable) if fine else (stable, middle)
     return stable / 100
-
-
-def _others(topology: Topology, size: int, momentum: float) -> list[str]:
-    """What would be stable instead."""
-    methods = {
-        f"QuasiGlobal({topology}, momentum={momentum})": quasi_global(momentum, memory=momentum),
-        f"ExactDiffusion({topology}, momentum={momentum})": exact_diffusion(),
-    }
-    stable = [f"use {name}" for name, each in methods.items() if growth(topology, size, each) < 1 - _MARGIN]
-    return [*stable, "take a static symmetric graph, such as Ring()"]

@@ -1,4 +1,4 @@
-"""A graph of your own, edge by edge or from networkx."""
+"""A graph given by its edges, or by a networkx graph."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _RULES = ("metropolis", "push-sum", "uniform")
 
 
 class NetworkxGraph(Protocol):
-    """What is read of a networkx graph."""
+    """The part of a networkx graph that is used."""
 
     @property
     def nodes(self) -> Iterable[Hashable]:
-        """The names of the workers."""
+        """The nodes, one for each worker."""
         ...
 
     @property
     def edges(self) -> Iterable[Any]:
-        """Pairs of names, with a key after them where edges may be parallel."""
+        """Pairs of nodes, with a key after them where edges may be parallel."""
         ...
 
     def is_directed(self) -> bool:
-        """Whether an edge goes one way."""
+        """Whether edges have a direction."""
         ...
 
 
@@ -40,15 +40,20 @@ class FromGraph(Topology):
     Control Messages 53, 2004.
 
     Args:
-        edges: pairs of ranks. The graph is for one more worker than the highest rank named.
-        directed: whether an edge (i, j) goes from i to j alone.
-        weights: "metropolis" keeps the plain average on any graph whose edges go both ways; "push-sum", for any graph,
-            has everyone split evenly what is their own, and needs `PushSum`; "uniform" keeps the plain average where
-            everyone has equally many peers, and is refused elsewhere.
+        edges: pairs of ranks. The number of workers is the highest rank plus one.
+        directed: whether an edge (i, j) goes from i to j only.
+        weights: "metropolis" keeps the plain average on any undirected graph; with "push-sum", for any graph, every
+            rank splits its own vector evenly, which needs `PushSum`; "uniform" keeps the plain average where all ranks
+            have equally many peers, and is refused elsewhere.
 
     Raises:
         ConfigError: an edge that is no pair of ranks, a self-loop, an edge that is there twice, or weights that the
             graph cannot have.
+
+    Example:
+        >>> path = FromGraph(edges=((0, 1), (1, 2)))
+        >>> path.matrix(size=3, step=0).round(2).tolist()
+        [[0.67, 0.33, 0.0], [0.33, 0.33, 0.33], [0.0, 0.33, 0.67]]
     """
 
     edges: tuple[Pair, ...] = ()
@@ -56,7 +61,7 @@ class FromGraph(Topology):
     weights: Weights = "metropolis"
 
     def __post_init__(self) -> None:
-        """Check the edges and bring them into their one order."""
+        """Check the edges and sort them, so that equal graphs are equal recipes."""
         if self.weights not in _RULES:
             raise ConfigError(f"FromGraph(weights={self.weights!r}): weights must be one of {', '.join(_RULES)}")
         if not isinstance(self.directed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -69,7 +74,7 @@ class FromGraph(Topology):
                 "FromGraph(directed=True, weights='metropolis'): Metropolis-Hastings weights need edges that go both "
                 "ways; use weights='push-sum', for any directed graph"
             )
-        degrees = {len(each) for side in _sides(self.edges, self.directed) for each in side}
+        degrees = {len(each) for side in _neighbours(self.edges, self.directed) for each in side}
         if self.weights == "uniform" and len(degrees) > 1:
             raise ConfigError(
                 f"FromGraph(weights='uniform'): workers have from {min(degrees)} to {max(degrees)} peers, and uniform "
@@ -79,14 +84,14 @@ class FromGraph(Topology):
 
     @classmethod
     def from_networkx(cls, graph: NetworkxGraph, weights: Weights | None = None) -> FromGraph:
-        """The topology of a networkx graph; its nodes become ranks in their order, attributes are not looked at.
+        """The topology of a networkx graph; its nodes become ranks in their order, attributes are ignored.
 
         Args:
-            graph: `networkx.Graph` or `DiGraph`; nodes that are called 0 to n-1 keep their numbers.
-            weights: the rule; "metropolis" unless given, "push-sum" where the graph is directed.
+            graph: `networkx.Graph` or `DiGraph`; nodes that are the numbers 0 to n-1 keep these as ranks.
+            weights: the rule; by default "metropolis", or "push-sum" where the graph is directed.
 
         Raises:
-            ConfigError: there is no node, or a node without an edge; and as for the class itself.
+            ConfigError: there is no node, or a node without an edge; and as the class itself.
         """
         nodes = list(graph.nodes)
         names: list[Hashable] = list(range(len(nodes)))
@@ -95,22 +100,22 @@ class FromGraph(Topology):
         if not nodes:
             raise ConfigError("FromGraph.from_networkx: the graph has no nodes; it needs one for each worker")
         for node in ranks.keys() - {node for edge in graph.edges for node in edge[:2]} if len(nodes) > 1 else ():
-            raise ConfigError(f"FromGraph.from_networkx: node {node!r} has no edge; connect it, or take it away")
+            raise ConfigError(f"FromGraph.from_networkx: node {node!r} has no edge; connect it, or remove it")
         directed = graph.is_directed()
         return cls(edges, directed, weights or ("push-sum" if directed else "metropolis"))
 
     @property
     def workers(self) -> int:
-        """How many workers the graph is for."""
-        return len(_sides(self.edges, self.directed)[0])
+        """The number of workers that the graph needs."""
+        return len(_neighbours(self.edges, self.directed)[0])
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ends of this rank's edges."""
-        dst, src = _sides(self.edges, self.directed)
+        """The ranks at the other ends of this rank's edges."""
+        dst, src = _neighbours(self.edges, self.directed)
         return weighted(rank, dst, src, self.weights)
 
     def check(self, size: int) -> None:
-        """Refuse any number of workers but the graph's own."""
+        """Refuse any other number of workers."""
         if size != self.workers:
             raise ConfigError(
                 f"FromGraph with {len(self.edges)} edges is for {self.workers} workers, and there are {size}; start "
@@ -119,7 +124,7 @@ class FromGraph(Topology):
 
 
 def _in_order(edges: Iterable[Pair], *, directed: bool) -> tuple[Pair, ...]:
-    """Each edge once and in order; one that goes both ways begins at its lower rank."""
+    """Each edge once and sorted; undirected ones start at their lower rank."""
     found: set[Pair] = set()
     for edge in edges:
         one, other = _pair(edge)
@@ -133,6 +138,7 @@ def _in_order(edges: Iterable[Pair], *, directed: bool) -> tuple[Pair, ...]:
 
 
 def _pair(edge: object) -> Pair:
+    # Recipes come from text, so nothing is known of an edge's type; True would pass as a rank with isinstance.
     if isinstance(edge, (tuple, list)) and len(edge) == 2:
         one, other = edge
         if type(one) is type(other) is int and min(one, other) >= 0:
@@ -141,8 +147,10 @@ def _pair(edge: object) -> Pair:
 
 
 @lru_cache(maxsize=64)
-def _sides(edges: tuple[Pair, ...], directed: bool) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """For every rank whom it sends to, and from whom it receives."""
+def _neighbours(
+    edges: tuple[Pair, ...], directed: bool
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """For every rank the ranks that it sends to, and those that it receives from."""
     both = edges if directed else (*edges, *((j, i) for i, j in edges))
     size = 1 + max((max(edge) for edge in edges), default=0)
     dst: list[list[int]] = [[] for _ in range(size)]

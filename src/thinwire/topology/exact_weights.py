@@ -1,4 +1,7 @@
-"""Weights that a dtype holds exactly, so that what is sent and kept adds up to what there was."""
+"""Weights that a dtype represents exactly, so that what a rank sends and keeps adds up to its vector.
+
+The one file here that imports torch; the graphs themselves do not, so that the command line starts quickly.
+"""
 
 from functools import lru_cache
 
@@ -8,26 +11,24 @@ from thinwire.topology.base import Peers, Topology
 
 
 def exact_weights(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
-    """The peers of one step, with shares that `dtype` holds exactly and that add up to one at every sender.
+    """The peers of one step, with shares that `dtype` represents exactly and that add up to one at every sender.
 
-    A third in fp32 is three hundred-millionths too much of a third. Vectors scaled by three of them would grow with
-    every step, also against weights that are scaled in fp64. So every share that is sent is rounded to a multiple of
-    half the dtype's epsilon, all of which the dtype has between zero and one, and the sender keeps exactly the rest.
-    Half precision is scaled by fp32 numbers.
+    A third in fp32 is too large by a relative 3e-8. Three vectors scaled by it would grow at every step, also relative
+    to weights that are scaled in fp64. So every share that is sent is rounded to a multiple of half the dtype's
+    epsilon, which the dtype represents exactly between zero and one, and the sender keeps exactly the rest. Vectors in
+    half precision are scaled by fp32 numbers.
     """
     return _shares(topology, rank, size, step % topology.period(size), dtype)
 
 
 @lru_cache(maxsize=4096)
 def _shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
-    grain = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     peers = topology.peers(rank, size, step)
-    given = [_share_of(rank, topology.peers(j, size, step)) for j in peers.dst]
+    # A rank's weights are those of the vectors it receives; the shares that it sends away are known to its receivers.
+    receivers = [topology.peers(j, size, step) for j in peers.dst]
+    sent = [receiver.weights[receiver.src.index(rank)] for receiver in receivers]
     return peers._replace(
-        own=1.0 - sum(round(share / grain) * grain for share in given),
-        weights=tuple(round(share / grain) * grain for share in peers.weights),
+        own=1.0 - sum(round(share / unit) * unit for share in sent),
+        weights=tuple(round(share / unit) * unit for share in peers.weights),
     )
-
-
-def _share_of(sender: int, receiver: Peers) -> float:
-    return receiver.weights[receiver.src.index(sender)]

@@ -12,25 +12,36 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Both neighbours on a circle, at every step; the sparsest symmetric graph, and the slowest to agree."""
+    """Both neighbours on a circle, at every step; the sparsest symmetric graph, and the slowest to agree.
+
+    Example:
+        >>> Ring().peers(rank=0, size=4, step=0).dst
+        (1, 3)
+        >>> Ring().matrix(size=4, step=0)[0].round(2).tolist()
+        [0.33, 0.33, 0.0, 0.33]
+    """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks before and after; the same one twice is one."""
+        """The ranks before and after; with two workers these are one rank."""
         neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
         return uniform(neighbours, neighbours)
 
 
 @dataclass(frozen=True)
 class Torus(Topology):
-    """The four neighbours on a grid whose opposite sides are joined, as near to a square as the number allows.
+    """The four neighbours on a grid whose opposite sides are joined, as close to a square as the number allows.
 
     The grid has as many rows as the largest divisor of n that is no larger than its square root: a prime number of
     workers is a ring. Agrees in about n steps where a ring needs n squared. Four vectors sent per worker and step, two
     or three where a side is one or two long.
+
+    Example:
+        >>> Torus().peers(rank=0, size=16, step=0).dst
+        (1, 3, 4, 12)
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks to the left, to the right, above and below; the same one twice is one."""
+        """The ranks to the left, to the right, above and below; on short sides two of them are one rank."""
         columns = size // _rows(size)
         row = rank - rank % columns
         near = {
@@ -50,21 +61,27 @@ def _rows(size: int) -> int:
 
 @dataclass(frozen=True)
 class Star(Topology):
-    """Rank 0 with everyone, the others with rank 0 alone; rank 0 sends and receives n-1 vectors a step.
+    """Rank 0 with all others, the others with rank 0 only; rank 0 sends and receives n-1 vectors a step.
 
     Args:
-        weights: "metropolis" keeps the plain average, and agrees in about n steps; with "push-sum" everyone splits
-            evenly, which agrees in a few steps and needs `PushSum`, which divides the bias away.
+        weights: "metropolis" keeps the plain average, and agrees in about n steps; with "push-sum" every rank splits
+            its vector evenly, which agrees in a few steps and needs `PushSum`, which removes the bias.
+
+    Example:
+        >>> Star().peers(rank=0, size=4, step=0).dst
+        (1, 2, 3)
+        >>> Star().peers(rank=2, size=4, step=0).dst
+        (0,)
     """
 
     weights: Literal["metropolis", "push-sum"] = "metropolis"
 
     def __post_init__(self) -> None:
-        """Check the kinds."""
+        """Check the types."""
         check_kinds(self)
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Rank 0, and for rank 0 everyone."""
+        """Rank 0, and for rank 0 all others."""
         edges = _spokes(size)
         return weighted(rank, edges, edges, self.weights)
 
@@ -76,7 +93,12 @@ def _spokes(size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """Everyone with everyone: the exact average in one step, at (n-1) vectors sent per worker."""
+    """Every rank with all others: the exact average in one step, at (n-1) vectors sent per worker.
+
+    Example:
+        >>> Complete().matrix(size=4, step=0)[0].tolist()
+        [0.25, 0.25, 0.25, 0.25]
+    """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """All other ranks."""
@@ -86,23 +108,27 @@ class Complete(Topology):
 
 @dataclass(frozen=True)
 class OnePeerExponential(Topology):
-    """One peer a step, 1, 2, 4, ... places ahead in turn.
+    """One peer a step, 1, 2, 4, ... ranks ahead in turn.
 
-    With a power of two workers, log2(n) steps reach the exact average; with any other number they come close
-    (what is left after a period is at most a quarter). One vector sent per worker and step, at any size.
+    With a power of two workers, log2(n) steps reach the exact average; with any other number a period leaves at most a
+    quarter of any difference. One vector sent per worker and step, at any size.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
+
+    Example:
+        >>> [OnePeerExponential().peers(rank=0, size=8, step=step).dst for step in range(4)]
+        [(1,), (2,), (4,), (1,)]
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The rank 2**(step mod period) ahead; the one as far behind sends to us."""
+        """The rank 2**(step mod period) ahead; the one as far behind sends to this rank."""
         if size == 1:
             return uniform((), ())
         hop = 1 << (step % self.period(size))
         return uniform(((rank + hop) % size,), ((rank - hop) % size,))
 
     def period(self, size: int) -> int:
-        """The number of hops shorter than the circle."""
+        """The number of hops that are shorter than the circle."""
         return max(1, (size - 1).bit_length())
 
 
@@ -110,7 +136,11 @@ class OnePeerExponential(Topology):
 class Hypercube(Topology):
     """One partner a step, across one dimension of a cube in turn: the exact average every log2(n) steps.
 
-    Symmetric, so that it also suits methods that ask for symmetric weights. Needs a power of two workers.
+    Symmetric, so that it also works with methods that need symmetric weights. Needs a power of two workers.
+
+    Example:
+        >>> [Hypercube().peers(rank=0, size=8, step=step).dst for step in range(3)]
+        [(1,), (2,), (4,)]
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
@@ -125,7 +155,7 @@ class Hypercube(Topology):
         return max(1, (size - 1).bit_length())
 
     def check(self, size: int) -> None:
-        """Refuse any size that is no power of two."""
+        """Refuse any size that is not a power of two."""
         if size & (size - 1):
             below = 1 << (size.bit_length() - 1)
             raise ConfigError(
@@ -138,18 +168,25 @@ class Hypercube(Topology):
 class Hierarchical(Topology):
     r"""One graph within each node at most steps, another between nodes at the others.
 
-    Ranks are numbered node by node. In every `every`-th step the workers with the same place in their nodes speak along
-    the graph `between`; in the others each node speaks within itself along `inside`. The two kinds of step commute:
+    Ranks are numbered node by node. At every `every`-th step, workers with the same place in their nodes exchange along
+    the graph `between`; at the others workers exchange within their node along `inside`. The two kinds of step commute:
     a whole period is the product of both graphs' periods, exact if both are. A node's link carries `node_size` vectors
-    for each peer that `between` gives, once in `every` steps.
+    for each peer in `between`, once in `every` steps.
 
     With fewer workers than `node_size` all are one node.
 
     Args:
-        node_size: workers of one node, who share a fast link; must divide the number of workers.
+        node_size: workers of one node, which share a fast link; must divide the number of workers.
         inside: the graph within a node.
         between: the graph of nodes.
-        every: steps from one exchange between nodes to the next, at least 2; more says less over the slow links.
+        every: steps from one exchange between nodes to the next, at least 2; more sends less over the slow links.
+
+    Example:
+        Two nodes of four: at even steps within the node, at odd ones with the same place in the other node.
+
+        >>> graph = Hierarchical(node_size=4)
+        >>> [graph.peers(rank=1, size=8, step=step).dst for step in range(2)]
+        [(0, 2, 3), (5,)]
     """
 
     node_size: int = 4
@@ -158,35 +195,35 @@ class Hierarchical(Topology):
     every: int = 2
 
     def __post_init__(self) -> None:
-        """Check the kinds and the numbers."""
+        """Check the types and the numbers."""
         check_kinds(self)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
         if self.every < 2:
             raise ConfigError(
-                f"every={self.every}: must be at least 2 steps, or nobody ever speaks within a node; to do without "
+                f"every={self.every}: must be at least 2 steps, or there is no step within a node; to do without "
                 f"nodes, use {self.between} itself"
             )
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Those in the same node, or those with the same place in other nodes."""
+        """Ranks of the same node, or ranks with the same place in other nodes."""
         node_size = min(self.node_size, size)
         node, place = divmod(rank, node_size)
         turn, within = divmod(step, self.every)
         if within == self.every - 1:
             near = self.between.peers(node, size // node_size, turn)
-            return _renamed(near, node_size, place)
-        return _renamed(self.inside.peers(place, node_size, turn * (self.every - 1) + within), 1, node * node_size)
+            return _renumbered(near, node_size, place)
+        return _renumbered(self.inside.peers(place, node_size, turn * (self.every - 1) + within), 1, node * node_size)
 
     def period(self, size: int) -> int:
-        """Until both graphs begin anew together."""
+        """The steps until both graphs repeat at once."""
         node_size = min(self.node_size, size)
         steps_inside = self.inside.period(node_size)
         turns = steps_inside // gcd(steps_inside, self.every - 1)
         return self.every * lcm(turns, self.between.period(size // node_size))
 
     def check(self, size: int) -> None:
-        """Refuse numbers of workers that are not whole nodes, and what either graph refuses."""
+        """Refuse numbers of workers that do not fill whole nodes, and what either graph refuses."""
         node_size = min(self.node_size, size)
         if size % node_size:
             below = size - size % node_size
@@ -199,7 +236,7 @@ class Hierarchical(Topology):
         self.between.check(size // node_size)
 
 
-def _renamed(peers: Peers, factor: int, shift: int) -> Peers:
-    """The same edges between ranks of other names."""
+def _renumbered(peers: Peers, factor: int, shift: int) -> Peers:
+    """The same edges, with each rank replaced by factor * rank + shift."""
     dst, src = (tuple(factor * rank + shift for rank in ranks) for ranks in (peers.dst, peers.src))
     return Peers(dst, src, peers.own, peers.weights)

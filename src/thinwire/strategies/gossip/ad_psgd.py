@@ -1,6 +1,5 @@
-"""Average parameters with one neighbour at a time, without waiting for anybody."""
+"""Average parameters with one neighbour at a time, while both compute at their own pace."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import proxy
@@ -15,80 +14,115 @@ from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
-from thinwire.topology.bipartition import asks, check_sides, neighbours, partner
+from thinwire.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
 from thinwire.validation import check_kinds
 
+# Topics of messages; 0 is the answer, which `Mailbox.expect` receives.
 _REQUEST, _FLUSH = 1, 2
 
 
 @dataclass(frozen=True)
 class ADPSGD(Strategy):
-    r"""Asynchronous decentralised parallel SGD: average with one neighbour while computing, at everyone's own pace.
+    r"""Asynchronous decentralised parallel SGD: average with one neighbour while computing, each at its own pace.
 
-    Each worker, with no common clock, computes $g_i(\hat x_i)$ at the parameters $\hat x_i$ that it read when it began.
-    Meanwhile pairs $(i, j)$ average, and each then adds its own update to what has become of its parameters:
+    Each worker, with no common clock, computes $g_i(\hat x_i)$ at the parameters $\hat x_i$ that it read at the start
+    of its step. Meanwhile pairs $(i, j)$ average, and each then applies its own update to its current parameters:
 
     $$x_i, x_j \leftarrow \tfrac12 (x_i + x_j) \quad\text{atomically}, \qquad
       x_i \leftarrow x_i - \gamma\, g_i(\hat x_i).$$
 
-    The graph has two sides. A worker on the one *asks*: after a step it sends $a = x_i$ and goes on. Its neighbour
-    *answers*, also in the middle of its own step: $h = (x_j - a)/2$, $x_j \leftarrow x_j - h$, and $h$ goes back, to be
-    added to $x_i$ at the end of the first step by which it has come. What is added on one side is what is taken from
-    the other, so the sum of all $x_i$ changes by updates alone, however messages and steps interleave. Nobody asks
-    again before the answer, and nobody who answers ever asks, so that no circle of workers can wait for each other.
+    The graph is bipartite. Workers on one side are *active*: after a step such a worker sends $a = x_i$ and goes on.
+    Its neighbour on the other side is *passive* and answers, also in the middle of its own step: $h = (x_j - a)/2$,
+    $x_j \leftarrow x_j - h$, and $h$ goes back, to be added to $x_i$ at the end of the first step after it arrived.
+    What is added on one side is subtracted on the other, so the sum of all $x_i$ changes by updates alone, in whatever
+    order messages and steps happen. An active worker sends no second request before the answer, and a passive one
+    sends none at all, so that no cycle of workers can wait for each other.
 
-    Results depend on timing. Of the topology the edges count, in either direction; its weights do not.
-    Traffic: at most one vector per asking worker and step in either direction; fewer where a link takes longer than
-    a step. State: none on the side that asks; on the other `published` ($x_j$), `snapshot` ($\hat x_j$), each like the
-    parameters, and `flushed`, how far each neighbour's exchanges were finished when all last stood still.
+    Results depend on timing. Only the edges of the topology count, in either direction; its weights do not.
+    Traffic: at most one vector per active worker and step in either direction; fewer where a message takes longer than
+    a step. State: none on active workers; on passive ones `published` ($x_j$) and `snapshot` ($\hat x_j$), each like
+    the parameters, and `flushed`, the step up to which each neighbour's exchanges were complete at the last average of
+    all.
 
     Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018, arXiv:1710.06952,
-    Algorithm 1, with neighbours in turn instead of at random.
+    Algorithm 1, with neighbours in a fixed order instead of at random.
 
     Args:
-        topology: any connected graph with two sides, so for an even number of workers; more edges spread what is
-            learned faster, at the same traffic.
+        topology: any connected bipartite graph, so for an even number of workers; with more edges updates spread
+            faster, at the same traffic.
+
+    Example:
+        Whatever the order of messages, the mean of the workers moves by the mean of their updates:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.ADPSGD(), comm=comm)
+        ...     for _ in range(8):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     with worker.consensus():
+        ...         return model.weight.item()
+        >>> thinwire.run_threads(2, train)
+        [-4.0, -4.0]
     """
 
     topology: Topology = BipartiteExponential()
 
     paper = "Lian et al., Asynchronous Decentralized Parallel SGD, ICML 2018, arXiv:1710.06952"
-    waits = "nobody waits for anybody between averages of all"
-    limits = "results depend on timing; workers differ by what has not yet spread; end training on all ranks together"
+    waits = "no worker waits for another between averages of all"
+    limits = (
+        "results depend on timing; workers hold different parameters between averages of all; end training on all "
+        "ranks together"
+    )
 
     def __post_init__(self) -> None:
-        """Check the kinds."""
+        """Check the types."""
         check_kinds(self)
 
     def check(self, size: int) -> None:
-        """Refuse graphs that do not exist, do not connect, or have no two sides."""
-        check_sides(self.topology, size)
+        """Refuse graphs that do not exist, are not connected, or are not bipartite."""
+        check_bipartite(self.topology, size)
 
     def start(self, r: Replica) -> None:
-        """Open the mailbox; on the side that answers, publish the parameters."""
+        """Open the mailbox; a passive worker also publishes its parameters and begins to answer."""
         if r.comm.size == 1:
             return
-        # A worker that has not finished a step answers nobody: it may be about to read a checkpoint.
+        # A worker that has not finished a step answers no request: it may be about to load a checkpoint.
         box = open_mailbox(r, r.x)
-        if self._asks(r):
+        if self._active(r):
             return
         r.state["published"], r.state["snapshot"] = r.x.clone(), r.x.clone()
         r.state["flushed"] = torch.zeros(r.comm.size, dtype=torch.int64)
+        # A proxy, because the mailbox outlives the replica and must not keep it alive.
         me, near = proxy(r), self._neighbours(r)
-        box.answer(_REQUEST, partial(_average, me, box), like=r.x, src=near)
-        box.answer(_FLUSH, partial(_note, me), like=torch.zeros(1, dtype=torch.int64), src=near)
+        box.answer(_REQUEST, partial(_answer, me, box), like=r.x, src=near)
+        box.answer(_FLUSH, partial(_record_flush, me), like=torch.zeros(1, dtype=torch.int64), src=near)
 
     def after_step(self, r: Replica) -> None:
-        """Take in what has come of averages, and ask for another or show what is new."""
+        """Active workers use the last answer and send the next request; passive ones publish their update."""
         if r.comm.size == 1:
             return
         r.inflight.pop("flush", None)
-        (self._ask if self._asks(r) else _show)(r, r.comm.mailbox(r))
+        box = r.comm.mailbox(r)
+        if self._active(r):
+            self._request(r, box)
+        else:
+            with box.changed:
+                r.state["published"].copy_(_current(r))
+                r.x.copy_(r.state["published"])
+                r.state["snapshot"].copy_(r.x)
+            # Requests that were held back during a flush can be answered now.
+            box.retry()
+        # Runs only when something waits for everything in flight: an average of all, or a checkpoint.
         r.launch("flush", Work(lambda: self._flush(r)))
 
     def average_(self, r: Replica) -> None:
-        """Finish what is under way, then average."""
+        """Complete all exchanges, then average."""
         r.wait_pending()
         if "answer" in r.inflight:
             r.x.add_(r.inflight.pop("answer").wait()[0])
@@ -97,20 +131,20 @@ class ADPSGD(Strategy):
             r.state[name].copy_(r.x)
 
     def consensus(self, r: Replica) -> Tensor:
-        """The mean of what all workers' parameters have become, answers under way included."""
+        """The mean of all workers' current parameters, answers in flight included."""
         r.wait_pending()
         x = _current(r)
         if "answer" in r.inflight:
             x.add_(r.inflight["answer"].wait()[0])
         return mean_(r.comm, x).wait()
 
-    def _ask(self, r: Replica, box: Mailbox) -> None:
-        """Unless a neighbour has yet to answer."""
+    def _request(self, r: Replica, box: Mailbox) -> None:
+        """Use the answer to the last request and send the next one; nothing while that answer is on its way."""
         if "answer" in r.inflight:
             if not r.inflight["answer"].ready:
                 return
             half = r.inflight.pop("answer").wait()[0]
-            # Half of what lies between two workers, which came anyway.
+            # The answer is half of the difference between the two workers, so no message is needed to measure it.
             r.notice_distance(torch.zeros_like(half), [2 * half])
             r.x.add_(half)
         dst = partner(self.topology, r.comm.rank, r.comm.size, r.step - 1)
@@ -118,28 +152,31 @@ class ADPSGD(Strategy):
         r.launch("answer", box.expect(dst, r.x).then(lambda message: [message.content]))
 
     def _flush(self, r: Replica) -> list[Tensor]:
-        """Make sure that nothing is under way: what was asked has been answered, and all who ask have said so."""
+        """Complete this step's exchanges: active workers tell all neighbours their step, passive ones wait for that."""
         box, near = r.comm.mailbox(r), self._neighbours(r)
-        if self._asks(r):
+        if self._active(r):
             for rank in near:
                 box.send(rank, torch.tensor([r.step]), topic=_FLUSH)
             return []
         with box.changed:
-            box.until(lambda: _unfinished(r, near), f"all neighbours to finish step {r.step}")
+            box.until(
+                lambda: [rank for rank in near if r.state["flushed"][rank] < r.step],
+                f"all neighbours to finish step {r.step}",
+            )
         return []
 
-    def _asks(self, r: Replica) -> bool:
-        return asks(self.topology, r.comm.rank, r.comm.size)
+    def _active(self, r: Replica) -> bool:
+        return is_active(self.topology, r.comm.rank, r.comm.size)
 
     def _neighbours(self, r: Replica) -> tuple[int, ...]:
         return neighbours(self.topology, r.comm.rank, r.comm.size)
 
 
-def _average(r: Replica, box: Mailbox, message: Message) -> bool:
-    """Meet a neighbour half-way, in whatever thread; touches the published vector alone.
+def _answer(r: Replica, box: Mailbox, message: Message) -> bool:
+    """Average with a neighbour, in whatever thread; changes the published vector only, never what autograd reads.
 
-    Where the neighbour has finished a step for all to stand still, and this worker has not gone beyond it, the answer
-    must wait: it belongs to what comes after.
+    Where the neighbour has flushed this step and this worker has not started the next one, the request is put aside:
+    it belongs to the time after the average of all.
     """
     if r.state["flushed"][message.src] >= r.step:
         return False
@@ -150,27 +187,14 @@ def _average(r: Replica, box: Mailbox, message: Message) -> bool:
     return True
 
 
-def _note(r: Replica, message: Message) -> bool:
-    """A neighbour has finished its exchanges up to a step."""
+def _record_flush(r: Replica, message: Message) -> bool:
+    """Record the step up to which a neighbour's exchanges are complete."""
     r.state["flushed"][message.src] = message.content[0]
     return True
 
 
-def _show(r: Replica, box: Mailbox) -> None:
-    """Add the update to what has become of the parameters, go on from there, and answer who had to wait."""
-    with box.changed:
-        r.state["published"].copy_(_current(r))
-        r.x.copy_(r.state["published"])
-        r.state["snapshot"].copy_(r.x)
-    box.retry()
-
-
 def _current(r: Replica) -> Tensor:
-    """The parameters, and on the side that answers what averages have made of them; a new vector."""
+    """The parameters with all averages since the last step in them; a new vector."""
     if "published" not in r.state:
         return r.x.clone()
     return r.state["published"] + (r.x - r.state["snapshot"])
-
-
-def _unfinished(r: Replica, near: Sequence[int]) -> list[int]:
-    return [rank for rank in near if r.state["flushed"][rank] < r.step]

@@ -1,4 +1,4 @@
-"""What the decentralised momentum methods share: a momentum in gradient units, kept by the strategy, beside gossip."""
+"""The base of decentralised momentum methods: gossip, with a momentum in gradient units that the strategy keeps."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,11 +18,10 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class DecentralisedMomentum(Strategy):
-    r"""Gossip with a momentum of the strategy's own, built from what the optimizer did to the parameters.
+    r"""Gossip with a momentum that the strategy computes from the displacement of the parameters.
 
-    The optimizer takes its step without momentum. Afterwards `r.state["anchor"]` still holds $x$ before the step, so
-    that $\gamma g$ is `anchor - r.x`; `r.state["momentum"]` is $m$, zero at first. What a method makes of the two is
-    its `after_step`.
+    The optimizer takes its step without momentum. After it `r.state["anchor"]` still holds $x$ before the step, so
+    that $\gamma g$ is `anchor - r.x`; `r.state["momentum"]` is $m$, zero at first. Methods differ in `after_step`.
 
     Args:
         topology: the graph; its weights must be doubly stochastic.
@@ -33,17 +32,17 @@ class DecentralisedMomentum(Strategy):
     momentum: float
 
     def __post_init__(self) -> None:
-        """Check the kinds and the momentum."""
+        """Check the types and the momentum."""
         check_kinds(self)
         check_momentum(self.momentum)
 
     @property
     def differences(self) -> Callable[[float], Disagreement] | None:
-        """How differences between workers evolve, given a momentum; None where they vanish on every such graph."""
+        """How differences between workers evolve, given a momentum; None where they vanish on every allowed graph."""
         return None
 
     def check(self, size: int) -> None:
-        """Refuse graphs that move the average, and those on which this much momentum diverges."""
+        """Refuse graphs that do not keep the average, and those on which this momentum diverges."""
         check_average_kept(self, self.topology, size)
         if self.differences is not None:
             check_stable(self, self.topology, size, self.differences, self.momentum)
@@ -53,7 +52,7 @@ class DecentralisedMomentum(Strategy):
         refuse_momentum(optimizer, self)
 
     def start(self, r: Replica) -> None:
-        """Begin without momentum, on parameters whose small differences are more than rounding."""
+        """Allocate the state; refuse parameters in which small differences are lost to rounding."""
         if r.x.element_size() < 4:
             raise ConfigError(
                 f"{self} on parameters of {r.x.dtype}: it divides small differences of parameters by the learning "
@@ -63,13 +62,13 @@ class DecentralisedMomentum(Strategy):
         r.zeros_state("momentum")
 
     def before_step(self, r: Replica) -> None:
-        """Remember where the step begins."""
+        """Save the parameters before the step."""
         r.state["anchor"].copy_(r.x)
 
     @abstractmethod
     def after_step(self, r: Replica) -> None:
-        """Mix parameters with the neighbours', and let the momentum follow."""
+        """Mix parameters with the neighbours', and update the momentum."""
 
     def peers(self, r: Replica) -> Peers:
-        """The neighbours of the step that the optimizer has just taken, which `r.step` counts already."""
+        """The neighbours of the step that the optimizer has just taken; `r.step` includes it already."""
         return exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)

@@ -1,4 +1,4 @@
-"""Gossip in a codec's words: neighbours remember what was said, and only what is new is coded."""
+"""Gossip with compressed messages: neighbours keep copies, and workers send compressed changes to these."""
 
 from dataclasses import dataclass
 
@@ -20,29 +20,47 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Choco(Strategy):
-    r"""Every worker keeps a public copy of its parameters that its neighbours know, and codes how far it is off.
+    r"""Every worker has a public copy of its parameters, equal at its neighbours, and sends compressed changes to it.
 
     With $W$ the doubly stochastic weights of the graph and $\hat x_j$ the public copy of $j$'s parameters,
 
     $$x_i \leftarrow x_i - \gamma\, d_i(x_i), \qquad q_i = C(x_i - \hat x_i), \qquad
-      \hat x_j \leftarrow \hat x_j + q_j \;\text{(all who know it)}, \qquad
+      \hat x_j \leftarrow \hat x_j + q_j \;\text{(on every worker that keeps it)}, \qquad
       x_i \leftarrow x_i + \kappa \sum_j W_{ij} (\hat x_j - \hat x_i),$$
 
-    where $d$ is the update of the worker's own optimizer. What a code leaves unsaid stays in $x_i - \hat x_i$ and is
-    coded again, so the codec may be biased and needs no error feedback; it must only leave less than there was. The
-    mean of workers moves by their updates alone, whatever is coded. Public copies begin at the parameters, which are
-    sent once as they are. On exact codes with $\kappa = 1$ this is `Gossip(order="after")`.
+    where $d$ is the update of the worker's own optimizer. The error of a codec stays in $x_i - \hat x_i$ and is encoded
+    again at the next step, so the codec may be biased and needs no error feedback; its error must only be smaller than
+    its input. The mean of workers moves by their updates alone, whatever the codec. Public copies start as the
+    parameters, which are sent once uncompressed. With an exact codec and $\kappa = 1$ this is `Gossip(order="after")`.
     Traffic: one payload and 16 bytes per neighbour and step. State: `public` ($\hat x_i$) and `mixed`
-    ($\sum_j W_{ij} \hat x_j$), each like the parameters in fp32, whatever the number of neighbours.
+    ($\sum_j W_{ij} \hat x_j$), each like the parameters in fp32, for any number of neighbours.
 
     Koloskova, Stich and Jaggi, Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
     Communication, ICML 2019, arXiv:1902.00340, Algorithm 2 (its memory-efficient form); for networks that are not
     convex: Koloskova et al., ICLR 2020, arXiv:1907.09356.
 
     Args:
-        topology: a graph that does not change, with doubly stochastic weights.
-        codec: any that leaves less unsaid than it was given, such as `OneBit()` or `TopK()`.
+        topology: a static graph with doubly stochastic weights.
+        codec: any whose error is smaller than its input, such as `OneBit()` or `TopK()`.
         step_size: $\kappa$, in (0, 1]; more mixes faster, and too much for a coarse codec diverges.
+
+    Example:
+        One bit an entry, and the mean of the workers is that of their updates all the same:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.Choco(thinwire.Ring()), comm=comm)
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     with worker.consensus():
+        ...         return [round(weight, 3) for weight in model.weight[0].tolist()]
+        >>> thinwire.run_threads(3, train)
+        [[-4.0, -4.0], [-4.0, -4.0], [-4.0, -4.0]]
     """
 
     topology: Topology = Ring()
@@ -50,19 +68,21 @@ class Choco(Strategy):
     step_size: float = 0.3
 
     paper = "Koloskova, Stich and Jaggi, Decentralized ... with Compressed Communication, ICML 2019, arXiv:1902.00340"
-    waits = "every step, each worker waits for its neighbours' codes"
-    limits = "tune the step size: coarse codecs bear little; workers differ by what has not yet spread"
+    waits = "at every step each worker waits for the messages of its neighbours"
+    limits = (
+        "tune the step size: coarse codecs need a small one; workers hold different parameters between averages of all"
+    )
 
     def __post_init__(self) -> None:
-        """Check the kinds, the step size and the codec."""
+        """Check the types, the step size and the codec."""
         check_kinds(self)
         if not 0 < self.step_size <= 1:
             raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
         if isinstance(self.codec, ErrorFeedback):
-            raise ConfigError(f"codec={self.codec}: public copies remember what is unsaid; use {self.codec.codec}")
+            raise ConfigError(f"codec={self.codec}: public copies keep the residual already; use {self.codec.codec}")
         if self.codec.expansion >= 1 or self.codec.residual_after_sum:
             raise ConfigError(
-                f"codec={self.codec}: it can leave more unsaid than it was given, so copies would run away; use "
+                f"codec={self.codec}: its error can be larger than its input, so copies would diverge; use "
                 "OneBit(), TopK(), or more bits in smaller blocks"
             )
 
@@ -71,12 +91,12 @@ class Choco(Strategy):
         check_average_kept(self, self.topology, size)
         if self.topology.period(size) > 1:
             raise ConfigError(
-                f"topology={self.topology} with {size} workers: changes from step to step, while public copies are of "
-                "one set of neighbours; use a graph that stays, such as Ring()"
+                f"topology={self.topology} with {size} workers: changes from step to step, but public copies are of "
+                "fixed neighbours; use a static graph, such as Ring()"
             )
 
     def start(self, r: Replica) -> None:
-        """Make the parameters public."""
+        """Send the parameters, uncompressed, as the first public copies."""
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
         public = r.x.to(torch.float32, copy=True)
         received = r.comm.send_recv(public, peers.dst, peers.src).wait()
@@ -86,10 +106,11 @@ class Choco(Strategy):
         r.state["public"], r.state["mixed"] = public, mixed
 
     def after_step(self, r: Replica) -> None:
-        """Say how far the parameters are from what is known of them, and move towards the neighbours' copies."""
+        """Send the compressed change of the public copy, and move towards the neighbours' copies."""
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
-        public, mixed, news = r.state["public"], r.state["mixed"], r.x.to(torch.float32)
-        exchange = coded_exchange(r.comm, news - public, self.codec, peers, key=draw_key(r.seed, r.step))
+        public, mixed, x = r.state["public"], r.state["mixed"], r.x.to(torch.float32)
+        exchange = coded_exchange(r.comm, x - public, self.codec, peers, key=draw_key(r.seed, r.step))
+        # This worker adds the decoded change too: its copy must stay equal to the ones that its neighbours keep.
         mine, theirs = exchange.wait()
         public.add_(mine)
         mixed.add_(mine, alpha=peers.own)

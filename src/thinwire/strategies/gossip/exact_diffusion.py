@@ -1,4 +1,4 @@
-"""Mix parameters with neighbours, and undo the bias that mixing brings."""
+"""Mix parameters with neighbours, and correct the bias that mixing causes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from thinwire.topology.graphs import Ring
 
 @dataclass(frozen=True)
 class ExactDiffusion(DecentralisedMomentum):
-    r"""Adapt, correct by what mixing changed last time, combine (exact diffusion; with momentum, EDM).
+    r"""Adapt, add the last step's change by mixing, combine (exact diffusion; with momentum, EDM).
 
     With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
 
     $$m_i \leftarrow \beta m_i + (1-\beta) g_i, \qquad p_i = x_i - \gamma m_i, \qquad
       x_i' = \tfrac12 \sum_j (I + W)_{ij} (p_j + c_j), \qquad c_i \leftarrow x_i' - p_i .$$
 
-    The corrections $c$ sum to zero over workers and learn each worker's own gradient at the common optimum: on
-    heterogeneous data nothing is left of the bias, at any learning rate and momentum. `momentum=0` is exact diffusion
-    (D2 mixes with $W$ itself). The momentum is an average ($1-\beta$ before $g$): for the pace of `SGD(momentum=...)`
-    multiply the learning rate by $1/(1-\beta)$. A step whose learning rate is zero mixes, and lets $m$ decay.
+    The corrections $c$ sum to zero over workers and converge to each worker's own gradient at the common optimum, so
+    there is no bias on heterogeneous data, at any learning rate and momentum. `momentum=0` is exact diffusion (D2 mixes
+    with $W$ itself). The momentum is an average ($1-\beta$ before $g$): for the pace of `SGD(momentum=...)` multiply
+    the learning rate by $1/(1-\beta)$. In a step whose learning rate is zero parameters are mixed, and $m$ decays.
     Traffic: one vector per neighbour and step. State: `anchor` ($x$ before the step), `momentum` ($m$) and
     `correction` ($c$).
 
@@ -37,27 +37,44 @@ class ExactDiffusion(DecentralisedMomentum):
     Args:
         topology: the graph, static and symmetric or small; see `check`.
         momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
+
+    Example:
+        Two workers with different curvatures, whose common optimum is 0.75, not the mean of their own optima:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+        ...     thinwire.attach(model, optimizer, thinwire.ExactDiffusion(momentum=0.5), comm=comm)
+        ...     for _ in range(60):
+        ...         model.weight.grad = (1 + 2 * comm.rank) * (model.weight.detach() - comm.rank)
+        ...         optimizer.step()
+        ...     return round(model.weight.item(), 3)
+        >>> thinwire.run_threads(2, train)
+        [0.75, 0.75]
     """
 
     topology: Topology = Ring()
     momentum: float = 0.9
 
     paper = "Hu et al., A Bias-Correction Decentralized ... Algorithm with Momentum Acceleration, arXiv:2501.19082"
-    waits = "every step, each worker waits for its neighbours of that step"
-    limits = "directed and changing graphs of many workers are unstable; agrees half as fast as the graph could"
+    waits = "at every step each worker waits for its neighbours of that step"
+    limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:
-        """The same at any momentum."""
+        """How differences evolve; the same at any momentum."""
         return lambda _: exact_diffusion()
 
     def start(self, r: Replica) -> None:
-        """Begin without momentum and with nothing to correct."""
+        """Allocate the state, with a correction of zero."""
         DecentralisedMomentum.start(self, r)
         r.zeros_state("correction")
 
     def after_step(self, r: Replica) -> None:
-        """Let the momentum smooth the optimizer's step, correct it, and mix."""
+        """Average the optimizer's steps in the momentum, add the correction, and mix."""
         anchor, momentum, correction = (r.state[name] for name in ("anchor", "momentum", "correction"))
         displacement = anchor.sub_(r.x)
         r.x.add_(displacement, alpha=self.momentum)

@@ -22,11 +22,11 @@ class Gossip(Strategy):
     $$x_i \leftarrow \sum_j W_{ij} x_j - \gamma\, g_i(x_i)  \quad\text{(combine while adapting)}, \qquad
       x_i \leftarrow \sum_j W_{ij} \bigl(x_j - \gamma\, g_j(x_j)\bigr) \quad\text{(adapt, then combine)}.$$
 
-    The first is the paper's order: its messages travel during the forward and backward pass. The second mixes
-    fresher values and waits for them. On the complete graph the second is AllReduce under plain SGD. With a momentum in
-    the optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and
-    on heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal`
-    and `ExactDiffusion` avoid that.
+    The first is the paper's order: its messages are sent during the forward and backward pass. The second mixes newer
+    values and waits for them. On the complete graph the second is AllReduce under plain SGD. With a momentum in the
+    optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and on
+    heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal` and
+    `ExactDiffusion` avoid that.
     Traffic: one vector per neighbour and step. State: none.
 
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
@@ -35,17 +35,33 @@ class Gossip(Strategy):
     Args:
         topology: the graph; its weights must be doubly stochastic.
         order: "while" combines while adapting, "after" adapts, then combines.
+
+    Example:
+        On a ring of four, what one worker starts with reaches its two neighbours first:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.Gossip(thinwire.Ring(), order="after"), comm=comm)
+        ...     model.weight.grad = torch.full_like(model.weight, -9.0 if comm.rank == 0 else 0.0)
+        ...     optimizer.step()
+        ...     return round(model.weight.item(), 3)
+        >>> thinwire.run_threads(4, train)
+        [3.0, 3.0, 0.0, 3.0]
     """
 
     topology: Topology = Ring()
     order: Literal["while", "after"] = "while"
 
     paper = "Lian et al., Can Decentralized Algorithms Outperform Centralized ...?, NeurIPS 2017, arXiv:1705.09056"
-    waits = "every step, each worker waits for its neighbours of that step"
-    limits = "workers differ by what has not yet spread; evaluate at consensus"
+    waits = "at every step each worker waits for its neighbours of that step"
+    limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
     def __post_init__(self) -> None:
-        """Check the kinds."""
+        """Check the types."""
         check_kinds(self)
 
     def check(self, size: int) -> None:
@@ -53,14 +69,14 @@ class Gossip(Strategy):
         check_average_kept(self, self.topology, size)
 
     def before_step(self, r: Replica) -> None:
-        """Mix in what the neighbours sent before this step's gradient was known."""
+        """In the order "while", mix in the parameters that the neighbours sent at the end of the last step."""
         received = r.collect("neighbours")
         if received is not None:
             r.notice_distance(r.x, received)
             mix_(r.x, received, exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
 
     def after_step(self, r: Replica) -> None:
-        """Send, and in the order "after" wait and mix."""
+        """Send the parameters; in the order "after" also wait for the neighbours', and mix."""
         if self.order == "after":
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.notice_distance).wait()
@@ -69,6 +85,6 @@ class Gossip(Strategy):
         r.launch("neighbours", r.comm.send_recv(r.x, peers.dst, peers.src))
 
     def average_(self, r: Replica) -> None:
-        """Mix in what is still in flight, then average."""
+        """Mix in the messages in flight, then average."""
         self.before_step(r)
         mean_(r.comm, r.x).wait()

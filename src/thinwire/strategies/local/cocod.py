@@ -1,4 +1,4 @@
-"""Average where a round began while it computes, and add what it has learned."""
+"""Average the models that a round started from while the round computes, then add the round's own steps."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class CoCoD(Strategy):
-    r"""Average the models with which a round began while it computes; each worker then adds its own round.
+    r"""Average the models that a round started from while the round computes; each worker then adds its own steps.
 
     With $x_i^t$ worker $i$'s parameters at the start of round $t$ and $x_i^{t,\tau}$ those after its $\tau$ steps,
 
     $$x_i^{t+1} = \tfrac1n \sum_j x_j^t + \bigl(x_i^{t,\tau} - x_i^t\bigr) .$$
 
     The mean of the workers moves by the mean of their steps: no learning rate is lost, in contrast to
-    `OverlapLocalSGD`. Nor is anything damped: each worker carries its own last round into the next, so that on data
-    that differ between workers they stay further apart.
+    `OverlapLocalSGD`. Nothing is damped either: each worker keeps its own last round, so workers stay further apart
+    where their data differ.
     Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, hidden behind the round. State: `start`, the size
     of the parameters.
 
@@ -27,27 +27,48 @@ class CoCoD(Strategy):
     Descent, IJCAI 2019, arXiv:1906.12043.
 
     Args:
-        period: $\tau$, optimizer steps of a round; more says less, hides longer transfers, and drifts further.
+        period: $\tau$, optimizer steps of a round; more sends less, hides longer transfers, and drifts further.
+
+    Example:
+        Each worker holds its own last round on top of the mean of all earlier ones; consensus is the mean.
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.CoCoD(period=2), comm=comm)
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     with worker.consensus():
+        ...         consensus = model.weight.item()
+        ...     return model.weight.item(), consensus
+        >>> thinwire.run_threads(2, train)
+        [(-1.0, -2.0), (-3.0, -2.0)]
     """
 
     period: int = 8
 
     paper = "Shen et al., Computation and Communication Decoupled SGD, IJCAI 2019, arXiv:1906.12043"
-    waits = "every period steps, all wait for what is not there yet of the slowest worker's message of the last round"
-    limits = "nothing damps what workers differ by: on unlike data use OverlapLocalSGD"
+    waits = (
+        "every `period` steps all workers wait for the rest of the all-reduce that was launched `period` steps before"
+    )
+    limits = "nothing damps the differences between workers: where their data differ use OverlapLocalSGD"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the period."""
+        """Check the types and the period."""
         check_kinds(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
     def start(self, r: Replica) -> None:
-        """Remember where the first round begins; all begin there, so that its mean is known."""
+        """Save the start of the first round; it is equal on all workers, so its mean needs no message."""
         r.state["start"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
-        """At the end of a round, put its steps on top of the mean of where it began, and send where the next begins."""
+        """At the end of a round, add its steps to the mean of where it started, and launch the next mean."""
         if r.step % self.period:
             return
         self._merge_(r)
@@ -60,7 +81,7 @@ class CoCoD(Strategy):
         start.copy_(r.x)
 
     def average_(self, r: Replica) -> None:
-        """Take in what is in flight, then average exactly."""
+        """Use the mean in flight, then average exactly."""
         self._merge_(r)
         mean_(r.comm, r.x).wait()
         r.state["start"].copy_(r.x)

@@ -1,4 +1,4 @@
-"""Means other than the plain one: weighted, over a few ranks, in parts."""
+"""Means other than the plain one: weighted, over some of the ranks, or in two halves."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -9,11 +9,11 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.replica.flat import copy_each_
 
-_LEAST = 2.0**-40
+_SMALLEST_WEIGHT = 2.0**-40
 
 
 def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
-    """Replace `x` on each of a few ranks by its sum over them, while the others need not even know.
+    """Replace `x` on some ranks by its sum over them; the other ranks make no call.
 
     With m members each sends 2 (m-1) pieces of one m-th of the vector to the next: as little as an all-reduce.
     Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009.
@@ -27,6 +27,7 @@ def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
     pieces = x.new_zeros(count, -(-x.numel() // count))
     pieces.view(-1)[: x.numel()].copy_(x)
     dst, src = (members[(me + 1) % count],), (members[me - 1],)
+    # Reduce-scatter: after the first loop this rank holds the whole sum of piece me + 1. Then all-gather.
     for hop in range(count - 1):
         (received,) = comm.send_recv(pieces[(me - hop) % count], dst, src).wait()
         pieces[(me - hop - 1) % count].add_(received)
@@ -37,9 +38,9 @@ def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
 
 
 def weighted_mean_(x: Tensor, weight: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
-    """Replace `x` by its mean over ranks, each counted by its weight, which travels as one more element.
+    """Replace `x` by its weighted mean over ranks; the weight is sent as one more element.
 
-    Where all weights are zero it is the plain mean. What is summed has fp32 at least.
+    Where all weights are zero it is the plain mean. The sum is computed in fp32 at least.
 
     Args:
         x: a vector.
@@ -47,14 +48,14 @@ def weighted_mean_(x: Tensor, weight: Tensor, sum_: Callable[[Tensor], Tensor]) 
         sum_: replaces a vector by its sum over the ranks.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    # A weight of nothing is taken as one too small to tell, so that the total is never zero.
-    weight = weight.to(x.device, exact).clamp(min=_LEAST)
+    # A weight of zero becomes one that is too small to matter, so that the total is never zero.
+    weight = weight.to(x.device, exact).clamp(min=_SMALLEST_WEIGHT)
     total = sum_(torch.cat([x * weight, weight.view(1)]))
     return x.copy_(total[:-1] / total[-1])
 
 
-def part_of(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's part of a vector that all ranks share out evenly; a view, empty where there are more ranks."""
+def own_shard(comm: Comm, x: Tensor) -> Tensor:
+    """This rank's even part of a vector, as a view; empty on some ranks where there are more ranks than elements."""
     return x.tensor_split(comm.size)[comm.rank]
 
 

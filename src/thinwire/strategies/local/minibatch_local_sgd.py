@@ -1,4 +1,4 @@
-"""Gather gradients over a round of short steps, then take one long step along all of them."""
+"""Sum gradients over a round of short local steps, then take one long step along their mean over workers."""
 
 from dataclasses import dataclass
 from math import inf
@@ -17,55 +17,79 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class MinibatchLocalSGD(Strategy):
-    r"""Gather gradients along `period` short steps of one's own, then step from where the round began along their mean.
+    r"""Sum gradients along `period` short local steps, then take one step along their mean from the round's start.
 
-    With $\gamma$ the optimizer's learning rate, $\rho$ = `inner` and $x_r$ where round $r$ begins,
+    With $\gamma$ the optimizer's learning rate, $\rho$ = `inner` and $x_r$ the parameters at the start of round $r$,
 
     $$x^i_{k+1} = x^i_k - \rho\gamma\, g_i(x^i_k) \ \text{ from } x^i_0 = x_r, \qquad
       x_{r+1} = x_r - \gamma\,\tfrac1n \sum_i \sum_{k<K} g_i(x^i_k).$$
 
-    `inner=0` is minibatch SGD: all gradients are taken at one point, and a round is one step of $\gamma K$ along the
-    mean of $nK$ of them, as AllReduce takes it on gradients that were accumulated; it has no drift, whatever the
-    workers' data. `inner=1` is Local SGD. Between them, `SlowMo(momentum=0, lr=1/inner)` is the same method, but cannot
-    reach 0. Each gradient counts with the learning rate of its own step; where workers run out of data, with
-    the number of those that still have some.
+    `inner=0` is minibatch SGD: all gradients are computed at one point, and a round is one step of $\gamma K$ along the
+    mean of $nK$ of them, as AllReduce with gradient accumulation; workers do not drift, whatever their data. `inner=1`
+    is Local SGD. Between them, `SlowMo(momentum=0, lr=1/inner)` is the same method, but cannot reach 0. Each gradient
+    is weighted by the learning rate of its own step. Where workers run out of data, each step's gradients are averaged
+    over those that still have some.
     Traffic: $2\frac{n-1}{n}$ of the parameters per worker and round. State: `gathered`, like the parameters, and within
     a round `unit` and (unless `inner=0`) `begin` ($x_r$).
 
     Woodworth, Patel and Srebro, Minibatch vs Local SGD for Heterogeneous Distributed Learning, NeurIPS 2020,
-    arXiv:2006.04735. The optimizer must be plain SGD: what other optimizers make of a gradient is not one.
+    arXiv:2006.04735. The optimizer must be plain SGD, because only then is the sum of its updates one of gradients.
 
     Args:
-        period: $K$, steps in a round; more says less, and wants a smaller learning rate unless `inner` is near 1.
+        period: $K$, steps in a round; more sends less, and needs a smaller learning rate unless `inner` is near 1.
         inner: $\rho$, the inner learning rate over the outer one; more makes better use of every gradient while workers
             agree, and drifts further where their data differ.
+
+    Example:
+        Without inner steps a round of two steps is one step along the sum of both gradients, averaged over workers:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.MinibatchLocalSGD(period=2, inner=0.0), comm=comm)
+        ...     weights = []
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...         weights.append(model.weight.item())
+        ...     return weights
+        >>> thinwire.run_threads(2, train)
+        [[0.0, -1.0, -1.0, -2.0], [0.0, -1.0, -1.0, -2.0]]
     """
 
     period: int = 8
     inner: float = 0.5
 
     paper = "Woodworth, Patel and Srebro, Minibatch vs Local SGD, NeurIPS 2020, arXiv:2006.04735"
-    waits = "every period steps, all wait for the slowest and for one vector to travel"
-    limits = "plain SGD only; with little of inner, steps are few and long: the learning rate is tuned with it"
+    waits = (
+        "every `period` steps all workers wait for the slowest one and for the all-reduce of the summed gradients; in "
+        "between no worker waits"
+    )
+    limits = "plain SGD only; with a small `inner` steps are few and long: tune the learning rate with it"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; use AllReduce() to speak at every step")
+            raise ConfigError(
+                f"period={self.period}: must be at least 1 step; use AllReduce() to communicate at every step"
+            )
         if not 0 <= self.inner < inf:
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes: it gathers the worker's own gradients."""
+        """Yes: it sums the worker's own gradients."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse any but plain SGD."""
         if not isinstance(optimizer, SGD):
             raise ConfigError(
-                f"{type(optimizer).__name__} under {self}: a sum of gradients is no step of it; {_INSTEAD}"
+                f"{type(optimizer).__name__} under {self}: its step is not along a sum of gradients; {_INSTEAD}"
             )
         for group in optimizer.param_groups:
             for name in ("momentum", "weight_decay", "maximize"):
@@ -77,15 +101,15 @@ class MinibatchLocalSGD(Strategy):
         r.zeros_state("gathered")
 
     def before_step(self, r: Replica) -> None:
-        """Gather the gradient, and leave the optimizer its inner part."""
+        """Add the gradient to the sum, and scale it by `inner` for the optimizer's own step."""
         if "unit" not in r.state:
-            # A round begins. The sum is in units of this learning rate, in which most of a round's weights are 1;
-            # a rate of zero has no use as a unit, and moves nothing whatever stands in its place.
+            # A round starts. The sum is in units of this learning rate, so that most of a round's weights are exactly
+            # 1. A rate of zero cannot be a unit; any positive number can replace it, because such a step moves nothing.
             lr = r.lr if isinstance(r.lr, Tensor) else torch.tensor(r.lr, dtype=torch.float64)
             r.state["unit"] = torch.where(lr > 0, lr, 1.0)
             if self.inner:
                 r.state["begin"] = r.x.clone()
-        # Like a mean of gradients, the sum divides by the workers that still have data.
+        # The mean at the end of the round divides by all workers; this step's gradients are of active ones only.
         weight = r.lr / r.state["unit"] * (r.comm.size / r.active)
         r.state["gathered"].add_(r.g * weight)
         if self.inner:
@@ -99,7 +123,7 @@ class MinibatchLocalSGD(Strategy):
             self.average_(r)
 
     def average_(self, r: Replica) -> None:
-        """End the round here, with the outer step along what has been gathered."""
+        """End the round here, with the outer step along the sum so far."""
         if "unit" not in r.state:
             return
         rate, total = r.state.pop("unit"), r.state["gathered"]
@@ -110,7 +134,7 @@ class MinibatchLocalSGD(Strategy):
         total.zero_()
 
     def consensus(self, r: Replica) -> Tensor:
-        """The mean of the workers' parameters; without inner steps they are equal already."""
+        """The mean of the workers' parameters; without inner steps these are equal already."""
         return mean_(r.comm, r.x.clone()).wait() if self.inner else r.x
 
 
@@ -120,6 +144,6 @@ _INSTEAD = (
 )
 _FIXES = {
     "momentum": "SlowMo(momentum=...) has one between rounds",
-    "weight_decay": "put it into the loss, so that it is gathered with the gradients",
-    "maximize": "give the loss the other sign",
+    "weight_decay": "put it into the loss, so that it is summed with the gradients",
+    "maximize": "change the sign of the loss",
 }

@@ -1,4 +1,4 @@
-"""An optimizer for the parameters' average: any of torch's, its state among the strategy's own."""
+"""An outer optimizer for the average of the parameters: any of torch's, with its state in the strategy's state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ _PREFIX = "outer."
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    r"""One step of a torch optimizer on the average, with how far a round has come as its gradient.
+    r"""One step of a torch optimizer per round, with the round's displacement as its gradient.
 
-    With $x_0$ where the round began and $\bar x$ the average at its end, the gradient is $x_0 - \bar x$: not divided by
-    the workers' learning rate, as slow momentum is.
+    With $x_0$ the parameters at the start of a round and $\bar x$ the average at its end, the gradient is
+    $x_0 - \bar x$. Unlike slow momentum it is not divided by the workers' learning rate.
 
     Args:
         optimizer: the name of a class in `torch.optim`, such as "SGD" or "AdamW".
         lr: the outer learning rate, constant; 1 with plain SGD takes the average as it is.
-        momentum: as that class takes it; None leaves its default.
-        nesterov: as SGD takes it.
+        momentum: of that class; None leaves its default.
+        nesterov: of SGD.
         options: its further arguments as text, such as "betas=(0.9, 0.95), weight_decay=0.1".
+
+    Example:
+        >>> import torch
+        >>> import thinwire
+        >>> x, state = torch.tensor([1.0]), {}
+        >>> for _ in range(2):
+        ...     thinwire.OuterOptimizer("SGD", lr=1.0, momentum=0.5).step_(x, torch.tensor([0.25]), state)
+        >>> x, state
+        (tensor([0.3750]), {'outer.momentum_buffer': tensor([0.3750])})
     """
 
     optimizer: str = "SGD"
@@ -40,7 +49,7 @@ class OuterOptimizer:
     options: str = ""
 
     def __post_init__(self) -> None:
-        """Try it out on a few zeros."""
+        """Check the types, and that the optimizer works, by two steps on zeros."""
         check_kinds(self)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
@@ -49,21 +58,25 @@ class OuterOptimizer:
         self.step_(x, torch.zeros(2), state)
 
     def step_(self, x: Tensor, gradient: Tensor, state: MutableMapping[str, Tensor]) -> None:
-        """Move `x`, and what the optimizer remembers among `state`, under names that begin with "outer.".
+        """Move `x` by one step; the optimizer's state is read from and written to `state`, with the prefix "outer.".
 
         Raises:
-            ConfigError: the optimizer is not to be had with these arguments.
+            ConfigError: torch has no such optimizer, or it does not work with these arguments.
         """
+        # Made anew at every step, because a frozen recipe cannot hold an optimizer; its state is what persists.
         parameter = nn.Parameter(x)
         optimizer = self._make(parameter)
-        kept = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
-        if kept:
-            optimizer.state[parameter] = {name: _at_home(each, x) for name, each in kept.items()}
+        saved = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
+        if saved:
+            # Vectors lie with the parameters; torch keeps numbers such as step counters on the CPU.
+            optimizer.state[parameter] = {
+                name: each.to(x.device if each.shape == x.shape else "cpu") for name, each in saved.items()
+            }
         parameter.grad = gradient
         try:
             optimizer.step()
         except (TypeError, RuntimeError) as error:
-            raise self._refusal(f"its step asks for more than a gradient ({error})") from error
+            raise self._refusal(f"its step needs more than a gradient ({error})") from error
         for name, each in optimizer.state[parameter].items():
             if isinstance(each, Tensor):
                 state[_PREFIX + name] = each
@@ -71,27 +84,25 @@ class OuterOptimizer:
                 raise self._refusal(f"its state {name} is no tensor")
 
     def _make(self, parameter: nn.Parameter) -> Optimizer:
-        kind: Any = _named(self.optimizer)
-        given: dict[str, Any] = {"lr": self.lr, **self._options()}
-        if self.momentum is not None:
-            given["momentum"] = self.momentum
-        if self.nesterov:
-            given["nesterov"] = True
-        try:
-            made: Optimizer = kind([parameter], **given)
-        except (TypeError, ValueError) as error:
-            raise self._refusal(str(error)) from error
-        return made
-
-    def _options(self) -> dict[str, Any]:
+        kind: Any = _optimizer_class(self.optimizer)
         try:
             call = ast.parse(f"options({self.options})", mode="eval").body
             assert isinstance(call, ast.Call) and not call.args, "they have no names"
-            return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         except (SyntaxError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"outer options={self.options!r}: cannot be read ({error}); write them like betas=(0.9, 0.95)"
             ) from None
+        arguments: dict[str, Any] = {"lr": self.lr, **options}
+        if self.momentum is not None:
+            arguments["momentum"] = self.momentum
+        if self.nesterov:
+            arguments["nesterov"] = True
+        try:
+            made: Optimizer = kind([parameter], **arguments)
+        except (TypeError, ValueError) as error:
+            raise self._refusal(str(error)) from error
+        return made
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -99,7 +110,7 @@ class OuterOptimizer:
         )
 
 
-def _named(name: str) -> type[Optimizer]:
+def _optimizer_class(name: str) -> type[Optimizer]:
     found = getattr(torch.optim, name, None)
     if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer:
         return found
@@ -108,8 +119,3 @@ def _named(name: str) -> type[Optimizer]:
     close = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     hint = f"; did you mean {lowered[close[0]]}?" if close else ""
     raise ConfigError(f"outer optimizer={name!r}: torch.optim has no such optimizer{hint} (known: {', '.join(known)})")
-
-
-def _at_home(kept: Tensor, x: Tensor) -> Tensor:
-    """Vectors with the parameters, numbers such as step counters on the CPU, as torch keeps them."""
-    return kept.to(x.device if kept.shape == x.shape else "cpu")

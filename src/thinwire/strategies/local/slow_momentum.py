@@ -1,4 +1,4 @@
-"""Average now and then, and take a momentum step on the average."""
+"""Average every few steps, and take a momentum step on the average."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from thinwire.replica.moments import made_anew, moments_of
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local, check_period, common_start, compressed_delta
-from thinwire.strategies.local.means import all_gather_, part_of, reduce_scatter
+from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.validation import check_kinds
 
@@ -32,7 +32,7 @@ class SlowMo(Strategy):
 
     $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
 
-    A round whose learning rate is zero moves nothing and lets $u$ decay. With `outer`, that optimizer takes the step
+    A round whose learning rate is zero moves nothing, and $u$ decays. With `outer`, that optimizer takes the step
     instead, with $x_0 - \bar x$ as its gradient.
 
     `momentum=0, lr=1` is the base with exact averages (Local SGD over `Local()`), and with `buffers="average"` it is
@@ -43,25 +43,44 @@ class SlowMo(Strategy):
     all-reduce more over others; `buffers="average"` one all-reduce of the optimizer's moments more; `exact=False`
     nothing; a `codec` its payload. State: `anchor` ($x_0$) and `slow` ($u$) or the outer optimizer's, each the size of
     the parameters (with `shard`, of a worker's part of them), `lr_sum`, a number (as many as parameters, where groups
-    differ in it), and what the codec keeps.
+    differ in it), and the state of the codec.
 
     Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum, ICLR 2020,
     arXiv:1910.00643, Algorithm 1. BMUF: Chen and Huo, ICASSP 2016. Double averaging: Yu et al., ICML 2019,
     arXiv:1905.03817. DiLoCo: Douillard et al., 2023, arXiv:2311.08105, Algorithm 1.
 
     Args:
-        base: what happens between averages; over `Local()` workers send nothing there.
+        base: the strategy between averages; with `Local()` workers send nothing there.
         period: $\tau$, optimizer steps between slow steps; more sends less.
-        momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual, more workers bear more.
+        momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual; it can be larger with more workers.
         lr: $\alpha$, the slow learning rate; 1 is usual.
-        buffers: what becomes of the optimizer's own state at a slow step: "maintain" keeps it, "reset" forgets it,
+        buffers: what happens to the optimizer's own state at a slow step: "maintain" keeps it, "reset" clears it,
             step counters too, "average" averages its moments over workers.
-        exact: False takes each worker's own parameters for the average, and sends nothing at a slow step.
+        exact: False takes each worker's own parameters as the average, and sends nothing at a slow step.
         outer: an optimizer for the slow step instead of momentum.
-        shard: every worker keeps and moves its part of the slow state alone.
+        shard: every worker keeps only its part of the slow state, and takes the slow step on that part.
         device: "cpu" keeps the slow state in the host's memory; None keeps it with the parameters.
-        codec: for how far parameters have come from $x_0$, so that $\bar x$ is $x_0$ and the mean of what codes tell;
-            over `Local()` alone. None sends the parameters as they are.
+        codec: compresses the differences from $x_0$, so that $\bar x$ is $x_0$ plus the mean of the compressed
+            differences; only with the base `Local()`. None sends the parameters as they are.
+
+    Example:
+        The first slow step is the average; from the second one on, momentum carries the workers further.
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.SlowMo(period=2, momentum=0.5), comm=comm)
+        ...     weights = []
+        ...     for _ in range(6):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...         weights.append(model.weight.item())
+        ...     return weights[1::2]
+        >>> thinwire.run_threads(2, train)
+        [[-1.0, -2.5, -4.25], [-1.0, -2.5, -4.25]]
     """
 
     base: Strategy = Local()
@@ -76,11 +95,14 @@ class SlowMo(Strategy):
     codec: Codec | None = None
 
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
-    waits = "every period steps, all wait for the slowest worker and for the parameters to travel; else as the base"
+    waits = (
+        "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters; in "
+        "between as its base"
+    )
     limits = "tune the momentum: too much of it, or too long a period, overshoots"
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
+        """Check the types and the ranges."""
         check_kinds(self)
         check_period(self.period)
         if isinstance(self.base, SlowMo):
@@ -91,15 +113,15 @@ class SlowMo(Strategy):
             raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
         if self.outer is not None and (self.momentum, self.lr) != (_MOMENTUM, _LR):
             raise ConfigError(
-                f"outer={self.outer} beside momentum={self.momentum}, lr={self.lr}: the slow step is the outer "
-                "optimizer's alone; say them in OuterOptimizer(...)"
+                f"outer={self.outer} with momentum={self.momentum}, lr={self.lr}: the outer optimizer takes the slow "
+                "step; give them to OuterOptimizer(...)"
             )
         if self.shard and not self.exact:
-            raise ConfigError("shard=True, exact=False: workers without an average have nothing to share out; keep one")
+            raise ConfigError("shard=True, exact=False: without an average there is nothing to shard; keep one of them")
         if self.codec is not None and (self.base != Local() or self.shard or not self.exact):
             raise ConfigError(
-                f"codec={self.codec} with base={self.base}, shard={self.shard}, exact={self.exact}: what is coded is "
-                "how far workers have come alone from a common start; use base=Local(), shard=False, exact=True"
+                f"codec={self.codec} with base={self.base}, shard={self.shard}, exact={self.exact}: a codec compresses "
+                "each worker's own difference from a common start; use base=Local(), shard=False, exact=True"
             )
 
     @property
@@ -118,7 +140,7 @@ class SlowMo(Strategy):
         self.base.check(size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse one whose state cannot be reset or averaged where it is to be, and as the base."""
+        """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
         self.base.check_optimizer(optimizer)
         if self.buffers == "reset":
             made_anew(optimizer)
@@ -126,7 +148,7 @@ class SlowMo(Strategy):
             moments_of(optimizer)
 
     def start(self, r: Replica) -> None:
-        """Begin the first round, without slow momentum, where training begins."""
+        """Start the first round at the initial parameters, without slow momentum."""
         self.base.start(r)
         exact = torch.promote_types(r.x.dtype, torch.float32)
         # A codec encodes differences from the anchor, which must then be equal on all ranks.
@@ -147,7 +169,7 @@ class SlowMo(Strategy):
         self.base.before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """The base's part; then, when the period is over, the slow step, from which the next round begins."""
+        """The base's hook; then, when the period is over, the slow step, from which the next round starts."""
         self.base.after_step(r)
         anchor = r.state["anchor"]
         if self.outer is None:
@@ -160,12 +182,13 @@ class SlowMo(Strategy):
 
         average = self._average(r)
         if self.outer is None and self.momentum == 0 and self.lr == 1:
-            # The average itself, as anchor - (anchor - average) would round.
+            # The average itself, because anchor - (anchor - average) would be rounded.
             anchor.copy_(average)
         else:
-            # The round began at the anchor as the parameters' dtype holds it, unless differences were taken to it.
-            begun = anchor if self.codec is not None else anchor.to(r.x.dtype)
-            self._move_(anchor, begun - average, r.state)
+            # The round started at the anchor rounded to the parameters' dtype. Only compressed differences are taken
+            # from the anchor itself.
+            start = anchor if self.codec is not None else anchor.to(r.x.dtype)
+            self._move_(anchor, start - average, r.state)
 
         if self.shard:
             all_gather_(r.comm, anchor.to(r.x), r.x)
@@ -183,30 +206,30 @@ class SlowMo(Strategy):
         return self.base.consensus(r)
 
     def _average(self, r: Replica) -> Tensor:
-        """The workers' average, where the slow state lies, and as much of it as this worker has slow state for."""
+        """The workers' average, or this worker's shard of it, on the device of the slow state."""
         anchor = r.state["anchor"]
         if self.codec is not None:
             return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
         if self.shard and type(self.base).average_ is Strategy.average_:
-            # A plain mean can stop half-way: the first half of an all-reduce leaves each worker its part.
+            # A plain mean needs only the first half of an all-reduce here; the second follows after the slow step.
             return reduce_scatter(r.comm, r.x).to(anchor)
         if self.exact:
             self.base.average_(r)
         else:
-            # Messages in flight may still be read from the parameters, which the slow step is about to change.
+            # Messages in flight may still read the parameters, which the slow step is about to change.
             r.wait_pending()
         return self._shard_of(r, r.x).to(anchor)
 
     def _move_(self, anchor: Tensor, displacement: Tensor, state: MutableMapping[str, Tensor]) -> None:
-        """The slow step: from where the round began, given how far that is from the average."""
+        """The slow step of the anchor, given the start of the round minus the average at its end."""
         if self.outer is not None:
             self.outer.step_(anchor, displacement, state)
             return
         slow, lr = state["slow"], (state["lr_sum"] / self.period).to(anchor.dtype)
-        # Nothing has moved where the learning rate was zero, so any positive divisor will do there.
+        # Where the learning rate was zero the displacement is zero too, so any positive divisor gives zero.
         slow.mul_(self.momentum).addcdiv_(displacement, torch.where(lr > 0, lr, 1.0))
         anchor.addcmul_(slow, lr, value=-self.lr)
 
     def _shard_of(self, r: Replica, x: Tensor) -> Tensor:
-        """What of a vector like the parameters this worker keeps slow state for."""
-        return part_of(r.comm, x) if self.shard else x
+        """The part of a vector like the parameters that this worker keeps slow state for."""
+        return own_shard(r.comm, x) if self.shard else x

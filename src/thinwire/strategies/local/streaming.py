@@ -1,4 +1,4 @@
-"""Say the vector in fragments, one after another."""
+"""Send the parameters in fragments, one after another."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,32 +16,52 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Streaming(Strategy):
-    r"""Cut the parameters into fragments, each of which follows the base's schedule by itself, one after another.
+    r"""Cut the parameters into fragments; each follows the base's schedule by itself, at steps of its own.
 
     With $F$ fragments and the base's period $\tau$, fragment $f$ is $\lfloor f\tau/F \rfloor$ steps ahead of the first.
-    As much is said as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak falls
-    $F$-fold, and a message has less to hide behind a step.
+    Workers send as many bytes as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak
+    falls $F$-fold, and each message is hidden behind fewer steps.
 
-    Streaming DiLoCo is of the form
+    Streaming DiLoCo has the form
     `Streaming(OverlapLocalSGD(period=100, pull=0.5, momentum=0.9, lr=0.4, nesterov=True, delay=5), fragments=4)`.
 
-    Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (whose fragments are of
-    whole layers; here they are even parts of the vector).
+    Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (where fragments
+    are whole layers; here they are even parts of the vector).
 
     Args:
-        base: what happens to each fragment; has a period.
+        base: the strategy of each fragment; has a period.
         fragments: $F$, at most the base's period; more makes messages smaller and more frequent.
+
+    Example:
+        The same bytes in four times as many messages:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def traffic(strategy):
+        ...     def train(comm):
+        ...         model = torch.nn.Linear(16, 1, bias=False)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...         thinwire.attach(model, optimizer, strategy, comm=comm)
+        ...         start = comm.meter.messages, comm.meter.payload_bytes
+        ...         for _ in range(8):
+        ...             optimizer.step()
+        ...         return comm.meter.messages - start[0], comm.meter.payload_bytes - start[1]
+        ...     return thinwire.run_threads(2, train)[0]
+        >>> traffic(thinwire.LocalSGD(period=8))
+        (1, 64.0)
+        >>> traffic(thinwire.Streaming(thinwire.LocalSGD(period=8), fragments=4))
+        (4, 64.0)
     """
 
     base: Strategy = OverlapLocalSGD()
     fragments: int = 4
 
     paper = "Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512"
-    waits = "as the base, for one fragment at a time"
-    limits = "each message costs a latency of its own; at no time has the whole model been averaged at once"
+    waits = "as its base, for one fragment at a time"
+    limits = "each message pays the latency of the link; the whole model is never averaged at one step"
 
     def __post_init__(self) -> None:
-        """Check the kinds, and that the base can be cut."""
+        """Check the types, and that the base works on fragments."""
         check_kinds(self)
         period = getattr(self.base, "period", None)
         if not isinstance(period, int):

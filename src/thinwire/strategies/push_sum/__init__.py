@@ -1,1 +1,1 @@
-"""Stochastic gradient push: directed graphs and weights that correct for them."""
+"""Stochastic gradient push: averages on directed graphs, with weights that correct their bias."""

@@ -1,4 +1,4 @@
-"""Push shares of the parameters along a directed graph, and take in whatever has come."""
+"""Send shares of the parameters along a directed graph, and add the others' as soon as they arrive."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class EagerPushSum(Strategy):
-    r"""Overlap SGP without a schedule: absorb at every step what has arrived, wait only for what is too old.
+    r"""Overlap SGP without a schedule: at every step add the messages that have arrived, and wait only for old ones.
 
     With $P^k$ column-stochastic, $w_i = 1$ at first and $z_i = x_i / w_i$ the de-biased parameters, which the model
     holds, worker $i$ at the end of its step $k$
@@ -28,39 +28,60 @@ class EagerPushSum(Strategy):
       (x_i, w_i) \leftarrow P^k_{ii} (x_i, w_i) + \sum_{(j, s)} P^s_{ij} (x_j^s, w_j^s), \qquad
       z_i \leftarrow x_i / w_i ,$$
 
-    where the sum is over all messages that have come since the last step. Before it goes on it waits for every message
-    that was sent at a step $s \le k - \tau$, and for no other. A worker that is late therefore holds up those it sends
-    to by nothing, until it is more than $\tau$ of their steps behind. Messages are unscaled; who receives them knows
-    the sender's shares. Sums over workers of $x$ and of $w$, messages under way included, change by updates alone.
+    where the sum is over all messages that have arrived since the last step. Before step $k$ ends, the worker waits for
+    every message that was sent at a step $s \le k - \tau$, and for no other. A slow worker therefore delays its
+    receivers only once it is more than $\tau$ of their steps behind. Messages are unscaled; the receiver knows the
+    sender's shares. Sums over workers of $x$ and of $w$, messages in flight included, change by updates alone.
 
     `staleness=0` is `PushSum` with its weights. Otherwise results depend on timing, which the weights correct for, and
     a resumed run keeps all mass but not all bits; `PushSum(staleness=...)` is the same method on a schedule.
-    Traffic: one vector and 8 bytes per peer and step. State: `mass`, that vector of $x$ and $w$ together, and
-    `debiased`, $z$ before the step; messages under way, at most $\tau + 2$ from each peer.
+    Traffic: one vector and 8 bytes per neighbour and step. State: `mass`, the vector of $x$ and $w$ together, and
+    `debiased`, $z$ before the step; messages in flight, at most $\tau + 2$ from each neighbour.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2.
 
     Args:
-        topology: any graph, directed and time-varying ones too, that connects everyone over its period.
-        staleness: $\tau$, steps that a worker lets a message be late; more bears slower workers and links, and delays
-            agreement.
+        topology: any graph, directed and time-varying ones too, that connects all workers over its period.
+        staleness: $\tau$, steps that a message may be late before its receiver waits; more tolerates slower workers and
+            links, and delays agreement.
+
+    Example:
+        Whatever the order of messages, the mean of the workers moves by the mean of their updates:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.EagerPushSum(staleness=2), comm=comm)
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     with worker.consensus():
+        ...         return round(model.weight.item(), 3)
+        >>> thinwire.run_threads(3, train)
+        [-4.0, -4.0, -4.0]
     """
 
     topology: Topology = OnePeerExponential()
     staleness: int = 1
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
-    waits = "each worker waits for peers that are more than `staleness` steps behind it"
-    limits = "results depend on timing; workers differ by what has not yet spread; end training on all ranks together"
+    waits = "each worker waits for neighbours that are more than `staleness` steps behind it"
+    limits = (
+        "results depend on timing; workers hold different parameters between averages of all; end training on all "
+        "ranks together"
+    )
 
     def __post_init__(self) -> None:
-        """Check the kinds and the staleness."""
+        """Check the types and the staleness."""
         check_kinds(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
     def check(self, size: int) -> None:
-        """Refuse graphs that do not exist, do not connect, or lose mass."""
+        """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
         check_edges(self.topology, size)
 
     def start(self, r: Replica) -> None:
@@ -69,12 +90,12 @@ class EagerPushSum(Strategy):
             return
         r.state["mass"] = mass_of(r.x)
         r.state["debiased"] = r.x.clone()
-        # Nobody can be more than so many messages ahead of who waits for them by the rule of staleness, so that posting
-        # waits for slow workers only, and no circle of workers waits for room.
+        # The staleness rule keeps a sender at most this many messages ahead of its receiver. So a send waits for slow
+        # workers only, and no cycle of workers can wait for room in each other's mailboxes.
         open_mailbox(r, r.state["mass"], capacity=self.staleness + 2)
 
     def after_step(self, r: Replica) -> None:
-        """Carry the update over to the mass, post it, take in what has come, and de-bias."""
+        """Apply the update to the mass, send it, add the messages that have arrived, and de-bias."""
         if r.comm.size == 1:
             return
         mass, debiased, box = r.state["mass"], r.state["debiased"], r.comm.mailbox(r)
@@ -88,42 +109,42 @@ class EagerPushSum(Strategy):
         _divide_(r, mass)
 
     def average_(self, r: Replica) -> None:
-        """Take in all that is under way, then average; everyone gets the weight one."""
+        """Add all messages in flight, then average; every weight becomes one."""
         if r.comm.size == 1:
             return
         mass = r.state["mass"]
-        for name, _, share in self._under_way(r):
-            mix_mass_(mass, r.inflight.pop(name).wait(), _one(share))
+        for name, _, share in self._in_flight(r):
+            mix_mass_(mass, r.inflight.pop(name).wait(), _only(share))
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
         _divide_(r, r.state["mass"])
 
     def consensus(self, r: Replica) -> Tensor:
-        """The total mass, under way too, over the total weight, which is the number of workers."""
+        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
         if r.comm.size == 1:
             return r.x.clone()
         mass = r.state["mass"].clone()
-        for name, _, share in self._under_way(r):
-            mix_mass_(mass, r.inflight[name].wait(), _one(share))
+        for name, _, share in self._in_flight(r):
+            mix_mass_(mass, r.inflight[name].wait(), _only(share))
         return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def _absorb_(self, r: Replica, mass: Tensor, own: float) -> None:
-        """Keep the own share, and take in what has come or must not be later."""
+        """Keep this worker's own share, and add the messages that have arrived or must not be later."""
         messages, shares, ages, waits = list[Tensor](), list[float](), [0], 0
-        for name, age, share in list(self._under_way(r)):
-            here = r.inflight[name].ready
-            if here or age >= self.staleness:
+        for name, age, share in list(self._in_flight(r)):
+            arrived = r.inflight[name].ready
+            if arrived or age >= self.staleness:
                 messages += r.inflight.pop(name).wait()
                 shares.append(share)
                 ages.append(age)
-                waits += not here
+                waits += not arrived
         weights = [weight(each) for each in (mass, *messages)]
         r.notice_distance(numerator(mass), [numerator(message) for message in messages], weights)
         mix_mass_(mass, messages, Peers((), (), own, tuple(shares)))
         r.metrics["messages_waited_for"] = float(waits)
         r.metrics["message_age_steps"] = float(max(ages))
 
-    def _under_way(self, r: Replica) -> Iterator[tuple[str, int, float]]:
-        """Messages not yet taken in, oldest first: their name, their age in steps, and the share that is ours."""
+    def _in_flight(self, r: Replica) -> Iterator[tuple[str, int, float]]:
+        """Messages in flight, oldest first: their name, their age in steps, and the share of them to add."""
         for step in range(max(0, r.step - 1 - self.staleness), r.step):
             shares = self._shares(r, step)
             for rank, share in zip(shares.src, shares.weights, strict=True):
@@ -138,11 +159,12 @@ def _name(step: int, rank: int) -> str:
     return f"share of step {step} from rank {rank}"
 
 
-def _one(share: float) -> Peers:
+def _only(share: float) -> Peers:
+    """Weights that add one message to the own vector."""
     return Peers((), (), 1.0, (share,))
 
 
 def _divide_(r: Replica, mass: Tensor) -> None:
-    """The model's parameters become the de-biased ones."""
+    """Set the model's parameters to the de-biased ones."""
     r.x.copy_(quotient(mass))
     r.state["debiased"].copy_(r.x)

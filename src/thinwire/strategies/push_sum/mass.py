@@ -1,7 +1,7 @@
-"""Push-sum's mass: a numerator and its weight in one vector, so that no message can part them.
+"""Push-sum's mass: a numerator and its weight in one vector, so that one message always carries both.
 
-The weight is an fp64 number, whose bits lie behind the numerator: the sum of all weights stays what it was, to the
-last few bits, however many steps are made in single precision.
+The weight is an fp64 number; its 8 bytes lie behind the numerator's elements. In single precision the sum of all
+weights would drift over thousands of steps; in fp64 it is constant up to the last few bits.
 """
 
 import torch
@@ -12,19 +12,19 @@ from thinwire.topology.base import Peers
 
 
 def mass_of(x: Tensor) -> Tensor:
-    """A new vector of `x`, in fp32 at least, and the weight one; longer than `x` by 8 bytes."""
+    """A new vector of `x`, in fp32 at least, with the weight one; 8 bytes longer than `x`."""
     exact = torch.promote_types(x.dtype, torch.float32)
     one = torch.ones(1, dtype=torch.float64, device=x.device)
     return torch.cat([x.to(exact), one.view(exact)])
 
 
 def numerator(mass: Tensor) -> Tensor:
-    """All but the weight, as a view."""
+    """The vector without the weight, as a view."""
     return mass[: -_tail(mass)]
 
 
 def weight(mass: Tensor) -> Tensor:
-    """A copy of the weight, fp64, of no dimension."""
+    """A copy of the weight, an fp64 scalar."""
     return mass[-_tail(mass) :].clone().view(torch.float64)[0]
 
 
@@ -34,7 +34,7 @@ def quotient(mass: Tensor) -> Tensor:
 
 
 def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
-    """Replace a mass by the weighted sum of itself and of those received, numerators and weights alike."""
+    """Replace a mass by the weighted sum of itself and the received ones, both numerators and weights."""
     total = peers.own * weight(mass)
     for share, message in zip(peers.weights, received, strict=True):
         total += share * weight(message)
@@ -44,5 +44,5 @@ def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
 
 
 def _tail(mass: Tensor) -> int:
-    """Elements that the weight's 8 bytes take."""
+    """Elements of the vector that hold the weight's 8 bytes."""
     return 8 // mass.element_size()

@@ -1,4 +1,4 @@
-"""Push shares of the parameters along a directed graph, and divide the bias away."""
+"""Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from thinwire.validation import check_kinds
 class PushSum(Strategy):
     r"""Stochastic Gradient Push: send shares of parameters and of a weight, and train at their quotient.
 
-    With $P^k$ column-stochastic (each worker decides only how to split what is its own), $w_i = 1$ at first and
+    With $P^k$ column-stochastic (each worker decides only how to split its own vector), $w_i = 1$ at first and
     $z_i = x_i / w_i$ the de-biased parameters, which the model holds,
 
     $$x_i \leftarrow x_i - \gamma\, d_i(z_i), \qquad
@@ -31,22 +31,40 @@ class PushSum(Strategy):
     momentum stays local and whose weight decay acts on $z$. The sums over workers of $x$ and of $w$, messages in flight
     included, change only by the updates.
 
-    Without staleness it is SGP: every worker waits for the shares of this very step. Where the graph is doubly
-    stochastic, $w$ is then one, always, and neither sent nor stored. With staleness it is Overlap SGP: the shares of a
-    step travel while later steps compute, and are taken in at the end of exactly the $\tau$-th step after, so that
-    results depend on no timing. Weights then leave one on every graph.
-    Traffic: one vector per peer and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
-    or `mass`, that vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
+    Without staleness it is SGP: every worker waits for the shares of the current step. If the graph is doubly
+    stochastic, $w$ is then always one, and neither sent nor stored. With staleness it is Overlap SGP: the shares of a
+    step are in flight while later steps compute, and are added at the end of exactly the $\tau$-th step after, so that
+    results do not depend on timing. The weights then differ from one on every graph.
+    Traffic: one vector per neighbour and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
+    or `mass`, the vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithms 1
     and 2 (sending at every step).
 
     Args:
-        topology: any graph, directed and time-varying ones too, that connects everyone over its period.
-        staleness: $\tau$, steps that a message may travel; more hides more of the wire, delays agreement, and keeps as
-            many messages in memory.
+        topology: any graph, directed and time-varying ones too, that connects all workers over its period.
+        staleness: $\tau$, steps that a message may be in flight; more hides longer transfers, delays agreement, and
+            keeps as many messages in memory.
         biased: train at $x$ instead of $z$, without any weight. The paper's ablation, here to show what the weight is
             for; never better.
+
+    Example:
+        The mean of the workers moves by the mean of their updates, messages in flight included:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.PushSum(staleness=1), comm=comm)
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     with worker.consensus():
+        ...         return round(model.weight.item(), 3)
+        >>> thinwire.run_threads(3, train)
+        [-4.0, -4.0, -4.0]
     """
 
     topology: Topology = OnePeerExponential()
@@ -54,27 +72,29 @@ class PushSum(Strategy):
     biased: bool = False
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
-    waits = "every step, each worker waits for its peers' messages of `staleness` steps before"
-    limits = "workers differ by what has not yet spread; evaluate at consensus; biased=True is an ablation"
+    waits = "at every step each worker waits for the messages that its neighbours sent `staleness` steps before"
+    limits = (
+        "workers hold different parameters between averages of all; evaluate at consensus; biased=True is an ablation"
+    )
 
     def __post_init__(self) -> None:
-        """Check the kinds and the staleness."""
+        """Check the types and the staleness."""
         check_kinds(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
     def check(self, size: int) -> None:
-        """Refuse graphs that do not exist, do not connect, or lose mass."""
+        """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
         check_edges(self.topology, size)
 
     def start(self, r: Replica) -> None:
-        """Give every worker the weight one, unless it can never change."""
+        """Give every worker the weight one; no state where the weight stays one."""
         if not self._weightless(r):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
-        """Carry the update over to the mass, push shares of it, take in those that are due, and de-bias."""
+        """Apply the update to the mass, send shares of it, add the shares that are due, and de-bias."""
         if self._weightless(r):
             self._push_(r, r.x)
             return
@@ -84,7 +104,7 @@ class PushSum(Strategy):
         _divide_(r, mass)
 
     def average_(self, r: Replica) -> None:
-        """Take in what is in flight, then average; everyone gets the weight one."""
+        """Add the messages in flight, then average; every weight becomes one."""
         if self._weightless(r):
             super().average_(r)
             return
@@ -95,7 +115,7 @@ class PushSum(Strategy):
         _divide_(r, r.state["mass"])
 
     def consensus(self, r: Replica) -> Tensor:
-        """The total mass, in flight too, over the total weight, which is the number of workers."""
+        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
         if self._weightless(r):
             return super().consensus(r)
         mass = r.state["mass"].clone()
@@ -104,11 +124,11 @@ class PushSum(Strategy):
         return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def _push_(self, r: Replica, mass: Tensor) -> None:
-        """Send, keep the own share, and take in the shares sent `staleness` steps ago."""
+        """Send the vector, keep this worker's own share, and add the shares sent `staleness` steps ago."""
         step, due = r.step - 1, r.step - 1 - self.staleness
         now = self._shares(r, step)
         if self.staleness:
-            # Before the new message leaves: together on the wire, both would be late, and then the wire idle.
+            # Collect before the new message is sent: sharing the link, both would be late, and the link idle after.
             received = r.collect(_name(due))
             r.launch(_name(step), r.comm.send_recv(mass.clone(), now.dst, now.src))
         else:
@@ -122,7 +142,7 @@ class PushSum(Strategy):
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
-        """The messages not yet taken in, oldest first, with the shares at which they will be."""
+        """The messages in flight, oldest first, with the shares by which they will be added."""
         for step in range(r.step - self.staleness, r.step):
             if _name(step) in r.inflight:
                 yield _name(step), self._shares(r, step)._replace(own=1.0)
@@ -131,7 +151,7 @@ class PushSum(Strategy):
         return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
     def _weightless(self, r: Replica) -> bool:
-        """Whether the weight is one for ever, or unwanted."""
+        """Whether no weight is needed: it stays one for ever, or the biased form was asked for."""
         return self.biased or r.comm.size == 1 or (not self.staleness and doubly_stochastic(self.topology, r.comm.size))
 
 
@@ -140,6 +160,6 @@ def _name(step: int) -> str:
 
 
 def _divide_(r: Replica, mass: Tensor) -> None:
-    """The model's parameters become the de-biased ones."""
+    """Set the model's parameters to the de-biased ones."""
     r.x.copy_(quotient(mass))
     r.state["debiased"].copy_(r.x)

@@ -1,1 +1,1 @@
-"""Strategies that measure or change what another strategy does."""
+"""Strategies that wrap another one, to measure or to change what it does."""

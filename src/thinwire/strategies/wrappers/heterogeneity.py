@@ -1,4 +1,4 @@
-r"""How much workers' gradients differ, how noisy they are, and what that says about the way to train.
+r"""How much workers' gradients differ, how noisy they are, and which method that recommends.
 
 With $F=\frac1n\sum_i F_i$ the mean of the workers' own losses and $g_i$ an unbiased gradient of $F_i$,
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 
 NAMES = ("gradient_dissimilarity", "gradient_noise", "gradient_square")
-_FEW, _MOST = 0.1, 0.9  # inner steps so short, or so long, that the plain method does as well
-_LONGER = 4
+# Below the first ratio of inner to outer rate, minibatch SGD does as well; above the second, Local SGD does.
+_MINIBATCH_BELOW, _LOCAL_ABOVE = 0.1, 0.9
+# The recommended period is at most this many times the planned one: the figures are of one point in training.
+_MOST_PERIODS = 4
 
 
 def estimate(sums: Tensor, mean_square: Tensor, workers: int, steps: Tensor | float = 1) -> Tensor:
-    r"""Dissimilarity, noise and gradient from two successive looks at how each worker deviates from the mean.
+    r"""Dissimilarity, noise and gradient from each worker's deviations from the mean at two successive steps.
 
     With $e_i = g_i - \bar g$ and $e_i'$ the same a step before, noises of different steps are independent, so that
     $\frac1n\sum\langle e_i, e_i'\rangle$ has the mean $\zeta^2$ (more exactly, the product of both steps' deviations);
@@ -36,7 +38,7 @@ def estimate(sums: Tensor, mean_square: Tensor, workers: int, steps: Tensor | fl
         sums: [3], over workers: of $|e_i|^2$, of $|e_i'|^2$ and of $\langle e_i, e_i'\rangle$.
         mean_square: $|\bar g|^2$.
         workers: $n$, at least 2.
-        steps: gradients whose mean each $g_i$ is; the noise is that of one.
+        steps: the number of gradients of which each $g_i$ is the mean; the returned noise is that of one.
 
     Returns:
         [3], the squares of dissimilarity, noise and gradient, in the order of `NAMES`.
@@ -48,14 +50,14 @@ def estimate(sums: Tensor, mean_square: Tensor, workers: int, steps: Tensor | fl
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to train with, and why.
+    """A recommended strategy, and the reason.
 
     Attributes:
-        method: in a word.
-        recipe: the strategy as text, for `parse`; its learning rate has to be tuned anew.
+        method: its name.
+        recipe: the strategy as text, for `parse`; tune its learning rate again.
         period: steps in a round.
         inner: the inner learning rate over the outer one: 0 is minibatch, 1 is Local SGD.
-        reason: in a sentence, with the figures it rests on.
+        reason: a sentence with the figures that decided.
     """
 
     method: Literal["minibatch", "inner/outer", "local"]
@@ -66,24 +68,31 @@ class Recommendation:
 
 
 def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) -> Recommendation:
-    r"""What figures of `Probe` speak for: steps at one point, local steps, or shorter local steps.
+    r"""Recommend minibatch SGD, Local SGD or something between them, from the figures of `Probe`.
 
-    A rule of thumb. In a round of $K$ steps a worker is carried off by what is its own, $\zeta K$, while all together
-    move $|\nabla F| K$: inner steps of $\min(1, |\nabla F|/\zeta)$ keep the one below the other. Where
-    $\sigma^2 / (nK)$ exceeds $|\nabla F|^2$, even the mean of all gradients of a round is mostly noise; steps at one
-    point then lose nothing, and cannot drift. The period is as long as the same comparisons allow: $|\nabla F|/\zeta$
-    for local steps, $\sigma^2 / (n|\nabla F|^2)$ for steps at one point, where more gradients would average noise that
-    does not matter.
+    A rule of thumb. In a round of $K$ local steps a worker drifts by $\zeta K$ along its own part of the gradient,
+    while all workers together move by $|\nabla F| K$: inner steps of $\min(1, |\nabla F|/\zeta)$ keep the drift below
+    the common movement. Where $\sigma^2 / (nK)$ exceeds $|\nabla F|^2$, even the mean of all gradients of a round is
+    mostly noise; minibatch SGD then loses nothing, and does not drift. The period is as long as the same comparisons
+    allow: $|\nabla F|/\zeta$ for local steps, $\sigma^2 / (n|\nabla F|^2)$ for minibatch SGD, beyond which more
+    gradients would average noise that does not matter.
 
     Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: ask again as training goes on.
 
     Args:
-        metrics: the probe's figures, as `Worker.metrics` returns them; means over some steps are better.
-        workers: how many.
-        period: the round that is planned, in steps; the recommended one is at most four times as long.
+        metrics: the probe's figures, as `Worker.metrics` returns them; means over several steps are better.
+        workers: the number of workers.
+        period: the planned round, in steps; the recommended one is at most four times as long.
 
     Raises:
-        ConfigError: a figure is missing or not finite, or there is nobody to differ from.
+        ConfigError: a figure is missing or not finite, or there is only one worker.
+
+    Example:
+        >>> figures = {"gradient_dissimilarity": 4.0, "gradient_noise": 8.0, "gradient_square": 1.0}
+        >>> recommend(figures, workers=4).recipe
+        'MinibatchLocalSGD(period=8, inner=0.5)'
+        >>> recommend({**figures, "gradient_dissimilarity": 0.01}, workers=4).recipe
+        'LocalSGD(period=10)'
     """
     missing = [name for name in NAMES if not isfinite(metrics.get(name, inf))]
     if missing:
@@ -95,26 +104,26 @@ def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) ->
     if workers < 2 or period < 1:
         raise ConfigError(f"workers={workers}, period={period}: needs at least 2 workers, and 1 step a round")
     noisy = noise / (workers * period) >= gradient
-    # |grad F| / zeta bounds both how long local steps should be and how many of them a round bears.
+    # |grad F| / zeta bounds both the length of local steps and their number in a round.
     steps = sqrt(gradient / dissimilarity) if dissimilarity else inf
     inner = 0.0 if noisy else min(1.0, steps)
-    longest = _LONGER * period
+    longest = _MOST_PERIODS * period
     apart = f"gradients differ by {sqrt(dissimilarity):.3g} between workers"
     common = f"their common part is {sqrt(gradient):.3g}"
-    if inner <= _FEW:
+    if inner <= _MINIBATCH_BELOW:
         length = max(1, int(min(noise / workers / gradient if gradient else inf, longest)))
         left = sqrt(noise / (workers * period))
         reason = (
-            f"the mean of a round's gradients is off by {left:.3g} from noise alone, and {common}: steps at one point "
-            "lose nothing, and cannot drift"
+            f"noise alone moves the mean of a round's gradients by {left:.3g}, and {common}: steps at one point lose "
+            "nothing, and cannot drift"
             if noisy
-            else f"{apart}, and {common}: local steps would drift; few long steps are left, which AC-SA speeds up"
+            else f"{apart}, and {common}: local steps would drift; take few long steps instead, which AC-SA speeds up"
         )
         return Recommendation("minibatch", f"MinibatchLocalSGD(period={length}, inner=0.0)", length, 0.0, reason)
     length = max(1, int(min(steps, longest)))
-    if inner >= _MOST:
-        reason = f"{apart}, and {common}: for about {length} local steps the common part prevails"
+    if inner >= _LOCAL_ABOVE:
+        reason = f"{apart}, and {common}: in about {length} local steps the common part is larger than the drift"
         return Recommendation("local", f"LocalSGD(period={length})", length, 1.0, reason)
     inner = float(f"{inner:.2g}")
-    reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below it"
+    reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below that"
     return Recommendation("inner/outer", f"MinibatchLocalSGD(period={period}, inner={inner})", period, inner, reason)

@@ -1,4 +1,4 @@
-"""Measure, now and then, how much workers' gradients differ."""
+"""Measure from time to time how much workers' gradients differ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,49 +19,72 @@ from thinwire.validation import check_kinds
 
 @dataclass(frozen=True)
 class Probe(Strategy):
-    r"""Do as the base does; at two successive exchanges in `every`, note how each worker deviates from the mean.
+    r"""Do what the base does; at two successive exchanges in `every`, measure each worker's deviation from the mean.
 
-    An exchange is of gradients, where the base sends them; over `LocalSGD`, or over `Local` below slow momentum, it is
-    an average, and how far a worker has moved since the last, divided by the sum of its learning rates, is the mean of
-    its gradients on the way. With $e_i = g_i - \bar g$ and $e_i'$ the same one exchange before,
+    An exchange is an all-reduce of gradients, where the base sends them. With `LocalSGD`, or with `Local` inside slow
+    momentum, it is an average of parameters; a worker's displacement since the last one, divided by the sum of its
+    learning rates, is the mean of its gradients. With $e_i = g_i - \bar g$ and $e_i'$ the same one exchange before,
 
     $$\zeta^2 \approx \tfrac1n\sum_i\langle e_i, e_i'\rangle, \qquad
       \sigma^2 \approx \tfrac{1}{n-1}\sum_i\big(\tfrac12|e_i|^2 + \tfrac12|e_i'|^2 - \langle e_i, e_i'\rangle\big),
       \qquad |\nabla F|^2 \approx |\bar g|^2 - \tfrac1n\sigma^2,$$
 
     without bias where $\nabla F_i$ hardly changes between the two. Noise is that of one worker's gradient at one step
-    (an average over $K$ steps has a $K$-th of it). Means of them, the recent ones counting more, are noted in
+    (a mean over $K$ steps has a $K$-th of it). Exponential moving averages of the three are written to
     `Replica.metrics` as `gradient_dissimilarity`, `gradient_noise` and `gradient_square`; `recommend` reads them.
-    Training is not changed by a bit.
-    Traffic: the base's, and a sum of three numbers of 8 bytes in `every` exchanges. State: `probe.deviation` and
-    `probe.earlier`, each like the parameters (over averages `probe.anchor` too), and a few numbers.
+    Training is the same to the last bit.
+    Traffic: the base's, and an all-reduce of three numbers of 8 bytes in `every` exchanges. State: `probe.deviation`
+    and `probe.earlier`, each like the parameters (for averages of parameters `probe.anchor` too), and a few numbers.
 
     Args:
-        base: what is looked at.
-        every: exchanges between two looks; more costs less.
-        keep: what the means keep of themselves at each look, in [0, 1); more is steadier and slower.
+        base: the strategy whose exchanges are measured.
+        every: exchanges from one measurement to the next; more costs less.
+        keep: the decay of the moving averages at each measurement, in [0, 1); more is smoother and slower.
+
+    Example:
+        Two workers whose gradients are 0 and 1, without noise:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     probe = thinwire.Probe(thinwire.LocalSGD(period=1), every=2)
+        ...     worker = thinwire.attach(model, optimizer, probe, comm=comm)
+        ...     for _ in range(2):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     return [round(figure, 3) for figure in worker.metrics().values()]
+        >>> thinwire.run_threads(2, train)[0]
+        [0.25, 0.0, 0.25]
     """
 
     base: Strategy = AllReduce()
     every: int = 20
     keep: float = 0.9
 
-    waits = "as the base, and at each look once more for three numbers"
-    limits = "over averages the optimizer must be plain SGD; under a GradScaler only the figures' ratios mean anything"
+    waits = "as its base, and once more for the all-reduce of three numbers at each measurement"
+    limits = (
+        "for averages of parameters the optimizer must be plain SGD; under a GradScaler only ratios of the figures are "
+        "meaningful"
+    )
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges, and that the base lets one see deviations."""
+        """Check the types and the ranges, and that deviations can be measured in the base."""
         check_kinds(self)
         if self.every < 2:
-            raise ConfigError(f"every={self.every}: a look takes two successive exchanges; must be at least 2")
+            raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
-            raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten looks")
+            raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
         if isinstance(self.base, LocalSGD) and (self.base.node_size > 1 or self.base.weights != "equal"):
-            raise ConfigError(f"base={self.base}: looks at plain means of all; use LocalSGD without nodes and weights")
+            raise ConfigError(
+                f"base={self.base}: the probe measures plain means of all workers; use LocalSGD "
+                "without nodes and weights"
+            )
         if isinstance(self.base, Probe) or not (self.base.sends_gradients or isinstance(self.base, LocalSGD | Local)):
             raise ConfigError(
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
-                "as in SlowMo(base=Probe(base=Local())), or look at AllReduce() or LocalSGD() for some steps"
+                "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
             )
 
     @property
@@ -76,7 +99,7 @@ class Probe(Strategy):
 
     @property
     def moves_parameters(self) -> bool:
-        """As the base: looking moves nothing."""
+        """As the base: measuring changes nothing."""
         return self.base.moves_parameters
 
     def check(self, size: int) -> None:
@@ -84,17 +107,17 @@ class Probe(Strategy):
         self.base.check(size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As the base; over averages refuse what does not move along the gradient."""
+        """As the base; for averages of parameters refuse optimizers that do not step along the gradient."""
         self.base.check_optimizer(optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         if not self.sends_gradients and not plain:
             raise ConfigError(
-                f"{type(optimizer).__name__} under {self}: gradients are read off how far workers move, which takes "
-                "SGD without momentum; look at AllReduce() for some steps instead"
+                f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
+                "SGD without momentum; measure AllReduce() for some steps instead"
             )
 
     def start(self, r: Replica) -> None:
-        """Make room for two deviations, and over averages for where a round begins."""
+        """Allocate two deviations, and for averages of parameters the start of a round."""
         self.base.start(r)
         r.zeros_state("probe.deviation")
         r.zeros_state("probe.earlier")
@@ -107,24 +130,25 @@ class Probe(Strategy):
             r.state["probe.rounds"] = torch.zeros((), dtype=torch.int64)
             self._begin_round(r)
 
-    # The hooks below read as two stories. Where the base sends gradients, `on_gradient` takes each part's deviation as
-    # its mean arrives, and `before_step` finds them complete. Over averages, `before_step` and `after_step` follow how
-    # far a worker moves, and `_end_round` takes the deviation when the base averages.
+    # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
+    # arrives, and in `before_step` they are complete. For averages of parameters, `before_step` and `after_step` record
+    # the start and the learning rates of a round, and `_end_round` computes the deviation when the base averages.
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base; at an exchange that is looked at, keep the difference to the mean."""
-        # Without all workers the mean is over others than before, and the two deviations do not compare.
-        if self._place(r.step) == 0 or r.active < r.comm.size:
+        """As the base; at an exchange that is measured, keep the difference from the mean."""
+        # If some workers have run out of data, the mean is over other workers than before, and the two deviations
+        # cannot be compared.
+        if self._stage(r.step) == 0 or r.active < r.comm.size:
             return self.base.on_gradient(r, part)
-        # The mean takes the gradient's place, so this worker's own is copied first.
+        # The mean replaces the gradient in memory, so this worker's own is copied first.
         deviation, square = r.state["probe.deviation"][part], r.state["probe.square"]
         deviation.copy_(r.g[part])
         work = self.base.on_gradient(r, part)
         if work is None:
-            raise ConfigError(f"base={self.base}: exchanges nothing while the backward pass runs; look at AllReduce()")
+            raise ConfigError(f"base={self.base}: sends nothing during the backward pass; measure AllReduce()")
 
         def subtract(mean: Tensor) -> Tensor:
-            # Parts come from the end of the vector: with the first of them the sum begins anew.
+            # Parts arrive from the end of the vector to its start, so this is the first one of a step.
             if part.stop == r.x.numel():
                 square.zero_()
             square.add_(r.g[part].square().sum(dtype=torch.float64))
@@ -134,16 +158,16 @@ class Probe(Strategy):
         return work.then(subtract)
 
     def before_step(self, r: Replica) -> None:
-        """As the base; where it sends gradients, all deviations of this exchange are there now."""
+        """As the base; where it sends gradients, the deviation of this exchange is complete now."""
         if self.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
-                self._look(r, self._place(r.step))
+                self._measure(r, self._stage(r.step))
         elif not r.state["probe.steps"]:
             r.state["probe.anchor"].copy_(r.x)
         self.base.before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """As the base; over averages count the step, and end the round with the base's average."""
+        """As the base; for averages of parameters count the step, and end the round where the base averages."""
         if self.sends_gradients:
             self.base.after_step(r)
             return
@@ -155,7 +179,7 @@ class Probe(Strategy):
             self.base.after_step(r)
 
     def average_(self, r: Replica) -> None:
-        """As the base; over averages this ends the round, unless none has begun."""
+        """As the base; for averages of parameters this ends the round, if one has started."""
         if self.sends_gradients or not r.state["probe.steps"]:
             self.base.average_(r)
         else:
@@ -170,34 +194,34 @@ class Probe(Strategy):
         r.state["probe.steps"] = torch.zeros((), dtype=torch.int64)
 
     def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
-        """Average as the base does, and keep by how much the mean of this worker's gradients deviates."""
-        place = self._place(int(r.state["probe.rounds"]))
-        if place == 0 or r.comm.size == 1:
+        """Average as the base does, and keep the deviation of this worker's mean gradient."""
+        stage = self._stage(int(r.state["probe.rounds"]))
+        if stage == 0 or r.comm.size == 1:
             average_(r)
         else:
             deviation, lr = r.state["probe.deviation"].copy_(r.x), r.state["probe.lr_sum"]
             average_(r)
             per_lr = torch.where(lr > 0, 1 / lr, 0.0)
-            # Steps go against the gradient: who has come further than the mean had the larger one.
+            # Steps go against the gradient, hence the sign.
             deviation.sub_(r.x).mul_(-per_lr)
             r.state["probe.square"] = r.state["probe.anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
-            self._look(r, place)
+            self._measure(r, stage)
         r.state["probe.rounds"] += 1
         self._begin_round(r)
 
-    def _place(self, exchanges: int) -> int:
-        """1 at the first exchange of a look, 2 at the second, 0 elsewhere; `exchanges` were done before."""
+    def _stage(self, exchanges: int) -> int:
+        """1 at the first exchange of a measurement, 2 at the second, 0 elsewhere; `exchanges` were done before."""
         return max(0, exchanges % self.every - (self.every - 3))
 
-    def _look(self, r: Replica, place: int) -> None:
-        """Keep the first deviation of a look; at the second, estimate from both."""
-        if place == 0:
+    def _measure(self, r: Replica, stage: int) -> None:
+        """Keep the first deviation of a measurement; at the second, estimate from both."""
+        if stage == 0:
             return
         now, earlier = r.state["probe.deviation"], r.state["probe.earlier"]
-        # A first exchange without all workers was left out, and then there is nothing to compare the second with.
-        complete = place == 2 and bool(r.state["probe.half"])
-        r.state["probe.half"].fill_(place == 1)
-        if place == 1:
+        # A first exchange without all workers was skipped; then the second one has nothing to be compared with.
+        complete = stage == 2 and bool(r.state["probe.half"])
+        r.state["probe.half"].fill_(stage == 1)
+        if stage == 1:
             earlier.copy_(now)
         if not complete:
             return
@@ -205,8 +229,8 @@ class Probe(Strategy):
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
         steps = r.state.get("probe.steps", torch.ones(()))
         found = estimate(sums, r.state["probe.square"], r.comm.size, float(steps))
-        # Means over looks, the first element counting them as the others are counted: dividing by it corrects for
-        # having begun at zero.
+        # Moving averages that start at zero. The first element is the sum of their weights; dividing by it corrects the
+        # bias, as Adam does.
         means = r.state["probe.means"].mul_(self.keep)
         means.add_(torch.cat([torch.ones_like(found[:1]), found]))
         for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
