@@ -45,7 +45,7 @@ def scattered(n: int, width: int = 3, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=DOUBLE).to(dtype)
 
 
-def alone(problem: Any, rank: int, x: Tensor) -> Tensor:
+def own_gradient(problem: Any, rank: int, x: Tensor) -> Tensor:
     """One worker's gradient of a quadratic."""
     return problem.curvature[rank] * (x - problem.centre[rank])
 
@@ -68,12 +68,12 @@ def test_ad_psgd_equals_its_oracle_in_any_order_of_steps(n: int, seed: int) -> N
     order = list(uneven(n, 30, seed))
     workers = replicas(strategy, x)
     for rank in order:
-        end_step(strategy, workers[rank], 0.1 * alone(problem, rank, workers[rank].x))
+        end_step(strategy, workers[rank], 0.1 * own_gradient(problem, rank, workers[rank].x))
 
     def partner_at(rank: int, step: int) -> int:
         return strategy.topology.peers(rank, n, step).dst[0]
 
-    expected = pair_averages(lambda rank, at, step: alone(problem, rank, at), x, 0.1, order, partner_at)
+    expected = pair_averages(lambda rank, at, step: own_gradient(problem, rank, at), x, 0.1, order, partner_at)
     assert distance(torch.stack([own(r) for r in workers]), expected) < 1e-14
 
 
@@ -107,11 +107,11 @@ def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n:
     pauses = [[draw.random() * (0.002 if rank else 0.004) for _ in range(40)] for rank in range(n)]
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, float]:
-        def rest(worker: thinwire.Worker) -> None:
+        def pause(worker: thinwire.Worker) -> None:
             time.sleep(pauses[comm.rank][worker.step - 1])
 
         problem = quadratic(n, DOUBLE, width=20)
-        worker = train(comm, ADPSGD(CompleteBipartite()), problem, [0.0] * 40, starts=starts, after_step=rest)
+        worker = train(comm, ADPSGD(CompleteBipartite()), problem, [0.0] * 40, starts=starts, after_step=pause)
         waited = comm.meter.exposed_seconds
         with worker.consensus() as model:
             agreed = flat(model)
@@ -139,7 +139,7 @@ def test_ad_psgd_settles_where_the_workers_gradients_cancel() -> None:
     draw = random.Random(0)
     for _ in range(1200):
         for rank in draw.sample(range(4), 4):
-            end_step(strategy, workers[rank], 0.01 * alone(problem, rank, workers[rank].x))
+            end_step(strategy, workers[rank], 0.01 * own_gradient(problem, rank, workers[rank].x))
     mean = torch.stack([own(r) for r in workers]).mean(0)
     best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()
     assert (mean - best).abs().max() < 0.03

@@ -106,13 +106,13 @@ def test_parameter_groups_have_learning_rates_of_their_own() -> None:
 
 
 def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
-    """Where every method ends on this rank."""
+    """The final parameters of every method on this rank."""
     problem = Regression(comm.size, BRIEF, dtype)
     return [flat(train(comm, each, problem, WARMING[:BRIEF]).model).tolist() for each, _ in cases(comm.size, dtype)]
 
 
 def rest_of_all(comm: Comm) -> list[list[float]]:
-    """Where every method comes to rest on this rank."""
+    """The fixed point of every method on this rank."""
     problem = quadratic(comm.size, DOUBLE)
     return [
         flat(train(comm, strategy, problem, [LR] * count, momentum=own).model).tolist()
@@ -121,7 +121,7 @@ def rest_of_all(comm: Comm) -> list[list[float]]:
 
 
 def spoken() -> list[Any]:
-    """Those whose rest is also watched on processes."""
+    """The methods whose fixed points are also checked on processes."""
     return [case for case in resting(4) if isinstance(case[0], DecentLaM | ExactDiffusion) or case[1]][::2]
 
 
@@ -135,27 +135,27 @@ def train_all() -> tuple[list[list[float]], list[list[float]], list[list[float]]
     return five, ends(comm, torch.float32), rest_of_all(comm)
 
 
-def test_every_method_equals_its_oracle_and_its_point_of_rest_on_processes() -> None:
-    everyone = run_processes(5, train_all)
-    compare([five for five, _, _ in everyone], 5, DOUBLE)
-    compare([four for _, four, _ in everyone[:4]], 4, torch.float32)
-    rest = torch.tensor([row for _, _, row in everyone[:4]], dtype=DOUBLE)
+def test_every_method_equals_its_oracle_and_its_fixed_point_on_processes() -> None:
+    rows = run_processes(5, train_all)
+    compare([five for five, _, _ in rows], 5, DOUBLE)
+    compare([four for _, four, _ in rows[:4]], 4, torch.float32)
+    at_rest = torch.tensor([row for _, _, row in rows[:4]], dtype=DOUBLE)
     for i, (strategy, _, wanted, _) in enumerate(spoken()):
-        assert distance(rest[:, i], wanted) < 1e-9, strategy
+        assert distance(at_rest[:, i], wanted) < 1e-9, strategy
 
 
 def compare(rows: list[list[list[float]]], n: int, dtype: torch.dtype) -> None:
-    """Where the processes ended, by rank and method, against the oracles."""
+    """Compare the processes' final parameters, by rank and method, with the oracles."""
     real, problem = torch.tensor(rows, dtype=dtype), Regression(n, BRIEF, dtype)
     for i, (strategy, oracle) in enumerate(cases(n, dtype)):
         assert distance(real[:, i], expected(problem, oracle, n, WARMING[:BRIEF])) < TOLERANCE[dtype], strategy
 
 
-# -- where they come to rest -------------------------------------------------------------------------------------------
+# -- fixed points ------------------------------------------------------------------------------------------------------
 
 
 def resting(n: int, momentum: float = 0.6) -> list[tuple[Strategy, float, Tensor, int]]:
-    """Every method on a ring, the momentum of the optimizer, where it should come to rest, and steps to get there."""
+    """Every method on a ring, the momentum of the optimizer, the fixed point, and the steps to get there."""
     problem, w, eye = quadratic(n, DOUBLE), oracles.ring(n, DOUBLE)(0), torch.eye(n, dtype=DOUBLE)
     at_rest = partial(oracles_gossip.at_rest, w, problem.curvature, problem.centre)
     plain, long = at_rest(LR * w), LR / (1 - momentum)
@@ -176,14 +176,14 @@ def resting(n: int, momentum: float = 0.6) -> list[tuple[Strategy, float, Tensor
     ]
 
 
-def test_methods_come_to_rest_where_their_equations_say() -> None:
+def test_methods_converge_to_the_fixed_points_of_their_equations() -> None:
     problem = quadratic(5, DOUBLE)
     for strategy, own, wanted, count in resting(5):
         real = together(5, strategy, problem, [LR] * count, momentum=own)
         assert distance(real, wanted) < 1e-9, strategy
 
 
-def test_momentum_left_to_the_optimizer_rests_where_gossip_does_at_a_longer_learning_rate() -> None:
+def test_with_momentum_in_the_optimizer_the_fixed_point_is_that_of_gossip_at_a_larger_rate() -> None:
     problem = quadratic(4, DOUBLE)
     heavy = together(4, Gossip(order="after"), problem, [0.02] * 400, momentum=0.8)
     assert distance(heavy, together(4, Gossip(order="after"), problem, [0.1] * 500)) < 1e-9
@@ -203,14 +203,14 @@ def test_at_equal_curvature_each_mode_of_the_optima_leaves_its_share(momentum: f
         "double": lr * w @ torch.linalg.inv(eye - momentum * w),
     }
     for method, pull in pulls.items():
-        rest = oracles_gossip.at_rest(w, torch.full((n,), curvature, dtype=DOUBLE), centre, pull)
-        left = (modes.T @ (rest - centre.mean(0)))[values < 1 - 1e-9] / (modes.T @ centre)[values < 1 - 1e-9]
+        at_rest = oracles_gossip.at_rest(w, torch.full((n,), curvature, dtype=DOUBLE), centre, pull)
+        left = (modes.T @ (at_rest - centre.mean(0)))[values < 1 - 1e-9] / (modes.T @ centre)[values < 1 - 1e-9]
         share = oracles_gossip.bias_of_modes(values[values < 1 - 1e-9], lr * curvature, method, momentum)
         assert torch.allclose(left, share[:, None].expand_as(left), rtol=0, atol=1e-11), method
-        assert torch.allclose(rest.mean(0), centre.mean(0), rtol=0, atol=1e-11)
+        assert torch.allclose(at_rest.mean(0), centre.mean(0), rtol=0, atol=1e-11)
 
 
-def test_momentum_on_gradients_puts_its_square_before_the_bias_and_decentlam_does_not() -> None:
+def test_momentum_on_gradients_multiplies_the_bias_and_decentlam_does_not() -> None:
     values = torch.linalg.eigvalsh(oracles.ring(8, DOUBLE)(0))[:-1]
 
     def squared(method: str, lr: float) -> float:
@@ -281,7 +281,7 @@ def test_where_all_workers_have_the_same_data_they_train_as_one() -> None:
         assert distance(together(4, strategy, alike, [0.1] * 20, momentum=own), one) < 1e-13, strategy
 
 
-def test_one_worker_alone_trains_as_torch_does_and_says_nothing() -> None:
+def test_one_worker_trains_as_torch_does_and_sends_nothing() -> None:
     problem = Regression(1, 20, DOUBLE)
     for strategy in (DecentLaM(), DoubleAveraging()):
         worker = train(None, strategy, problem, WARMING[:20])
@@ -316,7 +316,7 @@ def both(r: Replica) -> Tensor:
 
 
 @pytest.mark.parametrize("strategy", [DecentLaM(), QuasiGlobal(Ring()), DoubleAveraging(), ExactDiffusion()], ids=str)
-def test_a_step_without_learning_rate_mixes_and_lets_momentum_decay(strategy: Strategy) -> None:
+def test_at_a_learning_rate_of_zero_parameters_are_mixed_and_momentum_decays(strategy: Strategy) -> None:
     rates = [0.1] * 5 + [0.0] + [0.1] * 5
 
     def see(r: Replica) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the certificate refuses diverges, what it accepts converges, and it agrees with the closed forms."""
+"""Graphs that the certificate refuses diverge, those that it accepts converge, and it agrees with closed forms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Oracle = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Ahead(Topology):
-    """1, 2, 4, ... places ahead, all at once and always: directed, with complex eigenvalues."""
+    """All ranks 1, 2, 4, ... places ahead, at every step: directed, with complex eigenvalues."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         hops = [1 << i for i in range((size - 1).bit_length())]
@@ -50,7 +50,7 @@ class Ahead(Topology):
 
 @dataclass(frozen=True)
 class Matching(Topology):
-    """Pairs by lot, other ones at every step."""
+    """Random pairs, drawn at every step."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         order = np.random.default_rng(step % self.period(size)).permutation(size)
@@ -82,7 +82,7 @@ def mixing(topology: Topology, n: int) -> Mixing:
 
 
 def spread_after(oracle: Oracle, topology: Topology, n: int, steps: int, rate: float = 0.01) -> float:
-    """How far workers are apart, relative to their start, after descending a gentle bowl from different places."""
+    """How far workers are apart, relative to their start, after steps on a flat quadratic."""
     bowl = Quadratic(torch.ones(n, dtype=DOUBLE), torch.zeros(n, 3, dtype=DOUBLE))
     start = torch.randn(n, 3, generator=torch.Generator().manual_seed(n), dtype=DOUBLE)
     end = oracle(bowl.gradient, start, [rate] * steps, mixing=mixing(topology, n))
@@ -132,7 +132,7 @@ def test_on_symmetric_graphs_heavy_ball_is_always_stable_and_nesterov_down_to_a_
     assert beta == 0 or radius(decentlam(beta, nesterov=True), bound - 1e-6) > 1
 
 
-def test_a_graph_that_agrees_faster_than_momentum_forgets_is_slowed_down_to_its_root() -> None:
+def test_a_graph_that_agrees_faster_than_momentum_decays_is_slowed_down_to_its_root() -> None:
     for n in (4, 5, 8):
         assert abs(growth(Complete(), n, decentlam(0.9)) - 0.9**0.5) < 1e-7
         assert abs(growth(Ring(), n, decentlam(0.9)) - 0.9**0.5) < 1e-7
@@ -140,7 +140,7 @@ def test_a_graph_that_agrees_faster_than_momentum_forgets_is_slowed_down_to_its_
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_one_worker_has_nobody_to_differ_from_and_few_are_always_stable(n: int) -> None:
+def test_one_worker_and_few_workers_are_always_stable(n: int) -> None:
     assert growth(Ring(), 1, decentlam(0.9)) == 0
     for strategy in (DecentLaM(), DecentLaM(nesterov=True), QuasiGlobal(), ExactDiffusion(), DoubleAveraging()):
         strategy.check(n)
@@ -162,7 +162,7 @@ def test_a_constant_graph_and_the_same_graph_as_a_changing_one_grow_alike() -> N
         assert abs(growth(Ahead(), 8, method) - growth(Twice(), 8, method)) < 1e-7
 
 
-# -- both ways ---------------------------------------------------------------------------------------------------------
+# -- refused and accepted ----------------------------------------------------------------------------------------------
 
 CHANGING: list[tuple[Topology, int]] = [
     (OnePeerExponential(), 8),
@@ -175,12 +175,12 @@ CHANGING: list[tuple[Topology, int]] = [
 
 
 @pytest.mark.parametrize(("graph", "n"), CHANGING, ids=str)
-def test_decentlam_converges_below_the_bound_that_it_is_told_and_diverges_above(graph: Topology, n: int) -> None:
+def test_decentlam_converges_below_the_bound_in_the_error_and_diverges_above(graph: Topology, n: int) -> None:
     with pytest.raises(ConfigError, match=rf"DecentLaM.*with {n} workers: differences between workers") as refused:
         DecentLaM(graph).check(n)
-    told = re.search(r"lower the momentum to (\d\.\d\d) or less", str(refused.value))
-    assert told
-    bound = float(told[1])
+    bound_in_error = re.search(r"lower the momentum to (\d\.\d\d) or less", str(refused.value))
+    assert bound_in_error
+    bound = float(bound_in_error[1])
     assert 0.4 < bound < 0.8
     DecentLaM(graph, bound).check(n)
     with pytest.raises(ConfigError, match="would grow"):
@@ -235,19 +235,19 @@ def test_exact_diffusion_is_unbiased_on_changing_graphs_that_it_accepts() -> Non
     assert (real - optimum).abs().max() < 1e-9
 
 
-def test_nesterov_s_form_is_refused_where_workers_give_almost_all_of_themselves_away() -> None:
+def test_nesterov_s_form_is_refused_where_workers_keep_little_of_their_own() -> None:
     DecentLaM(Eager()).check(8)
     with pytest.raises(ConfigError, match=r"nesterov=True.*would grow") as refused:
         DecentLaM(Eager(), nesterov=True).check(8)
     assert spread_after(partial(oracles_gossip.decentlam, momentum=0.9), Eager(), 8, 600) < 1e-3
     assert spread_after(partial(oracles_gossip.decentlam, momentum=0.9, nesterov=True), Eager(), 8, 600) > 1e3
     lowest = float(np.linalg.eigvalsh(Eager().matrix(8, 0))[0])
-    told = re.search(r"lower the momentum to (\d\.\d\d) or less", str(refused.value))
-    assert told
-    assert float(told[1]) <= (-1 / lowest - 1) / 2 < float(told[1]) + 0.01
+    bound_in_error = re.search(r"lower the momentum to (\d\.\d\d) or less", str(refused.value))
+    assert bound_in_error
+    assert float(bound_in_error[1]) <= (-1 / lowest - 1) / 2 < float(bound_in_error[1]) + 0.01
 
 
-def test_the_alternatives_that_are_offered_are_accepted() -> None:
+def test_the_alternatives_in_the_error_are_accepted() -> None:
     for recipe, n in (
         (DecentLaM(OnePeerExponential()), 8),
         (DecentLaM(OnePeerExponential()), 32),
@@ -266,7 +266,7 @@ def test_the_alternatives_that_are_offered_are_accepted() -> None:
         type(recipe)(Ring(), recipe.momentum).check(n)
 
 
-def test_a_refusal_comes_before_training_and_in_words(world: int = 8) -> None:
+def test_a_graph_is_refused_before_training_with_the_reason(world: int = 8) -> None:
     strategy: Strategy = DecentLaM(OnePeerExponential())
     with pytest.raises(
         ConfigError,
@@ -281,7 +281,7 @@ def test_no_momentum_is_small_enough_where_gossip_itself_is_not_stable() -> None
     assert largest_stable_momentum(OnePeerExponential(), 32, lambda beta: exact_diffusion()) is None
 
 
-def test_the_certificate_of_many_workers_is_quick_enough_to_stand_before_every_run() -> None:
+def test_the_certificate_of_many_workers_is_quick_enough_for_every_run() -> None:
     for n in (2, 64, 128):
         QuasiGlobal(OnePeerExponential()).check(n)
         DecentLaM().check(n)

@@ -90,7 +90,7 @@ def test_on_processes_as_the_oracles() -> None:
             assert distance(ours, theirs) < 1e-12
 
 
-def test_the_paper_s_pull_is_shared_out_among_the_workers() -> None:
+def test_the_paper_s_pull_is_divided_by_the_number_of_workers() -> None:
     assert EASGD().pull_for(4) == 0.9 / 4
     assert EASGD(pull=0.5).pull_for(4) == 0.5
     problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
@@ -99,7 +99,7 @@ def test_the_paper_s_pull_is_shared_out_among_the_workers() -> None:
 
 
 @pytest.mark.parametrize(("elasticity", "stuck"), [(0.3, True), (0.6, True), (0.7, False)])
-def test_workers_in_two_wells_hold_their_centre_on_the_hill_up_to_two_thirds(elasticity: float, stuck: bool) -> None:
+def test_workers_in_two_wells_keep_their_centre_on_the_hill_up_to_two_thirds(elasticity: float, stuck: bool) -> None:
     """The spurious point: workers at plus and minus the root of 1 - rho, the centre at the local maximum between."""
     rate, n = 0.3, 2
     strategy = EASGD(period=1, pull=elasticity * rate, centre_pull=n * elasticity * rate)
@@ -138,8 +138,8 @@ def test_the_largest_stable_step_is_where_a_quadratic_stops_to_converge(n: int) 
             assert (radius < 1) == shrinks
 
 
-def test_springs_that_can_never_rest_are_refused() -> None:
-    with pytest.raises(ConfigError, match="workers and centre would change places for ever; their sum must be below 2"):
+def test_pulls_that_are_never_stable_are_refused() -> None:
+    with pytest.raises(ConfigError, match="workers and centre would swap places for ever; their sum must be below 2"):
         EASGD(pull=1.0, centre_pull=1.0).check(2)
     EASGD(pull=1.0, centre_pull=0.99).check(2)
 
@@ -149,7 +149,7 @@ def test_springs_that_can_never_rest_are_refused() -> None:
     [
         ({"period": 0}, "period=0"),
         ({"centre_pull": 0.0}, r"centre_pull=0.0: must lie in \(0, 1\]"),
-        ({"centre_pull": 1.1}, "beyond the workers' mean"),
+        ({"centre_pull": 1.1}, "overshoot the workers' mean"),
         ({"pull": 1.1}, r"pull=1.1: must lie in \[0, 1\]"),
         ({"momentum": 1.0}, "momentum=1"),
     ],
@@ -165,7 +165,7 @@ def test_a_second_momentum_is_refused() -> None:
     begin(None, EASGD(), DoubleWell(), momentum=0.9)
 
 
-def test_a_round_carries_one_all_reduce() -> None:
+def test_a_round_sends_one_all_reduce() -> None:
     for n in (2, 4, 8):
         run = DryRun(EASGD(period=8), [840], workers=n, rank=0, dtype=torch.float32, bucket_bytes=1)
         assert sum(run.step().sent for _ in range(16)) == 2 * 2 * (n - 1) / n * 4 * 840
@@ -190,7 +190,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(strateg
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_an_average_of_all_brings_the_centre_there_too(momentum: float) -> None:
+def test_an_average_of_all_moves_the_centre_there_too(momentum: float) -> None:
     problem, starts, strategy = Regression(3, 6, DOUBLE), starts_of(3), EASGD(period=2, momentum=momentum)
 
     def body(comm: Comm) -> tuple[Tensor, thinwire.Replica]:

@@ -1,4 +1,4 @@
-"""What must hold for strategies that average with neighbours, whatever is being trained."""
+"""Strategies that average with neighbours, on any problem."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_complete_graph_is_all_reduce_after_every_step(strategy: Strategy, s
 
 @dataclass(frozen=True)
 class Lopsided(Topology):
-    """Everyone sends to the next rank, and rank 0 to all: worker 0 gives most of itself away."""
+    """Every rank sends to the next one, and rank 0 to all: worker 0 keeps the smallest share of its vector."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         targets = [sorted({(i + 1) % size} if i else set(range(1, size))) for i in range(size)]
@@ -113,7 +113,7 @@ def spread(z: Tensor) -> float:
     return float((z - z.mean(0)).abs().max())
 
 
-def test_without_the_quotient_workers_on_an_irregular_graph_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_quotient_workers_on_an_irregular_graph_never_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4))
     fast, slow = (together(4, PushSum(Lopsided()), problem, [rate] * n) for rate, n in ((0.4, 60), (0.1, 260)))
     for settled in (fast, slow):
@@ -164,7 +164,7 @@ def test_the_consensus_of_gossip_is_the_plain_mean(order: str) -> None:
     [AllReduce(), Local(), LocalSGD(3), Gossip(), Gossip(order="after"), PushSum(), PushSum(Irregular())],
     ids=str,
 )
-def test_one_worker_trains_as_if_alone_and_says_nothing(strategy: Strategy) -> None:
+def test_one_worker_trains_as_if_alone_and_sends_nothing(strategy: Strategy) -> None:
     problem = Regression(1, 8, torch.float32)
     plain = problem.model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""How much workers' gradients differ: estimates against what is known, and what is recommended."""
+"""How much workers' gradients differ: estimates against known values, and recommendations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOUBLE = torch.float64
 
 @dataclass(frozen=True)
 class Slopes:
-    """Worker i's loss is a linear function of its own, drawn anew at each step around what is its own for good."""
+    """Worker i's loss is linear; its slope is drawn at each step around a mean of its own."""
 
     size: int
     steps: int
@@ -74,8 +74,8 @@ def direct(now: Tensor, before: Tensor, steps: int = 1) -> list[float]:
     return [float(apart), float(noise) * steps, float(now.mean(0).square().sum() - noise / n)]
 
 
-def looked(comm: Comm, strategy: Strategy, problem: Problem, steps: int, **settings: Any) -> list[dict[str, float]]:
-    """What is noticed at each step."""
+def measured(comm: Comm, strategy: Strategy, problem: Problem, steps: int, **settings: Any) -> list[dict[str, float]]:
+    """The metrics after each step."""
     worker = begin(comm, strategy, problem, sgd(0.05, 0.0))
     seen: list[dict[str, float]] = []
     for step in range(steps):
@@ -92,21 +92,21 @@ def figures(seen: dict[str, float]) -> list[float]:
 
 def test_without_noise_the_figures_are_exact() -> None:
     problem = Slopes(4, 6, noise=0.0)
-    for seen in thinwire.run_threads(4, lambda comm: looked(comm, Probe(AllReduce(), every=3), problem, 6)):
+    for seen in thinwire.run_threads(4, lambda comm: measured(comm, Probe(AllReduce(), every=3), problem, 6)):
         assert [bool(each) for each in seen] == [False, False, True, False, False, True]
         assert figures(seen[5]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_look_is_as_it_is_defined(n: int) -> None:
+def test_a_measurement_is_as_it_is_defined(n: int) -> None:
     problem = Slopes(n, 8)
-    for seen in thinwire.run_threads(n, lambda comm: looked(comm, Probe(AllReduce(), every=4, keep=0.0), problem, 8)):
+    for seen in thinwire.run_threads(n, lambda comm: measured(comm, Probe(AllReduce(), every=4, keep=0.0), problem, 8)):
         for step in (3, 7):
             assert figures(seen[step]) == pytest.approx(direct(*problem.slopes[[step, step - 1]]), rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "period"), [(2, 1), (3, 4)])
-def test_a_look_at_averages_reads_gradients_off_how_far_workers_came(n: int, period: int) -> None:
+def test_a_measurement_of_averages_computes_gradients_from_displacements(n: int, period: int) -> None:
     problem = Slopes(n, 4 * period)
     rounds = problem.slopes.unflatten(0, (4, period)).mean(1)
     for strategy in (
@@ -114,7 +114,7 @@ def test_a_look_at_averages_reads_gradients_off_how_far_workers_came(n: int, per
         SlowMo(Probe(Local(), every=2, keep=0.0), period=period, momentum=0.5),
     ):
         for seen in thinwire.run_threads(
-            n, lambda comm, strategy=strategy: looked(comm, strategy, problem, 4 * period)
+            n, lambda comm, strategy=strategy: measured(comm, strategy, problem, 4 * period)
         ):
             assert [i for i, each in enumerate(seen) if each] == [2 * period - 1, 4 * period - 1]
             for r in (1, 3):
@@ -126,12 +126,12 @@ def looks_on_processes() -> list[list[float]]:
     comm = thinwire.GroupComm()
     problem = Slopes(comm.size, 8)
     return [
-        figures(looked(comm, strategy, problem, 8)[-1])
+        figures(measured(comm, strategy, problem, 8)[-1])
         for strategy in (Probe(AllReduce(), every=2, keep=0.0), Probe(LocalSGD(2), every=2, keep=0.0))
     ]
 
 
-def test_looks_on_processes_are_as_they_are_defined() -> None:
+def test_measurements_on_processes_are_as_they_are_defined() -> None:
     problem = Slopes(4, 8)
     rounds = problem.slopes.unflatten(0, (4, 2)).mean(1)
     for gradients, averages in run_processes(4, looks_on_processes):
@@ -140,53 +140,53 @@ def test_looks_on_processes_are_as_they_are_defined() -> None:
 
 
 def test_figures_are_unbiased() -> None:
-    problem, looks = Slopes(4, 600, apart=0.4), 300
+    problem, count = Slopes(4, 600, apart=0.4), 300
     strategy = Probe(AllReduce(), every=2, keep=0.0)
-    seen = thinwire.run_threads(4, lambda comm: looked(comm, strategy, problem, 2 * looks))[0]
+    seen = thinwire.run_threads(4, lambda comm: measured(comm, strategy, problem, 2 * count))[0]
     found = torch.tensor([figures(each) for each in seen if each], dtype=DOUBLE)
-    errors = (found.mean(0) - torch.tensor(problem.truth, dtype=DOUBLE)) / (found.std(0) / looks**0.5)
-    assert len(found) == looks
+    errors = (found.mean(0) - torch.tensor(problem.truth, dtype=DOUBLE)) / (found.std(0) / count**0.5)
+    assert len(found) == count
     assert float(errors.abs().max()) < 4
-    assert float((found.std(0) / looks**0.5 / torch.tensor(problem.truth)).max()) < 0.15
+    assert float((found.std(0) / count**0.5 / torch.tensor(problem.truth)).max()) < 0.15
 
 
-def test_what_is_noticed_is_a_mean_that_forgets() -> None:
+def test_metrics_are_exponential_moving_averages() -> None:
     problem = Slopes(3, 6)
-    (seen, _, _) = thinwire.run_threads(3, lambda comm: looked(comm, Probe(AllReduce(), 2, 0.5), problem, 6))
-    looks = torch.tensor([direct(problem.slopes[k], problem.slopes[k - 1]) for k in (1, 3, 5)], dtype=DOUBLE)
+    (seen, _, _) = thinwire.run_threads(3, lambda comm: measured(comm, Probe(AllReduce(), 2, 0.5), problem, 6))
+    count = torch.tensor([direct(problem.slopes[k], problem.slopes[k - 1]) for k in (1, 3, 5)], dtype=DOUBLE)
     weights = torch.tensor([0.25, 0.5, 1.0], dtype=DOUBLE)
-    assert figures(seen[5]) == pytest.approx((weights @ looks / weights.sum()).tolist(), rel=1e-12)
+    assert figures(seen[5]) == pytest.approx((weights @ count / weights.sum()).tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize("base", [AllReduce(), AllReduce(Bf16()), LocalSGD(3, warmup_steps=4)], ids=str)
-def test_looking_changes_no_bit_of_training(base: Strategy) -> None:
+def test_measuring_changes_no_bit_of_training(base: Strategy) -> None:
     problem, rates = Regression(3, 12, torch.float32), [0.05] * 12
     assert torch.equal(together(3, Probe(base, every=2), problem, rates), together(3, base, problem, rates))
 
 
-def test_a_look_costs_three_numbers() -> None:
+def test_a_measurement_costs_three_numbers() -> None:
     problem = Regression(4, 12, torch.float32)
-    for base, looks in ((AllReduce(), 3), (LocalSGD(3), 1)):
+    for base, count in ((AllReduce(), 3), (LocalSGD(3), 1)):
         plain, probed = (sent(4, each, problem, 12, sgd(0.05, 0.0))[0] for each in (base, Probe(base, every=4)))
-        assert probed[0] - plain[0] == pytest.approx(looks * 2 * 3 / 4 * 24)
-        assert probed[1] - plain[1] == looks
+        assert probed[0] - plain[0] == pytest.approx(count * 2 * 3 / 4 * 24)
+        assert probed[1] - plain[1] == count
     card = explain(Probe(AllReduce(), every=4), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == pytest.approx(2 * 3 / 4 * (4000 + 24 / 4))
 
 
-def test_clipping_after_the_exchange_does_not_shorten_what_is_seen() -> None:
+def test_clipping_after_the_exchange_does_not_change_the_figures() -> None:
     problem = Slopes(3, 4)
 
     def clip(worker: Worker, _: int) -> None:
         nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
 
     (seen, _, _) = thinwire.run_threads(
-        3, lambda comm: looked(comm, Probe(AllReduce(), 4), problem, 4, before_step=clip)
+        3, lambda comm: measured(comm, Probe(AllReduce(), 4), problem, 4, before_step=clip)
     )
     assert figures(seen[3]) == pytest.approx(direct(problem.slopes[3], problem.slopes[2]), rel=1e-12)
 
 
-def test_there_is_no_look_while_some_have_no_data() -> None:
+def test_nothing_is_measured_while_some_workers_have_no_data() -> None:
     problem, lengths = Slopes(2, 12), [12, 5]
 
     def body(comm: Comm) -> list[int]:
@@ -200,7 +200,7 @@ def test_there_is_no_look_while_some_have_no_data() -> None:
     assert thinwire.run_threads(2, body)[0] == [3]
 
 
-def test_a_look_that_was_begun_by_fewer_is_not_finished() -> None:
+def test_a_measurement_that_was_started_by_fewer_workers_is_dropped() -> None:
     problem = Slopes(2, 8)
 
     def body(comm: Comm) -> list[int]:
@@ -222,19 +222,19 @@ def test_one_worker_alone_sees_no_difference() -> None:
         assert worker.metrics() == {}
 
 
-def test_a_learning_rate_of_zero_tells_nothing_and_spoils_nothing() -> None:
+def test_a_learning_rate_of_zero_adds_nothing_to_the_figures() -> None:
     problem = Slopes(2, 4)
 
-    def silence(worker: Worker, step: int) -> None:
+    def no_rate(worker: Worker, step: int) -> None:
         worker.optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.0
 
-    seen = thinwire.run_threads(2, lambda c: looked(c, Probe(LocalSGD(2), 2), problem, 4, before_step=silence))[0]
+    seen = thinwire.run_threads(2, lambda c: measured(c, Probe(LocalSGD(2), 2), problem, 4, before_step=no_rate))[0]
     assert all(torch.tensor(figures(seen[3])).isfinite())
 
 
 @pytest.mark.parametrize("strategy", [Probe(AllReduce(), 4), Probe(LocalSGD(3), 2)], ids=str)
 @pytest.mark.parametrize("stop", [3, 5])
-def test_it_resumes_between_the_two_halves_of_a_look(strategy: Strategy, stop: int) -> None:
+def test_it_resumes_between_the_two_halves_of_a_measurement(strategy: Strategy, stop: int) -> None:
     problem = Slopes(3, 12)
 
     def body(comm: Comm) -> bool:
@@ -250,11 +250,11 @@ def test_it_resumes_between_the_two_halves_of_a_look(strategy: Strategy, stop: i
     assert thinwire.run_threads(3, body) == [True] * 3
 
 
-def test_single_precision_parameters_are_seen_as_well() -> None:
+def test_single_precision_parameters_are_measured_as_well() -> None:
     problem = Regression(3, 4, torch.float32)
     double = Regression(3, 4, DOUBLE)
     single_seen, double_seen = (
-        thinwire.run_threads(3, lambda comm, which=which: looked(comm, Probe(AllReduce(), 2), which, 4))[0][3]
+        thinwire.run_threads(3, lambda comm, which=which: measured(comm, Probe(AllReduce(), 2), which, 4))[0][3]
         for which in (problem, double)
     )
     assert figures(single_seen) == pytest.approx(figures(double_seen), rel=1e-4)
@@ -270,9 +270,9 @@ def metrics(dissimilarity: float, noise: float, gradient: float) -> dict[str, fl
 @pytest.mark.parametrize(
     ("seen", "method", "recipe", "words"),
     [
-        ((0.0, 1.0, 1.0), "local", "LocalSGD(period=32)", "the common part prevails"),
+        ((0.0, 1.0, 1.0), "local", "LocalSGD(period=32)", "the common part is larger"),
         ((-0.1, 1.0, 1.0), "local", "LocalSGD(period=32)", "differ by 0 "),
-        ((0.01, 1.0, 1.0), "local", "LocalSGD(period=10)", "for about 10 local steps"),
+        ((0.01, 1.0, 1.0), "local", "LocalSGD(period=10)", "in about 10 local steps"),
         (
             (4.0, 1.0, 1.0),
             "inner/outer",
@@ -301,7 +301,7 @@ def test_recipes_that_average_parameters_are_understood() -> None:
 
 
 def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> None:
-    """Where workers agree local steps get further in as many rounds, where they do not they stop short."""
+    """Where workers agree, local steps get further in as many rounds; where they differ, they miss the optimum."""
     draw = torch.Generator().manual_seed(3)
     curvature = torch.rand(4, 6, generator=draw, dtype=DOUBLE) + 0.05
     for apart, method in ((0.0, "local"), (100.0, "minibatch")):
@@ -334,7 +334,7 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Probe(every=1), "every=1: a look takes two successive exchanges"),
+        (lambda: Probe(every=1), "every=1: a measurement takes two successive exchanges"),
         (lambda: Probe(keep=1.0), r"keep=1.0: must lie in \[0, 1\)"),
         (lambda: Probe(Gossip()), r"neither sends gradients .* SlowMo\(base=Probe\(base=Local\(\)\)\)"),
         (lambda: Probe(SlowMo()), "put the probe inside"),
@@ -347,32 +347,32 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
         (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: needs a finite figure"),
     ],
 )
-def test_what_cannot_be_seen_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
 
 @pytest.mark.parametrize("make", [adamw(), sgd(0.1, 0.9)])
-def test_averages_of_other_optimizers_tell_no_gradients(make: Any) -> None:
+def test_averages_under_other_optimizers_are_refused(make: Any) -> None:
     problem = Regression(1, 1, DOUBLE)
-    with pytest.raises(ConfigError, match="takes SGD without momentum; look at AllReduce"):
+    with pytest.raises(ConfigError, match="takes SGD without momentum; measure AllReduce"):
         begin(None, Probe(LocalSGD()), problem, make)
     begin(None, Probe(AllReduce()), problem, make).detach()
 
 
-def test_a_base_that_exchanges_nothing_in_the_backward_pass_is_refused_at_the_first_look() -> None:
+def test_a_base_that_sends_nothing_in_the_backward_pass_is_refused_at_the_first_measurement() -> None:
     class Late(AllReduce):
         def on_gradient(self, r: Any, part: slice) -> Any:
             return None
 
     def body(comm: Comm) -> None:
-        with pytest.raises(ConfigError, match="exchanges nothing while the backward pass runs"):
-            looked(comm, Probe(Late(), 2), Slopes(2, 4), 4)
+        with pytest.raises(ConfigError, match="sends nothing during the backward pass"):
+            measured(comm, Probe(Late(), 2), Slopes(2, 4), 4)
 
     thinwire.run_threads(2, body)
 
 
-def test_averages_without_noise_tell_the_dissimilarity_of_slopes_exactly() -> None:
+def test_averages_without_noise_give_the_exact_dissimilarity_of_slopes() -> None:
     problem = Slopes(3, 8, noise=0.0)
-    (seen, _, _) = thinwire.run_threads(3, lambda comm: looked(comm, Probe(LocalSGD(2), 2), problem, 8))
+    (seen, _, _) = thinwire.run_threads(3, lambda comm: measured(comm, Probe(LocalSGD(2), 2), problem, 8))
     assert figures(seen[7]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-9, abs=1e-9)

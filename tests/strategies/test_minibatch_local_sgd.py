@@ -1,4 +1,4 @@
-"""Minibatch SGD, Local SGD, and what lies between them."""
+"""Minibatch SGD, Local SGD, and the methods between them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rounds_equal_their_oracle_on_processes() -> None:
 
 
 def accumulated(comm: Comm, problem: Regression, period: int, lr: float) -> Tensor:
-    """Gradient accumulation as everyone writes it."""
+    """Gradient accumulation under `AllReduce`."""
     worker = begin(comm, AllReduce(), problem, sgd(lr, 0.0))
     for first in range(0, STEPS - STEPS % period, period):
         worker.optimizer.zero_grad()
@@ -105,7 +105,7 @@ def test_one_worker_without_inner_steps_takes_the_step_of_a_large_batch() -> Non
     assert distance(together(1, MinibatchLocalSGD(4, 0.0), problem, [0.05] * 12), flat(model)[None]) < 1e-12
 
 
-def test_it_does_not_matter_how_a_minibatch_is_shared_out() -> None:
+def test_it_does_not_matter_how_a_minibatch_is_split_among_workers() -> None:
     everything = Regression(1, 16, DOUBLE)
 
     class Dealt(Regression):
@@ -177,7 +177,7 @@ def test_where_workers_disagree_accelerated_beats_plain_minibatch_and_that_beats
 def test_parameter_groups_may_differ_in_their_learning_rates() -> None:
     problem, rates = Regression(3, 8, DOUBLE), RATES[:8]
     for other, inner in ((LocalSGD(4), 1.0), (SlowMo(period=4, momentum=0.0, lr=2.0), 0.5)):
-        # A changing rate within a round is for Local SGD alone: the slow step takes the round's mean.
+        # The slow step uses a round's mean rate, so only Local SGD is compared under one that changes within a round.
         steady = rates if inner == 1 else [0.03] * 8
         theirs = together(3, other, problem, [inner * rate for rate in steady], factors=(1.0, 0.3))
         ours = together(3, MinibatchLocalSGD(4, inner), problem, steady, factors=(1.0, 0.3))
@@ -291,10 +291,10 @@ def test_rounds_that_cannot_work_are_refused(make: Callable[[], Any], words: str
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (adamw(), r"AdamW under MinibatchLocalSGD.*: a sum of gradients is no step of it; average its parameters"),
+        (adamw(), r"AdamW under MinibatchLocalSGD.*: its step is not along a sum of gradients; average its parameters"),
         (sgd(0.1, 0.9), r"SGD\(momentum=0.9\) under MinibatchLocalSGD.*SlowMo\(momentum=...\)"),
         (sgd(0.1, 0.0, weight_decay=0.01), r"SGD\(weight_decay=0.01\).*put it into the loss"),
-        (sgd(0.1, 0.0, maximize=True), r"SGD\(maximize=True\).*give the loss the other sign"),
+        (sgd(0.1, 0.0, maximize=True), r"SGD\(maximize=True\).*change the sign of the loss"),
     ],
 )
 def test_optimizers_that_are_not_plain_sgd_are_refused(make: Any, words: str) -> None:

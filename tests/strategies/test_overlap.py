@@ -1,4 +1,4 @@
-"""What must hold for methods that hide their messages: Overlap Local-SGD, CoCoD-SGD, and vectors said in fragments."""
+"""Methods that hide their messages: Overlap Local-SGD, CoCoD-SGD, and fragments."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_on_processes_they_end_where_threads_do_and_where_their_oracles_do() -> 
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
 def test_a_slow_wire_gives_the_same_bits(slow_rank: int) -> None:
-    """Messages that take their time must change nothing: the wait is at its place, never "if it has arrived"."""
+    """Slow messages change nothing: a mean is used at its step, never as soon as it has arrived."""
 
     class SlowWire(ThreadComm):
         def _all_reduce_(self, x: Tensor) -> Any:
@@ -122,7 +122,7 @@ def test_a_slow_wire_gives_the_same_bits(slow_rank: int) -> None:
 
 
 def common(strategy: OverlapLocalSGD) -> Callable[[Replica], Tensor]:
-    """This worker's share in what the workers have in common, whose mean over workers is y."""
+    """This worker's term of the conserved combination, whose mean over workers is y."""
     a = strategy.lr / (strategy.pull * (1 - strategy.momentum) + strategy.lr * (1 - strategy.pull))
 
     def see(r: Replica) -> Tensor:
@@ -141,7 +141,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-def test_without_learning_what_workers_have_in_common_is_conserved(strategy: OverlapLocalSGD) -> None:
+def test_without_gradients_the_common_model_is_conserved(strategy: OverlapLocalSGD) -> None:
     n = 4
     starts = torch.randn(n, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(5))
     rates = [0.0] * 40
@@ -166,7 +166,7 @@ def test_progress_is_the_share_of_the_learning_rate_that_counts(pull: float, mom
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-def test_every_variant_is_as_fast_as_it_says(strategy: OverlapLocalSGD) -> None:
+def test_every_variant_is_as_fast_as_its_progress(strategy: OverlapLocalSGD) -> None:
     assert pace(strategy) == pytest.approx(strategy.progress, rel=1e-4)
 
 
@@ -205,7 +205,7 @@ def test_a_share_of_the_momentum_on_every_worker_is_the_same_method() -> None:
     assert distance(mine, theirs) < 1e-12
 
 
-def test_without_pull_workers_never_hear_of_each_other() -> None:
+def test_without_pull_workers_train_as_if_alone() -> None:
     problem = Regression(3, STEPS, torch.float32)
     alone = together(3, Local(), problem, RATES, momentum=0.9)
     assert torch.equal(
@@ -224,7 +224,7 @@ def test_the_mean_of_cocod_moves_by_the_mean_of_its_rounds() -> None:
 
 
 def test_elastic_averaging_conserves_the_sum_of_workers_and_centre() -> None:
-    """The symmetric relative: there the plain sum is conserved, which Overlap Local-SGD's pull is not made for."""
+    """The symmetric relative conserves the plain sum, which Overlap Local-SGD does not."""
     x = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(8))
     ended = oracles.elastic(lambda x, k: torch.zeros_like(x), x, Descent([0.1] * 12), 12, period=2, pull=0.2)
     assert (ended.sum(0) - x.sum(0) - x.mean(0)).abs().max() < 1e-13
@@ -250,7 +250,7 @@ def test_one_fragment_is_the_base(base: Strategy) -> None:
 
 
 def test_each_fragment_follows_the_base_ahead_of_time() -> None:
-    """Fragment f of a streamed method is that part of the base whose clock is so many steps ahead."""
+    """Fragment f of a streamed method is that part of the base, some steps ahead."""
     n, period, fragments = 3, 6, 3
     problem = quadratic(n, DOUBLE, width=7)
     mine = together(n, Streaming(OverlapLocalSGD(period=period), fragments=fragments), problem, RATES)
@@ -335,7 +335,7 @@ def test_resuming_with_a_mean_in_flight_is_the_uninterrupted_run(strategy: Strat
 
 
 @pytest.mark.parametrize("base", [OverlapLocalSGD(period=3), CoCoD(period=3)], ids=str)
-def test_slow_momentum_takes_in_what_is_in_flight(base: Strategy) -> None:
+def test_slow_momentum_uses_messages_in_flight(base: Strategy) -> None:
     def body(comm: Comm) -> tuple[bool, Tensor]:
         worker = train(comm, SlowMo(base, period=4), quadratic(3, DOUBLE), [0.1] * 8)
         (r,) = worker.replicas
@@ -348,7 +348,7 @@ def test_slow_momentum_takes_in_what_is_in_flight(base: Strategy) -> None:
 
 WRONG: list[tuple[Callable[[], Strategy], str]] = [
     (lambda: OverlapLocalSGD(period=0), "period=0: must be at least 1"),
-    (lambda: OverlapLocalSGD(pull=1.0), r"pull=1.0: must lie in \[0, 1\), as at 1 .* frozen"),
+    (lambda: OverlapLocalSGD(pull=1.0), r"pull=1.0: must lie in \[0, 1\), because at 1 .* frozen"),
     (lambda: OverlapLocalSGD(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
     (lambda: OverlapLocalSGD(lr=0.0), "lr=0.0: .* positive"),
     (lambda: OverlapLocalSGD(period=4, delay=5), "delay=5: must lie between 1 and period=4"),
@@ -364,7 +364,7 @@ WRONG: list[tuple[Callable[[], Strategy], str]] = [
 
 
 @pytest.mark.parametrize(("make", "words"), WRONG, ids=[words for _, words in WRONG])
-def test_what_cannot_work_is_refused_with_the_reason(make: Callable[[], Strategy], words: str) -> None:
+def test_recipes_that_cannot_work_are_refused_with_the_reason(make: Callable[[], Strategy], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert re.search(words, str(refused.value))

@@ -244,7 +244,7 @@ def test_half_precision_is_mixed_in_single() -> None:
         assert torch.allclose(r.x.float(), x.float().mean(0), rtol=2**-8, atol=1e-5)
 
 
-# -- which worker waits -----------------------------------------------------------------------------------------------
+# -- which worker waits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
@@ -299,7 +299,7 @@ def flying(worker: thinwire.Worker) -> int:
     return len(worker.replicas[0].inflight)
 
 
-# -- consensus and checkpoints ---------------------------------------------------------------------------------------
+# -- consensus and checkpoints -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)

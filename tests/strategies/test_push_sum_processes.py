@@ -1,4 +1,4 @@
-"""Push-sum between real processes: the same numbers, with messages in flight, saved and read back."""
+"""Push-sum between real processes: the same numbers, with messages in flight, saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ STRATEGIES = [
 
 
 def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
-    """Where every strategy ends on this rank."""
+    """The final parameters of every strategy on this rank."""
     problem = Regression(comm.size, len(RATES), dtype)
     return [flat(train(comm, strategy, problem, RATES, **HEAVY).model).tolist() for strategy in STRATEGIES]
 
 
 def two_precisions(comm: Comm) -> list[float]:
-    """A model of two precisions, with averages in between that messages in flight must not disturb."""
+    """A model of two precisions, with averages in between that must not change messages in flight."""
     strategy = SlowMo(PushSum(Irregular(), 2), period=4)
     worker = steps(attach(comm, strategy, model=drawn(Mixed())), batches(comm.rank, 8))
     assert not any(r.inflight for r in worker.replicas)
@@ -54,14 +54,14 @@ def train_all() -> tuple[list[list[float]], list[list[float]], list[float]]:
 
 
 def test_overlap_equals_its_oracle_on_five_processes_and_on_four() -> None:
-    everyone = run_processes(5, train_all)
-    compare([five for five, _, _ in everyone], DOUBLE, 1e-12)
-    compare([four for _, four, _ in everyone[:4]], torch.float32, 1e-5)
-    assert all(mixed == everyone[0][2] for _, _, mixed in everyone)
+    rows = run_processes(5, train_all)
+    compare([five for five, _, _ in rows], DOUBLE, 1e-12)
+    compare([four for _, four, _ in rows[:4]], torch.float32, 1e-5)
+    assert all(mixed == rows[0][2] for _, _, mixed in rows)
 
 
 def compare(rows: list[list[list[float]]], dtype: torch.dtype, tolerance: float) -> None:
-    """Where the processes ended, by rank and strategy, against the oracle."""
+    """Compare the processes' final parameters, by rank and strategy, with the oracle."""
     n = len(rows)
     problem = Regression(n, len(RATES), dtype)
     mixings: dict[Any, Mixing] = {
@@ -81,8 +81,8 @@ def compare(rows: list[list[list[float]]], dtype: torch.dtype, tolerance: float)
         assert distance(torch.tensor([row[i] for row in rows], dtype=dtype), wanted) < tolerance, strategy
 
 
-def save_and_go_on(folder: Path) -> tuple[bool, bool, int]:
-    """Whether a resumed run and one that went on end in the same bits as one that was never saved."""
+def save_and_continue(folder: Path) -> tuple[bool, bool, int]:
+    """Whether a resumed run and one that continued end in the same bits as one that was never saved."""
     comm = thinwire.GroupComm()
     plain = steps(attach(comm, PushSum(Irregular(), 2)), batches(comm.rank, 9))
     plain.detach()
@@ -101,4 +101,4 @@ def save_and_go_on(folder: Path) -> tuple[bool, bool, int]:
 
 @pytest.mark.parametrize("n", [3])
 def test_a_checkpoint_holds_what_is_in_flight_between_processes(n: int, tmp_path: Path) -> None:
-    assert run_processes(n, save_and_go_on, tmp_path) == [(True, True, 2)] * n
+    assert run_processes(n, save_and_continue, tmp_path) == [(True, True, 2)] * n

@@ -1,4 +1,4 @@
-"""Recipes as text: what is written is what is read, and nothing is ever evaluated."""
+"""Recipes as text: they are parsed back as they were written, and nothing is ever evaluated."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ recipes = bases | some.builds(
 
 
 @given(recipe=recipes)
-def test_the_repr_of_a_recipe_is_read_back_as_the_recipe(recipe: Strategy) -> None:
+def test_the_repr_of_a_recipe_is_parsed_back_to_the_recipe(recipe: Strategy) -> None:
     assert parse(repr(recipe)) == recipe
     assert repr(parse(repr(recipe))) == repr(recipe)
 
 
 @given(recipe=recipes)
-def test_a_brief_recipe_is_read_back_as_the_recipe(recipe: Strategy) -> None:
+def test_a_brief_recipe_is_parsed_back_to_the_recipe(recipe: Strategy) -> None:
     assert parse(brief(recipe)) == recipe
     assert len(brief(recipe)) <= len(repr(recipe))
 
@@ -85,7 +85,7 @@ def test_brief_leaves_out_what_is_at_its_default(recipe: Strategy, text: str) ->
         ("AllReduce(None)", AllReduce()),
     ],
 )
-def test_bare_names_and_positions_are_read_too(text: str, recipe: Strategy) -> None:
+def test_bare_names_and_positional_arguments_are_parsed_too(text: str, recipe: Strategy) -> None:
     assert parse(text) == recipe
 
 
@@ -167,6 +167,6 @@ def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
         ("AllReduce(codec=Ring())", "codec must be a Codec or None"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_fix(text: str, words: str) -> None:
+def test_errors_name_the_fault_and_the_fix(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(text)

@@ -73,7 +73,7 @@ def test_the_anchor_is_where_the_last_slow_step_ended() -> None:
         assert torch.equal(anchor[7:], x[7].expand(3, -1, -1))
 
 
-def test_without_momentum_slow_steps_over_silence_are_local_sgd() -> None:
+def test_without_momentum_slow_steps_over_local_are_local_sgd() -> None:
     problem = Regression(3, 14, torch.float32)
     slow = together(3, SlowMo(period=4, momentum=0.0, lr=1.0), problem, [0.1] * 14, momentum=0.9)
     assert torch.equal(slow, together(3, LocalSGD(4), problem, [0.1] * 14, momentum=0.9))
@@ -122,7 +122,7 @@ def test_one_worker_without_slow_momentum_is_lookahead(pull: float) -> None:
 
 
 @pytest.mark.parametrize("base", [Local(), PushSum()], ids=str)
-def test_a_round_without_learning_rate_moves_nothing_and_lets_momentum_decay(base: Strategy) -> None:
+def test_a_round_at_a_learning_rate_of_zero_moves_nothing_and_momentum_decays(base: Strategy) -> None:
     rates = [0.1] * 4 + [0.0] * 4 + [0.1] * 4
     seen = watched(4, SlowMo(base, period=4, momentum=0.5), quadratic(4, DOUBLE), rates, slow_vectors)
     x, _, slow = seen.chunk(3, dim=-1)
@@ -132,7 +132,7 @@ def test_a_round_without_learning_rate_moves_nothing_and_lets_momentum_decay(bas
     assert distance(x[11], x[7]) > 1e-3
 
 
-def test_training_that_begins_without_learning_rate_stays_where_it_is() -> None:
+def test_training_at_a_learning_rate_of_zero_moves_nothing() -> None:
     seen = watched(3, SlowMo(period=3), quadratic(3, DOUBLE), [0.0] * 6, slow_vectors)
     x, anchor, slow = seen.chunk(3, dim=-1)
     assert torch.equal(x, torch.ones_like(x))
@@ -259,7 +259,7 @@ def test_local_sgd_leaves_all_workers_equal_after_a_round_and_calls_once_for_it(
         (lambda: PushSum("ring"), "topology must be a Topology"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: object, words: str) -> None:
+def test_recipes_that_cannot_work_are_refused_with_the_value_and_the_rule(make: object, words: str) -> None:
     assert callable(make)
     with pytest.raises(ConfigError, match=words):
         make()

@@ -87,7 +87,7 @@ def test_averaged_moments_cost_one_all_reduce_of_their_size() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_without_averages_nothing_is_said_and_each_worker_takes_slow_steps_of_its_own(n: int) -> None:
+def test_without_averages_nothing_is_sent_and_each_worker_takes_slow_steps_of_its_own(n: int) -> None:
     strategy = SlowMo(exact=False, **SLOW)
     problem = Regression(n, STEPS, DOUBLE)
     real = ended(n, strategy, problem, STEPS, sgd(0.05))
@@ -97,7 +97,7 @@ def test_without_averages_nothing_is_said_and_each_worker_takes_slow_steps_of_it
         assert torch.equal(real, ended(n, SlowMo(**SLOW), problem, STEPS, sgd(0.05)))
 
 
-def test_push_sum_without_averages_equals_its_oracle_and_says_no_more_than_push_sum() -> None:
+def test_push_sum_without_averages_equals_its_oracle_and_sends_no_more_than_push_sum() -> None:
     strategy = SlowMo(PushSum(), exact=False, **SLOW)
     problem = Regression(4, STEPS, DOUBLE)
     real = ended(4, strategy, problem, STEPS, sgd(0.05))
@@ -106,7 +106,7 @@ def test_push_sum_without_averages_equals_its_oracle_and_says_no_more_than_push_
 
 
 @pytest.mark.parametrize("base", [Gossip(), PushSum(Irregular())], ids=str)
-def test_slow_steps_without_averages_leave_messages_under_way_alone(base: Strategy) -> None:
+def test_slow_steps_without_averages_do_not_change_messages_in_flight(base: Strategy) -> None:
     sums: list[Tensor] = []
 
     def body(comm: Comm) -> Tensor:
@@ -118,12 +118,12 @@ def test_slow_steps_without_averages_leave_messages_under_way_alone(base: Strate
     assert sums[0].isfinite().all()
 
 
-def test_over_all_reduce_slow_steps_say_nothing() -> None:
+def test_over_all_reduce_slow_steps_send_nothing() -> None:
     problem = Regression(3, 8, torch.float32)
     assert sent(3, SlowMo(AllReduce(), period=4), problem, 8, sgd()) == sent(3, AllReduce(), problem, 8, sgd())
 
 
-def test_slow_momentum_says_no_more_than_local_sgd_of_the_same_period() -> None:
+def test_slow_momentum_sends_no_more_than_local_sgd_of_the_same_period() -> None:
     problem = Regression(4, 24, torch.float32)
     local = sent(4, LocalSGD(6), problem, 24, sgd())
     assert sent(4, SlowMo(period=6), problem, 24, sgd()) == local
@@ -145,7 +145,7 @@ KINDS: list[tuple[type[Optimizer], dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "names"), KINDS, ids=lambda each: getattr(each, "__name__", ""))
-def test_an_optimizer_that_forgets_goes_on_as_a_new_one(
+def test_a_reset_optimizer_continues_as_a_new_one(
     kind: type[Optimizer], settings: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     def step(optimizer: Optimizer) -> None:
@@ -171,7 +171,7 @@ def test_an_optimizer_that_forgets_goes_on_as_a_new_one(
     assert not any(torch.equal(p, q) for p, q in zip(parameters, untouched, strict=True))
 
 
-def test_a_replica_forgets_nothing_of_parameters_that_are_not_its_own() -> None:
+def test_a_replica_resets_only_its_own_parameters_state() -> None:
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([mine, other], lr=0.1, momentum=0.9)
     mine.grad, other.grad = torch.ones(2), torch.ones(2)
@@ -181,7 +181,7 @@ def test_a_replica_forgets_nothing_of_parameters_that_are_not_its_own() -> None:
     assert torch.equal(optimizer.state[other]["momentum_buffer"], torch.ones(2))
 
 
-def test_a_rank_without_moments_counts_as_zero_and_nobody_hangs() -> None:
+def test_a_rank_without_moments_counts_as_zero_and_no_rank_hangs() -> None:
     def body(comm: Comm) -> list[float]:
         parameter = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
@@ -195,8 +195,8 @@ def test_a_rank_without_moments_counts_as_zero_and_nobody_hangs() -> None:
     assert thinwire.run_threads(3, body) == [[], [3.0, 3.0], [3.0, 3.0]]
 
 
-class Odd(torch.optim.SGD):
-    """Asks for more than parameters."""
+class WithSecret(torch.optim.SGD):
+    """Needs more than parameters."""
 
     def __init__(self, parameters: Any, secret: int) -> None:
         super().__init__(parameters, lr=0.1 * secret)
@@ -204,10 +204,10 @@ class Odd(torch.optim.SGD):
 
 def test_optimizers_that_cannot_be_made_anew_are_refused_where_that_would_be_needed() -> None:
     model = nn.Linear(2, 2)
-    odd = Odd(model.parameters(), secret=2)
-    SlowMo().check_optimizer(odd)
-    with pytest.raises(ConfigError, match="Odd: cannot be made anew from its parameter groups"):
-        SlowMo(buffers="reset").check_optimizer(odd)
+    optimizer = WithSecret(model.parameters(), secret=2)
+    SlowMo().check_optimizer(optimizer)
+    with pytest.raises(ConfigError, match="WithSecret: cannot be made anew from its parameter groups"):
+        SlowMo(buffers="reset").check_optimizer(optimizer)
     with pytest.raises(ConfigError, match="LBFGS: what it remembers cannot be told"):
         thinwire.attach(model, torch.optim.LBFGS(model.parameters()), SlowMo(buffers="average"))
     assert not made_anew(torch.optim.SGD(model.parameters(), lr=0.1)).state

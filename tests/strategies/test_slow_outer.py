@@ -86,7 +86,7 @@ def test_one_worker_under_plain_outer_descent_is_lookahead() -> None:
     assert distance(real, ahead) < 1e-12
 
 
-def test_slow_momentum_is_outer_descent_with_momentum_while_the_learning_rate_rests() -> None:
+def test_slow_momentum_is_outer_sgd_with_momentum_at_a_constant_learning_rate() -> None:
     problem = Regression(3, STEPS, DOUBLE)
     real, outer = (
         ended(3, strategy, problem, STEPS, sgd(0.05))
@@ -129,7 +129,7 @@ def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(
         assert all(torch.equal(x, again[name]) for name, x in whole.items())
 
 
-def test_the_outer_optimizer_s_memory_is_among_the_strategy_s_state() -> None:
+def test_the_outer_optimizer_s_state_is_part_of_the_strategy_s() -> None:
     (r,) = run(None, SERVER, Regression(1, 10, DOUBLE), 10, sgd()).replicas
     assert set(r.state) == {"anchor", "outer.step", "outer.exp_avg", "outer.exp_avg_sq"}
     assert r.state["outer.step"] == 2
@@ -138,7 +138,7 @@ def test_the_outer_optimizer_s_memory_is_among_the_strategy_s_state() -> None:
 @pytest.mark.parametrize(
     "name", ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor"]
 )
-def test_every_dense_optimizer_of_torch_goes_on_where_it_stopped(name: str) -> None:
+def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) -> None:
     outer, x, y = OuterOptimizer(name, lr=0.1), torch.ones(3), torch.ones(3)
     state: dict[str, Tensor] = {}
     parameter = torch.nn.Parameter(y)
@@ -160,16 +160,16 @@ def test_every_dense_optimizer_of_torch_goes_on_where_it_stopped(name: str) -> N
         (lambda: OuterOptimizer("SGD", momentum=-1.0), "Invalid momentum value"),
         (lambda: OuterOptimizer("SGD", nesterov=True), "Nesterov momentum requires a momentum"),
         (lambda: OuterOptimizer("AdamW", momentum=0.9), "unexpected keyword argument 'momentum'"),
-        (lambda: OuterOptimizer("LBFGS"), "its step asks for more than a gradient"),
-        (lambda: OuterOptimizer("SparseAdam"), "its step asks for more than a gradient"),
+        (lambda: OuterOptimizer("LBFGS"), "its step needs more than a gradient"),
+        (lambda: OuterOptimizer("SparseAdam"), "its step needs more than a gradient"),
         (lambda: OuterOptimizer("Adam", options="betas=open('x')"), "cannot be read"),
         (lambda: OuterOptimizer("Adam", options="0.9"), "they have no names"),
         (lambda: OuterOptimizer("Adam", options="betas=(0.9"), "cannot be read"),
         (lambda: OuterOptimizer(lr="1"), "lr must be a number"),  # type: ignore[arg-type]
-        (lambda: SlowMo(outer=OuterOptimizer(), momentum=0.4), "the slow step is the outer optimizer's alone"),
+        (lambda: SlowMo(outer=OuterOptimizer(), momentum=0.4), "the outer optimizer takes the slow step"),
         (lambda: SlowMo(outer="SGD"), "outer must be a OuterOptimizer or None"),  # type: ignore[arg-type]
         (lambda: SlowMo(buffers="drop"), "'maintain' or 'reset' or 'average'"),  # type: ignore[arg-type]
-        (lambda: SlowMo(shard=True, exact=False), "nothing to share out"),
+        (lambda: SlowMo(shard=True, exact=False), "nothing to shard"),
         (lambda: SlowMo(device="cuda"), "device must be 'cpu' or None"),  # type: ignore[arg-type]
     ],
 )

@@ -1,4 +1,4 @@
-"""Slow state that is shared out over workers, kept on the host, or more exact than the parameters; means in parts."""
+"""Slow state that is sharded over workers, kept on the host, or more exact than the parameters; means in parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies.local_runs import begin, ended, go_on, run, sent, sgd
 from thinwire import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
 from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
-from thinwire.strategies.local.means import all_gather_, part_of, reduce_scatter, ring_sum_, weighted_mean_
+from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter, ring_sum_, weighted_mean_
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 
 DOUBLE = torch.float64
@@ -35,21 +35,21 @@ STRATEGIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", STRATEGIES, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_shared_out_slow_steps_give_the_same_bits(settings: dict[str, Any], n: int) -> None:
+def test_sharded_slow_steps_give_the_same_bits(settings: dict[str, Any], n: int) -> None:
     problem = Regression(n, STEPS, torch.float32)
     whole, shared = (ended(n, SlowMo(period=4, shard=s, **settings), problem, STEPS, sgd()) for s in (False, True))
     assert torch.equal(shared, whole)
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 3), (8, 2), (3, 7), (4, 8)])
-def test_vectors_smaller_than_the_number_of_workers_are_shared_out_too(n: int, width: int) -> None:
+def test_vectors_smaller_than_the_number_of_workers_are_sharded_too(n: int, width: int) -> None:
     problem = quadratic(n, DOUBLE, width=width)
     for settings in STRATEGIES[:3]:
         whole, shared = (ended(n, SlowMo(period=2, shard=s, **settings), problem, 6, sgd()) for s in (False, True))
         assert torch.equal(shared, whole)
 
 
-def test_each_parameter_group_s_rate_is_shared_out_with_its_parameters() -> None:
+def test_each_parameter_group_s_rate_is_sharded_with_its_parameters() -> None:
     problem = Regression(3, 8, DOUBLE)
     whole, shared = (
         watched(3, SlowMo(period=4, shard=s), problem, [0.1, 0.05] * 4, factors=[1.0, 0.5, 0.0]) for s in (False, True)
@@ -67,7 +67,7 @@ def shared_runs() -> list[list[float]]:
     ]
 
 
-def test_shared_out_slow_steps_go_as_far_on_processes() -> None:
+def test_sharded_slow_steps_are_the_same_on_processes() -> None:
     rows = torch.tensor(run_processes(3, shared_runs), dtype=DOUBLE)
     assert distance(rows[:, ::2], rows[:, 1::2]) < 1e-12
     assert torch.equal(rows[:, 1], rows[:1, 1].expand(3, -1)) is False, "mid-round, workers differ"
@@ -76,7 +76,7 @@ def test_shared_out_slow_steps_go_as_far_on_processes() -> None:
 @pytest.mark.parametrize(
     "strategy", [SlowMo(period=4, shard=True), SlowMo(period=4, shard=True, outer=OuterOptimizer())], ids=str
 )
-def test_sharing_out_sends_as_much_and_keeps_a_share(strategy: Strategy) -> None:
+def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy) -> None:
     problem = Regression(2, 8, torch.float32)
     assert sent(2, strategy, problem, 8, sgd())[0][0] == sent(2, LocalSGD(4), problem, 8, sgd())[0][0]
     uneven = sent(3, strategy, Regression(3, 8, torch.float32), 8, sgd())
@@ -92,7 +92,7 @@ def test_sharing_out_sends_as_much_and_keeps_a_share(strategy: Strategy) -> None
     )
 
 
-def test_after_a_slow_step_all_workers_hold_the_same_bits_in_shares_too() -> None:
+def test_after_a_sharded_slow_step_all_workers_hold_the_same_bits() -> None:
     for settings in STRATEGIES:
         seen = watched(3, SlowMo(period=4, shard=True, **settings), Regression(3, 8, torch.float32), [0.1] * 8)
         assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])), settings
@@ -114,7 +114,7 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
 
 
 @pytest.mark.parametrize("settings", STRATEGIES[:4] + STRATEGIES[-1:], ids=str)
-def test_explain_counts_the_bytes_and_the_memory_of_shared_out_state(settings: dict[str, Any]) -> None:
+def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(settings: dict[str, Any]) -> None:
     whole, shared = (explain(SlowMo(period=4, shard=s, **settings), parameters=1200, workers=4) for s in (False, True))
     assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4
     names = [name for name in whole.memory_bytes_per_parameter if name != "parameters"]
@@ -123,7 +123,7 @@ def test_explain_counts_the_bytes_and_the_memory_of_shared_out_state(settings: d
         assert whole.memory_bytes_per_parameter[name] == 4 * shared.memory_bytes_per_parameter[name] == 4
 
 
-def test_the_host_keeps_the_slow_state_where_it_is_told_to() -> None:
+def test_the_slow_state_can_be_kept_on_the_host() -> None:
     strategy = SlowMo(period=2, device="cpu", outer=OuterOptimizer("Adam", lr=0.1))
     meta = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
     strategy.start(meta)
@@ -167,7 +167,7 @@ def ring_sums(comm: Comm, members: range, length: int) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize(("members", "length"), [(range(4), 12), (range(1, 4), 7), (range(2, 4), 1), (range(3, 4), 5)])
-def test_a_few_ranks_add_up_without_the_others(members: range, length: int) -> None:
+def test_some_ranks_compute_a_sum_without_the_others(members: range, length: int) -> None:
     results = thinwire.run_threads(4, lambda comm: ring_sums(comm, members, length))
     total = torch.stack([drawn(rank, length) for rank in members]).sum(0)
     for rank, (x, nbytes) in enumerate(results):
@@ -200,12 +200,12 @@ def test_means_on_processes_are_those_of_arithmetic() -> None:
 
 def test_parts_of_a_vector_are_all_of_it() -> None:
     x = torch.arange(7)
-    parts = thinwire.run_threads(9, lambda comm: part_of(comm, x))
+    parts = thinwire.run_threads(9, lambda comm: own_shard(comm, x))
     assert torch.equal(torch.cat(parts), x)
     assert {part.numel() for part in parts} == {0, 1}
 
 
-def test_where_nobody_has_any_weight_the_mean_is_the_plain_one() -> None:
+def test_where_all_weights_are_zero_the_mean_is_the_plain_one() -> None:
     def body(comm: Comm) -> Tensor:
         return weighted_mean_(drawn(comm.rank, 5), torch.zeros(()), lambda v: comm.all_reduce_(v).wait())
 
@@ -213,7 +213,7 @@ def test_where_nobody_has_any_weight_the_mean_is_the_plain_one() -> None:
     assert torch.allclose(thinwire.run_threads(3, body)[0], plain, rtol=0, atol=1e-12)
 
 
-def test_shared_out_slow_state_goes_on_within_a_round() -> None:
+def test_sharded_slow_state_resumes_within_a_round() -> None:
     problem = Regression(3, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ def spoken(n: int, dtype: torch.dtype) -> list[Case]:
 
 
 def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
-    """Where every strategy ends on this rank."""
+    """The final parameters of every strategy on this rank."""
     problem = Regression(comm.size, STEPS, dtype)
     return [
         flat(train(comm, strategy, problem, WARMING, **settings).model).tolist()
@@ -120,7 +120,7 @@ def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
 
 
 def slow_vectors(comm: Comm) -> list[float]:
-    """What this rank holds after a slow step."""
+    """This rank's parameters after a slow step."""
     strategy = SlowMo(PushSum(Irregular()), period=6)
     (r,) = train(comm, strategy, Regression(comm.size, 12, torch.float32), [0.1] * 12, momentum=0.9).replicas
     return torch.cat([r.x, r.state["anchor"], r.state["slow"]]).tolist()
@@ -137,15 +137,15 @@ def train_all() -> tuple[list[list[float]], list[list[list[float]]], list[float]
 
 
 def test_every_strategy_equals_its_oracle_on_processes() -> None:
-    everyone = run_processes(5, train_all)
-    compare([five for five, _, _ in everyone], 5, torch.float64)
-    compare([single for _, (single, _), _ in everyone[:4]], 4, torch.float32)
-    compare([double for _, (_, double), _ in everyone[:4]], 4, torch.float64)
-    assert all(bits == everyone[0][2] for _, _, bits in everyone[:4])
+    rows = run_processes(5, train_all)
+    compare([five for five, _, _ in rows], 5, torch.float64)
+    compare([single for _, (single, _), _ in rows[:4]], 4, torch.float32)
+    compare([double for _, (_, double), _ in rows[:4]], 4, torch.float64)
+    assert all(bits == rows[0][2] for _, _, bits in rows[:4])
 
 
 def compare(rows: list[list[list[float]]], n: int, dtype: torch.dtype) -> None:
-    """Where the processes ended, by rank and strategy, against the oracles."""
+    """Compare the processes' final parameters, by rank and strategy, with the oracles."""
     problem = Regression(n, STEPS, dtype)
     real = torch.tensor(rows, dtype=dtype)
     for i, (strategy, oracle, settings) in enumerate(spoken(n, dtype)):

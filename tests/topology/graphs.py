@@ -1,4 +1,4 @@
-"""Every graph that thinwire knows, the sizes it exists for, and what its steps do to stacked vectors."""
+"""Every graph of thinwire, the sizes it exists for, and the effect of its steps on stacked vectors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GRAPHS = [*KEEPING, Star("push-sum")]
 
 
 def exists(topology: Topology, n: int) -> bool:
-    """Whether the definition of a graph makes sense for n workers."""
+    """Whether a graph exists for n workers."""
     if isinstance(topology, Hypercube):
         return n & (n - 1) == 0
     if isinstance(topology, BipartiteExponential):
@@ -67,12 +67,12 @@ def sizes_of(topology: Topology) -> list[int]:
 
 @cache
 def seen(topology: Topology, n: int) -> list[list[Peers]]:
-    """What every rank believes at every step of a period."""
+    """Every rank's peers at every step of a period."""
     return [[topology.peers(rank, n, step) for rank in range(n)] for step in range(topology.period(n))]
 
 
 def mixings(topology: Topology, n: int) -> list[Matrix]:
-    """The mixing matrices of a period, from what ranks believe of their senders."""
+    """The mixing matrices of a period, from the senders in every rank's peers."""
     found: list[Matrix] = []
     for ranks in seen(topology, n):
         mixing = np.diag([peers.own for peers in ranks])
@@ -83,7 +83,7 @@ def mixings(topology: Topology, n: int) -> list[Matrix]:
 
 
 def product(topology: Topology, n: int) -> Matrix:
-    """What one period does to the stacked vectors."""
+    """The product of a period's mixing matrices."""
     mixed = np.eye(n)
     for mixing in mixings(topology, n):
         mixed = mixing @ mixed
@@ -96,7 +96,7 @@ def disagreement(topology: Topology, n: int) -> float:
 
 
 def reaches_all(sends: NDArray[np.bool_]) -> bool:
-    """Whether there is a way from everyone to everyone, by squaring."""
+    """Whether there is a path from every rank to every other, by squaring."""
     reach = sends | np.eye(len(sends), dtype=bool)
     for _ in range(max(1, (len(sends) - 1).bit_length())):
         reach = (reach.astype(float) @ reach) > 0

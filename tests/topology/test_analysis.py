@@ -1,4 +1,4 @@
-"""What the analysis says of a graph is what a loop over its steps finds."""
+"""The analysis of a graph agrees with a loop over its steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_disagreement_and_the_steps_it_takes_are_those_of_a_loop(topology: Topol
             assert steps_to(topology, n, share) == next(step for step, each in enumerate(left) if each <= share)
 
 
-def test_exact_averages_are_told_from_mere_closeness() -> None:
+def test_exact_averages_are_distinguished_from_close_ones() -> None:
     many = RandomMatching(draws=160)
     assert contraction(many, 3) < 1e-12 and steps_to_average(many, 3) is None
     assert [steps_to_average(Hypercube(), n) for n in (1, 2, 64)] == [0, 1, 6]
@@ -82,7 +82,7 @@ def test_exact_averages_are_told_from_mere_closeness() -> None:
     assert [steps_to_average(graph, 12) for graph in (Ring(), OnePeerExponential(), Complete())] == [None, None, 1]
 
 
-def test_a_ring_of_128_takes_thousands_of_steps_that_nobody_counts_one_by_one() -> None:
+def test_the_thousands_of_steps_of_a_ring_of_128_are_not_counted_one_by_one() -> None:
     largest = (1 + 2 * np.cos(2 * np.pi / 128)) / 3
     assert steps_to(Ring(), 128) == int(np.ceil(np.log(1e-3) / np.log(largest)))
     assert steps_to(Ring(), 128, 1e-12) == int(np.ceil(np.log(1e-12) / np.log(largest)))
@@ -137,13 +137,13 @@ def test_sums_of_rows_and_of_columns() -> None:
 
 
 class Rows(Ring):
-    """Two workers of whom one only listens: rows sum to one, columns do not, and news goes one way."""
+    """Two workers, one of which only receives: rows sum to one, columns do not."""
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         return Peers((1,), (), 1.0, ()) if rank == 0 else Peers((), (0,), 0.5, (0.5,))
 
 
-def test_what_is_not_conserved_or_not_connected_is_seen() -> None:
+def test_graphs_that_lose_mass_or_are_not_connected_are_recognised() -> None:
     graph = Rows()
     assert row_stochastic(graph, 2) and not column_stochastic(graph, 2)
     assert not connected(graph, 2) and steps_to(graph, 2) is None and steps_to_average(graph, 2) is None
@@ -186,7 +186,7 @@ def test_all_facts_of_every_graph_are_there_for_128_workers() -> None:
         assert (found.steps_to_average is None) == (found.spectral_gap < 1)
 
 
-def test_facts_are_asked_for_from_many_threads_at_once() -> None:
+def test_facts_can_be_computed_by_many_threads_at_once() -> None:
     found: list[float] = []
     asking = [threading.Thread(target=lambda: found.append(spectral_gap(Ring(), 41))) for _ in range(8)]
     for thread in asking:
@@ -196,7 +196,7 @@ def test_facts_are_asked_for_from_many_threads_at_once() -> None:
     assert len(found) == 8 and len(set(found)) == 1
 
 
-# -- over wires --------------------------------------------------------------------------------------------------------
+# -- on comms ----------------------------------------------------------------------------------------------------------
 
 
 def mixed(comm: Comm, graphs: list[Topology]) -> list[list[float]]:
@@ -215,7 +215,7 @@ def over_gloo(graphs: list[Topology]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("n", [4, 6, 9])
-def test_threads_mix_as_the_matrices_say(n: int) -> None:
+def test_threads_mix_as_the_matrices_do(n: int) -> None:
     graphs = [graph for graph in GRAPHS if exists(graph, n)]
     rows = run_threads(n, lambda comm: mixed(comm, graphs), timeout=30)
     for place, graph in enumerate(graphs):
@@ -223,7 +223,7 @@ def test_threads_mix_as_the_matrices_say(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5])
-def test_processes_mix_as_the_matrices_say(n: int) -> None:
+def test_processes_mix_as_the_matrices_do(n: int) -> None:
     graphs = [graph for graph in GRAPHS if exists(graph, n)]
     rows = run_processes(n, over_gloo, graphs)
     for place, graph in enumerate(graphs):
@@ -253,7 +253,7 @@ def test_push_sum_without_updates_finds_the_average_on_every_graph(topology: Top
     assert not torch.allclose(found[0, 0], found[1, 0])
 
 
-def test_a_bipartite_graph_serves_who_exchanges_in_pairs() -> None:
+def test_a_bipartite_graph_works_with_methods_that_exchange_in_pairs() -> None:
     for n in (2, 6, 10, 16):
         for mixing in mixings(BipartiteExponential(), n):
             assert np.array_equal(mixing @ mixing, mixing)

@@ -1,4 +1,4 @@
-"""What is known of each graph in closed form, and what goes wrong where it is built carelessly."""
+"""Closed forms of each graph, and errors that are easily made in building it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from thinwire.topology.analysis import contraction, eigenvalues
 
 
 def mixed_by(graph: nx.Graph, n: int) -> Matrix:
-    """Equal weights for everyone's neighbours and themselves, on a graph that networkx has drawn."""
+    """Equal weights for every rank and its neighbours, on a graph of networkx."""
     linked = nx.to_numpy_array(graph, nodelist=sorted(graph)) > 0
     np.fill_diagonal(linked, True)
     return linked / linked.sum(1, keepdims=True)
@@ -81,7 +81,7 @@ def test_eigenvalues_are_those_of_the_formulas() -> None:
     assert np.allclose(np.sort(eigenvalues(Torus(), 32)), np.sort(grid), atol=1e-12)
 
 
-def test_the_middle_of_a_star_has_everyones_messages() -> None:
+def test_the_middle_of_a_star_sends_and_receives_most() -> None:
     for weights in ("metropolis", "push-sum"):
         star = Star(weights)
         assert star.peers(0, 6, 0).dst == star.peers(0, 6, 0).src == (1, 2, 3, 4, 5)
@@ -92,7 +92,7 @@ def test_the_middle_of_a_star_has_everyones_messages() -> None:
     ] == leaf
 
 
-# -- graphs that take turns --------------------------------------------------------------------------------------------
+# -- graphs that change ------------------------------------------------------------------------------------------------
 
 
 def exact(topology: Topology, n: int) -> bool:
@@ -150,18 +150,18 @@ def test_base_graphs_have_the_lengths_that_their_algorithms_give() -> None:
     }
 
 
-def test_across_the_sides_of_a_bipartite_graph_everyone_has_one_partner() -> None:
+def test_in_a_bipartite_graph_every_rank_has_one_partner_on_the_other_side() -> None:
     graph = BipartiteExponential()
     assert [graph.active(rank) for rank in range(4)] == [False, True, False, True]
     for n in range(2, 129, 2):
-        met: set[int] = set()
+        partners: set[int] = set()
         for step in range(graph.period(n)):
             for rank in range(n):
                 (partner,) = graph.peers(rank, n, step).dst
                 assert graph.active(partner) != graph.active(rank)
                 assert graph.peers(partner, n, step).dst == (rank,)
-            met.add(graph.peers(0, n, step).dst[0])
-        assert len(met) == graph.period(n)
+            partners.add(graph.peers(0, n, step).dst[0])
+        assert len(partners) == graph.period(n)
     assert [graph.peers(0, 16, step).dst[0] for step in range(8)] == [1, 15, 3, 13, 5, 11, 9, 7]
 
 
@@ -172,18 +172,18 @@ def pairs(graph: RandomMatching, n: int, step: int) -> list[tuple[int, ...]]:
     return [graph.peers(rank, n, step).dst for rank in range(n)]
 
 
-def test_random_matchings_pair_everyone_but_one_of_an_odd_number() -> None:
+def test_random_matchings_pair_all_ranks_but_one_of_an_odd_number() -> None:
     for n in SIZES:
         for step in range(4):
-            met = pairs(RandomMatching(), n, step)
-            alone = [rank for rank, partner in enumerate(met) if not partner]
-            assert len(alone) == n % 2
-            assert all(met[partner[0]] == (rank,) for rank, partner in enumerate(met) if partner)
+            partners = pairs(RandomMatching(), n, step)
+            unpaired = [rank for rank, partner in enumerate(partners) if not partner]
+            assert len(unpaired) == n % 2
+            assert all(partners[partner[0]] == (rank,) for rank, partner in enumerate(partners) if partner)
 
 
-def test_random_matchings_are_the_same_in_every_process_and_in_any_order_of_asking() -> None:
-    asked = "[RandomMatching(7).peers(rank, 9, step).dst for step in (5, 2) for rank in range(9)]"
-    code = f"from thinwire.topology import RandomMatching; print({asked})"
+def test_random_matchings_are_the_same_in_every_process_and_in_any_order_of_calls() -> None:
+    calls = "[RandomMatching(7).peers(rank, 9, step).dst for step in (5, 2) for rank in range(9)]"
+    code = f"from thinwire.topology import RandomMatching; print({calls})"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     here = [RandomMatching(7).peers(rank, 9, step).dst for rank in range(9) for step in (2, 5)]
     assert elsewhere.stdout.strip() == str(here[1::2] + here[::2])
@@ -193,9 +193,9 @@ def test_random_matchings_are_the_same_in_every_process_and_in_any_order_of_aski
 def test_all_pairs_are_drawn_equally_often_and_seeds_steps_and_sizes_differ() -> None:
     graph = RandomMatching(draws=3000)
     drawn = [pairs(graph, 6, step) for step in range(3000)]
-    often = Counter((rank, met[rank][0]) for met in drawn for rank in range(6))
+    often = Counter((rank, partners[rank][0]) for partners in drawn for rank in range(6))
     assert all(abs(often[pair] - 600) < 100 for pair in combinations(range(6), 2))
-    assert len({str(met) for met in drawn}) == 15
+    assert len({str(partners) for partners in drawn}) == 15
     assert len({str(pairs(RandomMatching(seed), 32, 0)) for seed in range(20)}) == 20
     assert pairs(RandomMatching(), 8, 1)[:4] != pairs(RandomMatching(), 9, 1)[:4]
 
@@ -224,7 +224,7 @@ def test_a_period_of_a_hierarchy_is_the_product_of_its_parts(inside: Topology, b
         assert np.allclose(product(graph, n), np.kron(far, near), rtol=0, atol=1e-14)
 
 
-def test_nodes_of_a_hierarchy_speak_to_each_other_every_so_many_steps() -> None:
+def test_nodes_of_a_hierarchy_exchange_every_so_many_steps() -> None:
     graph = Hierarchical(4, every=3)
     for step in range(graph.period(16)):
         crossing = [i // 4 != j // 4 for i in range(16) for j in graph.peers(i, 16, step).dst]
@@ -235,7 +235,7 @@ def test_fewer_workers_than_a_node_has_are_one_node() -> None:
     assert [Hierarchical(8).peers(1, 3, step).dst for step in range(2)] == [(0, 2), ()]
 
 
-# -- mistakes that others have made ------------------------------------------------------------------------------------
+# -- errors that are easily made ---------------------------------------------------------------------------------------
 
 
 def test_no_hop_leads_back_to_its_start_or_to_one_peer_twice() -> None:
@@ -264,13 +264,13 @@ def test_the_longest_hop_is_not_lost_to_rounding(degree: int) -> None:
     ]
 
 
-def test_two_dtypes_that_speak_in_turn_both_see_the_whole_graph() -> None:
+def test_two_dtypes_that_exchange_in_turn_both_use_the_whole_graph() -> None:
     graph = OnePeerExponential()
-    heard: list[list[tuple[int, ...]]] = [[], []]
+    seen: list[list[tuple[int, ...]]] = [[], []]
     for step in range(4):
         for dtype in (0, 1):
-            heard[dtype].append(graph.peers(0, 16, step).dst)
-    assert heard[0] == heard[1] == [(1,), (2,), (4,), (8,)]
+            seen[dtype].append(graph.peers(0, 16, step).dst)
+    assert seen[0] == seen[1] == [(1,), (2,), (4,), (8,)]
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,21 @@ from thinwire.topology.analysis import facts, matrices
 Capture = pytest.CaptureFixture[str]
 
 
-def said(capsys: Capture, *arguments: str) -> str:
+def printed(capsys: Capture, *arguments: str) -> str:
     assert main(["topology", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
-    """What is said to arguments that cannot work; one message, no traceback, exit code 2."""
+    """The error for arguments that cannot work: one message, no traceback, exit code 2."""
     assert main(["topology", *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("thinwire:") == 1 and "Traceback" not in told.err
-    return told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("thinwire:") == 1 and "Traceback" not in output.err
+    return output.err
 
 
-def test_a_graph_is_described_in_words_and_drawn_in_text(capsys: Capture) -> None:
-    out = said(capsys, "OnePeerExponential", "--workers", "4")
+def test_a_graph_is_described_and_drawn_as_text(capsys: Capture) -> None:
+    out = printed(capsys, "OnePeerExponential", "--workers", "4")
     assert "changing, repeats after 2 steps" in out
     assert "doubly stochastic, not symmetric" in out
     assert "1.00 vectors per worker and step; an all-reduce sends 1.50" in out
@@ -44,8 +44,8 @@ def test_a_graph_is_described_in_words_and_drawn_in_text(capsys: Capture) -> Non
     assert "PushSum" in serves and "Gossip" in serves
 
 
-def test_strategies_that_refuse_a_graph_say_why(capsys: Capture) -> None:
-    out = said(capsys, "Star(weights='push-sum')", "--workers", "5")
+def test_strategies_that_refuse_a_graph_give_the_reason(capsys: Capture) -> None:
+    out = printed(capsys, "Star(weights='push-sum')", "--workers", "5")
     assert "column-stochastic alone: only push-sum finds the plain average" in out
     serves = out.partition("serves")[2].partition("\n")[0]
     assert "PushSum" in serves and "Gossip" not in serves
@@ -55,24 +55,24 @@ def test_strategies_that_refuse_a_graph_say_why(capsys: Capture) -> None:
 
 
 def test_long_periods_and_many_edges_are_cut_short(capsys: Capture) -> None:
-    out = said(capsys, "RandomMatching(draws=11)", "--workers", "64")
+    out = printed(capsys, "RandomMatching(draws=11)", "--workers", "64")
     assert "and 16 more" in out and "step 7 " in out and "step 8 " not in out and "and 3 more steps" in out
-    assert "nobody" in said(capsys, "Ring", "--workers", "1")
+    assert "nobody" in printed(capsys, "Ring", "--workers", "1")
 
 
 def test_bytes_and_seconds_are_given_where_they_are_asked_for(capsys: Capture) -> None:
-    out = said(capsys, "Star", "--workers", "5", "--parameters", "2.5e6", "--link", "1gbit,2:100mbit")
+    out = printed(capsys, "Star", "--workers", "5", "--parameters", "2.5e6", "--link", "1gbit,2:100mbit")
     assert "16.0 MB per worker and step, with 2,500,000 parameters in fp32" in out
     assert "100 Mbit/s  3.20 s of transfer a step for the busiest worker" in out
-    found = json.loads(said(capsys, "Ring", "--parameters", "10", "--link", "none", "--json"))
+    found = json.loads(printed(capsys, "Ring", "--parameters", "10", "--link", "none", "--json"))
     assert found["bytes_per_step"] == found["busiest_bytes_per_step"] == 80 and "busiest_seconds_per_step" not in found
 
 
 def test_json_has_the_facts_of_the_analysis(capsys: Capture) -> None:
-    found = json.loads(said(capsys, "Ring", "--workers", "6", "--json"))
+    found = json.loads(printed(capsys, "Ring", "--workers", "6", "--json"))
     assert {key: found[key] for key in vars(facts(Ring(), 6))} == vars(facts(Ring(), 6))
     assert (found["topology"], found["workers"], found["refused_by"]["Gossip"]) == ("Ring()", 6, None)
-    found = json.loads(said(capsys, "--workers", "6", "--json", "--parameters", "100"))
+    found = json.loads(printed(capsys, "--workers", "6", "--json", "--parameters", "100"))
     rows = {row["topology"]: row for row in found["topologies"]}
     assert rows["OnePeerExponential()"]["contraction"] == facts(OnePeerExponential(), 6).contraction
     assert rows["OnePeerExponential()"]["bytes_per_step"] == 400
@@ -96,8 +96,8 @@ def test_the_figures_of_the_documentation_are_those_of_the_graphs() -> None:
             assert cell.startswith("**") == (found.steps_to_average == found.steps_to_a_thousandth), (name, n)
 
 
-def test_all_graphs_stand_side_by_side_and_those_that_do_not_exist_say_why(capsys: Capture) -> None:
-    out = said(capsys, "--workers", "7", "--parameters", "1e6", "--link", "10mbit")
+def test_all_graphs_are_listed_and_those_that_do_not_exist_with_the_reason(capsys: Capture) -> None:
+    out = printed(capsys, "--workers", "7", "--parameters", "1e6", "--link", "10mbit")
     for graph in {type(each).__name__ for each in KEEPING}:
         assert f"{graph}(" in out
     assert "Hypercube() with 7 workers: needs a power of two" in out
@@ -111,19 +111,19 @@ def test_all_graphs_stand_side_by_side_and_those_that_do_not_exist_say_why(capsy
 @pytest.mark.parametrize("workers", [1, 11, 40])
 def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: str, workers: int) -> None:
     path = tmp_path / "new" / "graph.png"
-    out = said(capsys, name, "--workers", str(workers), "--out", str(path))
+    out = printed(capsys, name, "--workers", str(workers), "--out", str(path))
     assert str(path) in out
     picture = imread(path)
     assert picture.shape[0] > 300 and picture.shape[1] > 300 and np.ptp(picture) > 0.5
 
 
 def test_agreement_of_all_graphs_is_drawn_in_one_picture(capsys: Capture, tmp_path: Path) -> None:
-    said(capsys, "--workers", "8", "--out", str(tmp_path / "all.png"), "--json")
+    printed(capsys, "--workers", "8", "--out", str(tmp_path / "all.png"), "--json")
     assert [path.name for path in tmp_path.iterdir()] == ["all.png"]
     assert imread(tmp_path / "all.png").shape[1] > 600
 
 
-def test_pictures_show_each_step_once_and_say_what_they_leave_out() -> None:
+def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
     from thinwire.report.graph import graph_picture
 
     def panels(name: str, n: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Graphs of one's own: what is drawn is what is mixed, and what cannot work is refused with what to use instead."""
+"""Graphs from edges and from networkx: they mix as given, and those that cannot work are refused with the fix."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_uniform_weights_are_metropolis_weights_where_all_have_as_many_peers() -
     assert doubly_stochastic(one_way, 3)
 
 
-def test_a_graph_of_ones_own_can_be_one_of_the_house() -> None:
+def test_a_graph_from_edges_can_equal_a_built_in_one() -> None:
     for house, graph in [(Ring(), nx.cycle_graph(9)), (Torus(), nx.grid_2d_graph(3, 4, periodic=True)), (Star(), None)]:
         n = len(graph) if graph else 6
         own = FromGraph(tuple((0, i) for i in range(1, n))) if graph is None else FromGraph.from_networkx(graph)
@@ -109,7 +109,7 @@ def islands() -> nx.Graph:
     return nx.disjoint_union(nx.cycle_graph(3), nx.cycle_graph(4))
 
 
-def loose() -> nx.Graph:
+def isolated() -> nx.Graph:
     graph = nx.cycle_graph(3)
     graph.add_node("x")
     return graph
@@ -120,12 +120,12 @@ def loose() -> nx.Graph:
     [
         (islands(), r"nothing ever travels from rank 0 to rank 3; add edges .* such as Ring\(\)"),
         (nx.DiGraph([(0, 1), (1, 2)]), "nothing ever travels from rank 1 to rank 0"),
-        (loose(), "node 'x' has no edge"),
+        (isolated(), "node 'x' has no edge"),
         (nx.Graph(), "has no nodes"),
         (nx.Graph([(0, 1), (1, 1)]), r"\(1, 1\)...\): a self-loop; what rank 1 keeps is its own weight"),
         (nx.MultiGraph([(0, 1), (1, 0)]), "is there twice; keep one"),
     ],
-    ids=["islands", "one way", "loose", "empty", "loop", "parallel"],
+    ids=["islands", "one way", "isolated", "empty", "loop", "parallel"],
 )
 def test_a_networkx_graph_that_cannot_work_is_refused(graph: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -157,7 +157,7 @@ def test_edges_and_weights_that_make_no_graph_are_refused(arguments: dict[str, A
         FromGraph(**arguments)
 
 
-def test_a_graph_of_ones_own_connects_whom_it_says() -> None:
+def test_a_graph_from_networkx_has_its_edges() -> None:
     topology: Topology = FromGraph.from_networkx(nx.karate_club_graph())
     assert reaches_all(mixings(topology, 34)[0] > 0)
     assert topology.period(34) == 1

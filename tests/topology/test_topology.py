@@ -28,7 +28,7 @@ from thinwire.topology.base import check_edges, doubly_stochastic
 
 
 @pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_both_ends_of_every_edge_know_of_it(topology: Topology) -> None:
+def test_both_ends_of_every_edge_agree_on_it(topology: Topology) -> None:
     for n in sizes_of(topology):
         for ranks in seen(topology, n):
             sent = [(rank, j) for rank, peers in enumerate(ranks) for j in peers.dst]
@@ -39,7 +39,7 @@ def test_both_ends_of_every_edge_know_of_it(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_nobody_gives_away_more_than_they_have_and_every_period_connects_all(topology: Topology) -> None:
+def test_every_rank_conserves_its_mass_and_every_period_connects_all(topology: Topology) -> None:
     for n in sizes_of(topology):
         steps = mixings(topology, n)
         for mixing in steps:
@@ -81,7 +81,7 @@ def test_a_graph_repeats_after_its_period(topology: Topology) -> None:
                 assert topology.peers(n - 1, n, step) == topology.peers(n - 1, n, step + topology.period(n))
 
 
-def test_graphs_mix_as_their_definitions_say() -> None:
+def test_graphs_mix_as_their_definitions_do() -> None:
     for n in (1, 2, 3, 4, 5, 8, 12, 16):
         pairs = [(Ring(), oracles.ring), (Complete(), oracles.complete), (OnePeerExponential(), oracles.one_peer)]
         if n & (n - 1) == 0:
@@ -121,7 +121,7 @@ def test_a_cube_needs_a_power_of_two() -> None:
                 check_edges(Hypercube(), n)
 
 
-def test_an_odd_number_of_workers_has_no_two_sides_of_one_size() -> None:
+def test_a_bipartite_graph_needs_an_even_number_of_workers() -> None:
     with pytest.raises(ConfigError, match=r"with 7 workers: needs an even number.*use 6 or 8 workers, or Random"):
         Gossip(BipartiteExponential()).check(7)
 
@@ -135,7 +135,7 @@ def test_workers_must_fill_whole_nodes() -> None:
 
 @dataclass(frozen=True)
 class Drawn(Topology):
-    """A graph of one step, drawn by hand: one row per rank."""
+    """A graph of one step, given by one row per rank."""
 
     rows: tuple[Peers, ...]
 
@@ -143,7 +143,7 @@ class Drawn(Topology):
         return self.rows[rank]
 
 
-def alone() -> Peers:
+def unconnected() -> Peers:
     return Peers((), (), 1.0, ())
 
 
@@ -151,25 +151,25 @@ def alone() -> Peers:
     ("rows", "words"),
     [
         ([Peers((1,), (), 0.5, ()), Peers((), (), 1.0, ())], "the edge 0 -> 1 exists at one end only"),
-        ([Peers((), (1,), 0.5, (0.5,)), alone()], "the edge 1 -> 0 exists at one end only"),
-        ([Peers((2,), (), 0.5, ()), alone()], "the edge 0 -> 2 exists at one end only"),
-        ([Peers((0,), (0,), 0.5, (0.5,)), alone()], "rank 0 sends to itself"),
+        ([Peers((), (1,), 0.5, (0.5,)), unconnected()], "the edge 1 -> 0 exists at one end only"),
+        ([Peers((2,), (), 0.5, ()), unconnected()], "the edge 0 -> 2 exists at one end only"),
+        ([Peers((0,), (0,), 0.5, (0.5,)), unconnected()], "rank 0 sends to itself"),
         ([Peers((1, 1), (), 0.5, ()), Peers((), (0, 0), 0.5, (0.25, 0.25))], "an edge exists twice"),
         ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, ())], "rank 1 has 0 weights for 1 vectors"),
         ([Peers((1,), (1,), 0.0, (1.0,)), Peers((0,), (0,), 0.0, (1.0,))], "every weight must be positive"),
         ([Peers((1,), (1,), 1.5, (-0.5,)), Peers((0,), (0,), 1.5, (-0.5,))], "every weight must be positive"),
         ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, (0.4,))], "rank 0 gives away 0.9 of its vector"),
         ([Peers((1,), (1,), 0.5, (float("nan"),)), Peers((0,), (0,), 0.5, (0.5,))], "weights|gives away nan"),
-        ([alone(), alone()], "nothing ever travels from rank 0 to rank 1"),
+        ([unconnected(), unconnected()], "nothing ever travels from rank 0 to rank 1"),
         ([Peers((1,), (), 0.5, ()), Peers((), (0,), 1.0, (0.5,))], "nothing ever travels from rank 1 to rank 0"),
     ],
 )
-def test_a_graph_that_cannot_work_is_refused_by_words(rows: list[Peers], words: str) -> None:
+def test_a_graph_that_cannot_work_is_refused_with_the_reason(rows: list[Peers], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_edges(Drawn(tuple(rows)), len(rows))
 
 
-def test_doubly_stochastic_asks_for_rows_and_for_columns() -> None:
+def test_doubly_stochastic_checks_rows_and_columns() -> None:
     rows_alone = Drawn((Peers((1,), (), 1.0, ()), Peers((), (0,), 0.5, (0.5,))))
     columns_alone = Drawn((Peers((1,), (), 0.5, ()), Peers((), (0,), 1.0, (0.5,))))
     both = Drawn((Peers((1,), (1,), 0.7, (0.3,)), Peers((0,), (0,), 0.7, (0.3,))))
