@@ -1,11 +1,12 @@
 r"""Whether a decentralised method is stable on a graph, computed before step 0 from the mixing matrices.
 
-Even at a learning rate of zero, differences between workers evolve: with $z = (x, v)$ a worker's parameters and the
-method's momentum, minus their means over workers, one step is $z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with
-two by two matrices $A$ (mixed) and $B$ (kept) of the method. Where the differences grow, no learning rate helps. On a
-static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode of its own: the growth per step is the spectral radius of
-$A\lambda + B$. On a changing graph it is that of the product over a period, for each mode by itself where the steps
-share their eigenvectors. Momenta are in units of the parameters, and the learning rate is constant.
+At any learning rate, differences between workers evolve even without gradients: with $z = (x, v)$ a worker's parameters
+and the method's momentum, minus their means over workers, one step is
+$z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method. Where
+the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode of its
+own: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product over a
+period, for each mode by itself where the steps share their eigenvectors. Momenta are in units of the parameters, and the
+learning rate is constant.
 """
 
 from collections.abc import Callable
