@@ -145,6 +145,7 @@ def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], wher
     where = f"{where}: {name}"
     if len(arguments) > len(known):
         raise ConfigError(f"{where} was given {len(arguments)} arguments{_listed(known)}")
+    # Arguments are checked here and not by the call, whose TypeError could suggest no fix.
     given = known[: len(arguments)]
     for keyword, _ in keywords:
         if keyword not in known:

@@ -38,6 +38,7 @@ def matrices(topology: Topology, size: int) -> Matrix:
     """
     topology.check(size)
     stacked = np.stack([topology.matrix(size, step) for step in range(topology.period(size))])
+    # The result is cached, so no caller may change it.
     stacked.flags.writeable = False
     return stacked
 
@@ -82,6 +83,7 @@ def eigenvalues(topology: Topology, size: int) -> NDArray[Any]:
             f"{topology} with {size} workers: changes from step to step; only static graphs have eigenvalues"
         )
     mixing = matrices(topology, size)[0]
+    # The symmetric routine returns real numbers, without rounding errors in an imaginary part.
     found: NDArray[Any] = np.linalg.eigvalsh(mixing) if symmetric(topology, size) else np.linalg.eigvals(mixing)
     found = found[np.argsort(-np.abs(found), kind="stable")]
     found.flags.writeable = False

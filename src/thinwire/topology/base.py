@@ -143,7 +143,7 @@ def _edge_error(everyone: list[Peers]) -> str | None:
     for i in (i for i, j in edges if i == j):
         return f"rank {i} sends to itself; what it keeps is its own weight"
     if max(len(sent), len(expected)) > len(edges):
-        return "an edge exists twice; one edge with the sum of their weights says the same"
+        return "an edge exists twice; use one edge with the sum of their weights"
     for rank, peers in enumerate(everyone):
         if len(peers.weights) != len(peers.src):
             return f"rank {rank} has {len(peers.weights)} weights for {len(peers.src)} vectors it receives"
@@ -176,6 +176,7 @@ def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 def _reached(sends: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which ranks messages of rank 0 reach in the end; `sends[j, i]` is true where i ever sends to j."""
     reached = np.arange(len(sends)) == 0
+    # A shortest path has fewer edges than there are ranks.
     for _ in range(len(sends)):
         reached = reached | sends[:, reached].any(1)
     return reached

@@ -85,6 +85,7 @@ def _base(ranks: Ranks, base: int) -> list[Edges]:
         *_side_by_side(_simple(part, base) for part in parts),
         *_side_by_side(_cube(each, base) for each in across),
     ]
+    # Splitting takes fewer steps for most sizes, but not for all.
     return min(_simple(ranks, base), split, key=len)
 
 
@@ -99,6 +100,7 @@ def _simple(ranks: Ranks, base: int) -> list[Edges]:
         later = _joined(_joined(each) for each in parts[place + 1 :])
         weight = len(part[0]) / (len(_joined(part)) + len(later))
         exchange = {(rank, block[i]): weight for i, rank in enumerate(later) for block in part}
+        # Parts exchange one after another, so that a worker has at most k peers at a step; hence the empty steps.
         later_steps.append([*([{}] * place), exchange, *_side_by_side(_cube(block, base) for block in part)])
     return rounds + _side_by_side(later_steps)
 

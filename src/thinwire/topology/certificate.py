@@ -2,11 +2,11 @@ r"""Whether a decentralised method is stable on a graph, computed before step 0 
 
 At any learning rate, differences between workers evolve even without gradients: with $z = (x, v)$ a worker's parameters
 and the method's momentum, minus their means over workers, one step is
-$z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method. Where
-the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode of its
-own: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product over a
-period, for each mode by itself where the steps share their eigenvectors. Momenta are in units of the parameters, and the
-learning rate is constant.
+$z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method.
+Where the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode
+of its own: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product
+over a period, for each mode by itself where the steps share their eigenvectors. Momenta are in units of the parameters,
+and the learning rate is constant.
 """
 
 from collections.abc import Callable
@@ -74,6 +74,7 @@ def growth(topology: Topology, size: int, method: Disagreement) -> float:
     mixed, kept = np.array(method.mixed), np.array(method.kept)
     mixings, modes = _mixings(topology, size), _modes(topology, size)
     if modes is not None:
+        # One 2 x 2 matrix for each mode costs far less than one matrix of 2 (n - 1) rows.
         period = np.eye(2)
         for mode in modes:
             period = (mixed * mode[:, None, None] + kept) @ period
@@ -112,6 +113,7 @@ def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None
 
 def _differences(size: int) -> NDArray[np.float64]:
     """Orthonormal columns that span the vectors of mean zero."""
+    # The first column of Q is the direction of ones, so all others are orthogonal to it.
     spanning = np.eye(size)
     spanning[:, 0] = 1.0
     return np.linalg.qr(spanning)[0][:, 1:]
@@ -168,6 +170,7 @@ def largest_stable_momentum(topology: Topology, size: int, method: Callable[[flo
     """The largest stable momentum, by bisection, rounded down to hundredths; None where there is none."""
     if growth(topology, size, method(0.0)) >= 1 - _MARGIN:
         return None
+    # In whole hundredths, so that the momentum in the error is one that has been tested.
     stable, unstable = 0, 100
     while unstable - stable > 1:
         middle = (stable + unstable) // 2

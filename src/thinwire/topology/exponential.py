@@ -9,6 +9,7 @@ from thinwire.validation import check_kinds
 
 def powers_below(base: int, limit: int) -> list[int]:
     """1, base, base squared, ... below a limit."""
+    # By multiplication, because logarithms round: math.log(243, 3) is less than 5.
     powers = [1]
     while powers[-1] < limit:
         powers.append(powers[-1] * base)
@@ -17,6 +18,7 @@ def powers_below(base: int, limit: int) -> list[int]:
 
 def _along(rank: int, size: int, hops: set[int]) -> Peers:
     """Send to the ranks that are these hops ahead, and receive from those that are as far behind."""
+    # A hop of a whole circle would be a message to itself.
     ordered = sorted(hops - {0})
     return uniform(tuple((rank + hop) % size for hop in ordered), tuple((rank - hop) % size for hop in ordered))
 

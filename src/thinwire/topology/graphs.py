@@ -1,4 +1,4 @@
-"""The classic graphs: each a few lines of arithmetic, valid for every number of workers unless it says otherwise."""
+"""The classic graphs, each a few lines of arithmetic; they exist for any number of workers unless stated otherwise."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +23,7 @@ class Ring(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """The ranks before and after; with two workers these are one rank."""
+        # A set, because with two workers both neighbours are the same rank.
         neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
         return uniform(neighbours, neighbours)
 
@@ -209,6 +210,7 @@ class Hierarchical(Topology):
         """Ranks of the same node, or ranks with the same place in other nodes."""
         node_size = min(self.node_size, size)
         node, place = divmod(rank, node_size)
+        # The two kinds of step are counted separately, so that each graph goes through its own period.
         turn, within = divmod(step, self.every)
         if within == self.every - 1:
             near = self.between.peers(node, size // node_size, turn)
@@ -219,6 +221,7 @@ class Hierarchical(Topology):
         """The steps until both graphs repeat at once."""
         node_size = min(self.node_size, size)
         steps_inside = self.inside.period(node_size)
+        # `inside` advances every - 1 steps in a turn of `every`.
         turns = steps_inside // gcd(steps_inside, self.every - 1)
         return self.every * lcm(turns, self.between.period(size // node_size))
 

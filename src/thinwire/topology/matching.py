@@ -52,6 +52,7 @@ class RandomMatching(Topology):
 @lru_cache(maxsize=4096)
 def _partners(seed: int, size: int, draw: int) -> tuple[int, ...]:
     """Every rank's partner: ranks in the order of their hashes, in pairs; the last of an odd number has none."""
+    # A hash and no random generator: pairs must be the same in every process and every version of a library.
     order = sorted(range(size), key=lambda rank: blake2b(f"{seed},{size},{draw},{rank}".encode()).digest())
     partners = list(range(size))
     for one, other in zip(order[::2], order[1::2], strict=False):

@@ -63,6 +63,7 @@ class DecentralisedMomentum(Strategy):
 
     def before_step(self, r: Replica) -> None:
         """Save the parameters before the step."""
+        # Weight decay and clipping act in the optimizer, so that the displacement from here includes them.
         r.state["anchor"].copy_(r.x)
 
     @abstractmethod

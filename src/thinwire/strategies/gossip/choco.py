@@ -101,6 +101,7 @@ class Choco(Strategy):
         public = r.x.to(torch.float32, copy=True)
         received = r.comm.send_recv(public, peers.dst, peers.src).wait()
         mixed = public * peers.own
+        # Only the weighted sum of the neighbours' copies is kept, not each copy: memory does not grow with the graph.
         for weight, theirs in zip(peers.weights, received, strict=True):
             mixed.add_(theirs, alpha=weight)
         r.state["public"], r.state["mixed"] = public, mixed

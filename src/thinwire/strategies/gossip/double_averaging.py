@@ -64,6 +64,7 @@ class DoubleAveraging(DecentralisedMomentum):
         descend_(r.x, momentum, r.lr, self.momentum)
         # The parameters are sent while the momentum is computed.
         parameters = gossip_(r.comm, r.x, peers, r.notice_distance)
+        # The momentum is updated before it is sent, so that both vectors are of this step.
         accumulate_(momentum, displacement, r.lr, keep=self.momentum)
         direction = gossip_(r.comm, momentum, peers)
         parameters.wait()

@@ -77,9 +77,11 @@ class ExactDiffusion(DecentralisedMomentum):
         """Average the optimizer's steps in the momentum, add the correction, and mix."""
         anchor, momentum, correction = (r.state[name] for name in ("anchor", "momentum", "correction"))
         displacement = anchor.sub_(r.x)
+        # The optimizer took the whole step; the average takes 1 - beta of it, and beta of the old momentum.
         r.x.add_(displacement, alpha=self.momentum)
         descend_(r.x, momentum, r.lr, self.momentum)
         accumulate_(momentum, displacement, r.lr, keep=self.momentum, add=1 - self.momentum)
+        # The anchor is not needed any more, so its memory holds the adapted parameters.
         adapted = anchor.copy_(r.x)
         gossip_(r.comm, r.x.add_(correction), self.peers(r), r.notice_distance).wait()
         torch.sub(r.x, adapted, out=correction)

@@ -73,6 +73,7 @@ class Gossip(Strategy):
         received = r.collect("neighbours")
         if received is not None:
             r.notice_distance(r.x, received)
+            # The messages were launched at the end of the last step for this one, and so have this step's weights.
             mix_(r.x, received, exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
 
     def after_step(self, r: Replica) -> None:
@@ -82,6 +83,7 @@ class Gossip(Strategy):
             gossip_(r.comm, r.x, peers, r.notice_distance).wait()
             return
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+        # Without a copy: the parameters do not change until `before_step` has collected the messages.
         r.launch("neighbours", r.comm.send_recv(r.x, peers.dst, peers.src))
 
     def average_(self, r: Replica) -> None:

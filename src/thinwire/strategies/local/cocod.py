@@ -72,11 +72,13 @@ class CoCoD(Strategy):
         if r.step % self.period:
             return
         self._merge_(r)
+        # A copy is sent, because steps change the parameters while it is in flight.
         r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
 
     def _merge_(self, r: Replica) -> None:
         start = r.state["start"]
         if (mean := r.collect("mean")) is not None:
+            # x + (mean - start) is mean + (x - start), without a vector for the steps of the round.
             r.x.add_(mean[0].sub_(start))
         start.copy_(r.x)
 

@@ -91,7 +91,7 @@ class EASGD(Strategy):
         """Refuse pulls under which no learning rate is stable."""
         if self.largest_step(size) <= 0:
             raise ConfigError(
-                f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would swap places for ever; "
+                f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate for ever; "
                 "their sum must be below 2"
             )
 
@@ -111,6 +111,7 @@ class EASGD(Strategy):
         if r.step % self.period:
             return
         x, centre = r.state.get("position", r.x), r.state["centre"]
+        # Both updates use the values before either, so the mean is computed before the worker moves.
         mean = mean_(r.comm, x.clone()).wait()
         if r.step == 0:
             centre.copy_(mean)
@@ -124,6 +125,7 @@ class EASGD(Strategy):
         """With momentum, move on to the point where the next gradient is computed."""
         if not self.momentum:
             return
+        # `r.x` is the point ahead, where gradients are computed; `position` is where the worker is.
         position = r.state["position"]
         velocity = r.x - position
         position.copy_(r.x)

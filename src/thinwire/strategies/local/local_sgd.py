@@ -43,6 +43,7 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
         codec: compresses the differences.
     """
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
+    # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
     return coded_mean_(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step)).wait()
 
 
@@ -191,11 +192,13 @@ class LocalSGD(Strategy):
 
     def average_(self, r: Replica) -> None:
         """Average over all workers, unless this step has ended with that."""
+        # A second average of equal parameters would send the same bytes for nothing.
         if not self._all_average(r.step):
             self._average_all_(r)
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of all workers, with the same weights as averages have."""
+        # Uncompressed even where there is a codec, because its residual must not change here.
         return self._mean_(r, r.x.clone())
 
     def _all_average(self, step: int) -> bool:
@@ -205,6 +208,7 @@ class LocalSGD(Strategy):
         if self.codec is None:
             self._mean_(r, r.x)
         else:
+            # The anchor is updated, not the parameters: in half precision these would lose small deltas.
             r.x.copy_(r.state["anchor"].add_(compressed_delta(r, r.state["anchor"], self.codec)))
         if self.weights == "samples":
             r.state["samples"].zero_()

@@ -113,6 +113,7 @@ class MinibatchLocalSGD(Strategy):
         weight = r.lr / r.state["unit"] * (r.comm.size / r.active)
         r.state["gathered"].add_(r.g * weight)
         if self.inner:
+            # The optimizer itself then takes the short inner step.
             r.g.mul_(self.inner)
         else:
             r.g.zero_()
@@ -130,6 +131,7 @@ class MinibatchLocalSGD(Strategy):
         mean_(r.comm, total).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
+        # A learning rate per parameter is a vector; a common one is faster as a plain number.
         descend_(r.x, total, rate if rate.dim() else float(rate))
         total.zero_()
 

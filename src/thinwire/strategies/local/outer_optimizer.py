@@ -54,6 +54,7 @@ class OuterOptimizer:
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
         x = torch.zeros(2)
+        # Twice, because some optimizers fail only with the state of a first step.
         self.step_(x, torch.zeros(2), state := dict[str, Tensor]())
         self.step_(x, torch.zeros(2), state)
 
@@ -63,7 +64,7 @@ class OuterOptimizer:
         Raises:
             ConfigError: torch has no such optimizer, or it does not work with these arguments.
         """
-        # Made anew at every step, because a frozen recipe cannot hold an optimizer; its state is what persists.
+        # Constructed at every step, because a frozen recipe cannot hold an optimizer; only its state is kept.
         parameter = nn.Parameter(x)
         optimizer = self._make(parameter)
         saved = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
@@ -77,6 +78,7 @@ class OuterOptimizer:
             optimizer.step()
         except (TypeError, RuntimeError) as error:
             raise self._refusal(f"its step needs more than a gradient ({error})") from error
+        # Checkpoints hold tensors only, so the state must consist of tensors.
         for name, each in optimizer.state[parameter].items():
             if isinstance(each, Tensor):
                 state[_PREFIX + name] = each

@@ -105,12 +105,14 @@ class OverlapLocalSGD(Strategy):
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
         r.state["anchor"] = r.x.clone()
         r.state["velocity"] = torch.zeros_like(r.x)
+        # The initial parameters as a mean that has arrived: the first round is like every other one.
         r.launch("mean", completed([r.x.clone()]))
         if self.compensate:
             r.state["start"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
         """Use the mean that was launched `delay` steps ago, when it is due; launch one at the end of a period."""
+        # Merge first: with a delay of a whole period both happen at this step, and the message must include the pull.
         if (r.step - self._delay) % self.period == 0:
             self._merge_(r)
         if r.step % self.period == 0:
@@ -123,6 +125,7 @@ class OverlapLocalSGD(Strategy):
         if mean is None:
             return
         if self.compensate:
+            # Only the steps of the round are lengthened, so this comes before the pull.
             r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
         self._move_anchor_(r, mean[0])
         r.x.lerp_(r.state["anchor"], self.pull)
@@ -138,6 +141,7 @@ class OverlapLocalSGD(Strategy):
         self._merge_(r)
         mean_(r.comm, r.x).wait()
         r.state["anchor"].copy_(r.x)
+        # A velocity from before the average would move the anchor away from it again.
         r.state["velocity"].zero_()
         if self.compensate:
             r.state["start"].copy_(r.x)

@@ -111,7 +111,9 @@ class Streaming(Strategy):
         return torch.cat([self.base.consensus(fragment) for fragment in self._fragments(r)])
 
     def _fragments(self, r: Replica) -> Iterator[Replica]:
+        # Integer division, so that fragments cover the vector without gap or overlap.
         edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
         period: int = getattr(self.base, "period")  # noqa: B009
+        # Parts are views, made at every call: a checkpoint may have replaced the state in between.
         for f in range(self.fragments):
             yield r.part(f"fragment-{f}", slice(edges[f], edges[f + 1]), ahead=f * period // self.fragments)

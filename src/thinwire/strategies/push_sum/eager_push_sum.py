@@ -99,9 +99,11 @@ class EagerPushSum(Strategy):
         if r.comm.size == 1:
             return
         mass, debiased, box = r.state["mass"], r.state["debiased"], r.comm.mailbox(r)
+        # The optimizer changed z; x changes by the same amount, as in the paper.
         numerator(mass).sub_(debiased.sub_(r.x))
         now = self._shares(r, r.step - 1)
         for rank in now.dst:
+            # Unscaled, so that all neighbours get the same vector; each multiplies it by its share.
             box.send(rank, mass)
         for rank in now.src:
             r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda message: [message.content]))
@@ -115,6 +117,7 @@ class EagerPushSum(Strategy):
         mass = r.state["mass"]
         for name, _, share in self._in_flight(r):
             mix_mass_(mass, r.inflight.pop(name).wait(), _only(share))
+        # Weights need no message: their sum over workers is the number of workers.
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
         _divide_(r, r.state["mass"])
 
@@ -145,6 +148,7 @@ class EagerPushSum(Strategy):
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, int, float]]:
         """Messages in flight, oldest first: their name, their age in steps, and the share of them to add."""
+        # Older messages cannot be in flight, because the worker has waited for them.
         for step in range(max(0, r.step - 1 - self.staleness), r.step):
             shares = self._shares(r, step)
             for rank, share in zip(shares.src, shares.weights, strict=True):

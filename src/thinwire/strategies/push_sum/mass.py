@@ -25,6 +25,7 @@ def numerator(mass: Tensor) -> Tensor:
 
 def weight(mass: Tensor) -> Tensor:
     """A copy of the weight, an fp64 scalar."""
+    # A copy, because a view as fp64 must start at a multiple of 8 bytes, and the numerator may end elsewhere.
     return mass[-_tail(mass) :].clone().view(torch.float64)[0]
 
 

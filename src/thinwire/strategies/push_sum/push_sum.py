@@ -99,6 +99,7 @@ class PushSum(Strategy):
             self._push_(r, r.x)
             return
         mass, debiased = r.state["mass"], r.state["debiased"]
+        # The optimizer changed z; x changes by the same amount, as in the paper.
         numerator(mass).sub_(debiased.sub_(r.x))
         self._push_(r, mass)
         _divide_(r, mass)
@@ -111,6 +112,7 @@ class PushSum(Strategy):
         mass = r.state["mass"]
         for name, shares in self._in_flight(r):
             mix_mass_(mass, r.inflight.pop(name).wait(), shares)
+        # Weights need no message: their sum over workers is the number of workers.
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
         _divide_(r, r.state["mass"])
 
@@ -133,6 +135,7 @@ class PushSum(Strategy):
             r.launch(_name(step), r.comm.send_recv(mass.clone(), now.dst, now.src))
         else:
             received = r.comm.send_recv(mass, now.dst, now.src).wait()
+        # In the first `staleness` steps no message is due yet, and a worker keeps only its own share.
         shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
         if mass is r.x:
             r.notice_distance(mass, received or [])
