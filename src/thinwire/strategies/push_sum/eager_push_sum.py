@@ -10,7 +10,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
+from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
@@ -108,7 +108,7 @@ class EagerPushSum(Strategy):
         for rank in now.src:
             r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda message: [message.content]))
         self._absorb_(r, mass, now.own)
-        _divide_(r, mass)
+        debias_(r, mass)
 
     def average_(self, r: Replica) -> None:
         """Add all messages in flight, then average; every weight becomes one."""
@@ -119,7 +119,7 @@ class EagerPushSum(Strategy):
             mix_mass_(mass, r.inflight.pop(name).wait(), _only(share))
         # Weights need no message: their sum over workers is the number of workers.
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
-        _divide_(r, r.state["mass"])
+        debias_(r, r.state["mass"])
 
     def consensus(self, r: Replica) -> Tensor:
         """The total mass, messages in flight included, over the total weight, which is the number of workers."""
@@ -166,9 +166,3 @@ def _name(step: int, rank: int) -> str:
 def _only(share: float) -> Peers:
     """Weights that add one message to the own vector."""
     return Peers((), (), 1.0, (share,))
-
-
-def _divide_(r: Replica, mass: Tensor) -> None:
-    """Set the model's parameters to the de-biased ones."""
-    r.x.copy_(quotient(mass))
-    r.state["debiased"].copy_(r.x)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.reduce.compressed_all_reduce import mix_
+from thinwire.replica.replica import Replica
 from thinwire.topology.base import Peers
 
 
@@ -32,6 +33,12 @@ def weight(mass: Tensor) -> Tensor:
 def quotient(mass: Tensor) -> Tensor:
     """The numerator over the weight, in the numerator's dtype."""
     return numerator(mass) / weight(mass)
+
+
+def debias_(r: Replica, mass: Tensor) -> None:
+    """Set the model's parameters to the quotient, and save them as the start of the next step."""
+    r.x.copy_(quotient(mass))
+    r.state["debiased"].copy_(r.x)
 
 
 def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:

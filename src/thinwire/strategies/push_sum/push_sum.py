@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_, mix_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
+from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
@@ -102,7 +102,7 @@ class PushSum(Strategy):
         # The optimizer changed z; x changes by the same amount, as in the paper.
         numerator(mass).sub_(debiased.sub_(r.x))
         self._push_(r, mass)
-        _divide_(r, mass)
+        debias_(r, mass)
 
     def average_(self, r: Replica) -> None:
         """Add the messages in flight, then average; every weight becomes one."""
@@ -114,7 +114,7 @@ class PushSum(Strategy):
             mix_mass_(mass, r.inflight.pop(name).wait(), shares)
         # Weights need no message: their sum over workers is the number of workers.
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
-        _divide_(r, r.state["mass"])
+        debias_(r, r.state["mass"])
 
     def consensus(self, r: Replica) -> Tensor:
         """The total mass, messages in flight included, over the total weight, which is the number of workers."""
@@ -160,9 +160,3 @@ class PushSum(Strategy):
 
 def _name(step: int) -> str:
     return f"shares of step {step}"
-
-
-def _divide_(r: Replica, mass: Tensor) -> None:
-    """Set the model's parameters to the de-biased ones."""
-    r.x.copy_(quotient(mass))
-    r.state["debiased"].copy_(r.x)
