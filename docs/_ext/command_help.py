@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
 
-from thinwire.cli.commands import present
+from thinwire.cli.commands import installed
 
 WIDTH = "84"
 
@@ -20,7 +20,7 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """A literal block, and sections with one each."""
-        return [self._block(ask()), *(self._section(name) for name in present())]
+        return [self._block(ask()), *(self._section(name) for name in installed())]
 
     def _section(self, name: str) -> nodes.Node:
         title = f"thinwire {name}"

@@ -1,4 +1,4 @@
-"""The command line: help, versions, and what is refused in one message."""
+"""The command line: help, version, and refusals in one message."""
 
 import dataclasses
 import io
@@ -13,31 +13,46 @@ from reproductions.shared import claims, command
 from reproductions.shared.claims import MODULES, Result, claim, last_result, write_result
 from thinwire import __version__
 from thinwire.cli import commands, main
-from thinwire.cli.demo import reading
+from thinwire.cli.demo import conclusions
+from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
+from thinwire.cli.train import Train
 from thinwire.runs import Settings
 from thinwire.runs.folder import RunFolder
 
 
 def refused(capsys, *arguments):
-    """What is said to arguments that cannot work; one message, no traceback, exit code 2."""
+    """The error for arguments that cannot work: one message, no traceback, exit code 2."""
     assert main(list(arguments)) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("thinwire:") == 1 and "Traceback" not in said.err
-    return said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("thinwire:") == 1 and "Traceback" not in printed.err
+    return printed.err
 
 
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in commands.present())
+    assert all(name in out for name in commands.installed())
 
 
-@pytest.mark.parametrize("name", ["train", "compare", "demo", "reproduce"])
-def test_each_command_has_help(capsys, name):
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_each_command_has_help_that_does_not_show_none(capsys, name):
     assert main([name, "--help"]) == 0
-    assert f"usage: thinwire {name}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: thinwire {name}" in out and f"Example: thinwire {name}" in out
+    assert "None" not in out and "(default: )" not in out and "(default: False)" not in out
+
+
+def test_plain_help_changes_no_default_and_no_value():
+    plain = with_plain_help(Train)
+    assert {field.name: field.default for field in dataclasses.fields(plain)} == {
+        field.name: field.default for field in dataclasses.fields(Train)
+    }
+    parsed = commands.parse(["train", "--workers", "3", "--model-size", "mlp", "--optimizer", "None"])
+    assert isinstance(parsed, Train)
+    given = parsed.given()
+    assert (given["workers"], given["model"], given["optimizer"], given["lr"]) == (3, "mlp", None, None)
 
 
 def test_the_version_is_printed(capsys):
@@ -75,8 +90,8 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
 
 def test_an_unknown_flag_is_a_usage_error(capsys):
     assert main(["train", "--wrokers", "3"]) == 2
-    said = capsys.readouterr()
-    assert "--workers" in said.err + said.out and "Traceback" not in said.err
+    printed = capsys.readouterr()
+    assert "--workers" in printed.err + printed.out and "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(
@@ -124,15 +139,15 @@ def test_compare_refuses_before_the_first_run(tmp_path, capsys, arguments, words
     assert not (tmp_path / "both").exists()
 
 
-def kept(folder, **others):
+def write_settings(folder, **others):
     settings = Settings(**{"task": "digits", "model": "mlp", "strategy": "LocalSGD(period=8)", "steps": 5, **others})
     RunFolder(folder).write_settings(settings)
 
 
 def test_resume_keeps_what_decides_the_numbers(tmp_path, capsys):
-    kept(tmp_path)
-    said = refused(capsys, "train", "--resume", str(tmp_path), "--strategy", "AllReduce()")
-    assert "LocalSGD(period=8)" in said and "cannot change" in said
+    write_settings(tmp_path)
+    error = refused(capsys, "train", "--resume", str(tmp_path), "--strategy", "AllReduce()")
+    assert "LocalSGD(period=8)" in error and "cannot change" in error
     assert "leave it out" in refused(capsys, "train", "--resume", str(tmp_path), "--out", "elsewhere")
 
 
@@ -201,17 +216,17 @@ def summary(strategy, seconds_per_step, loss, **others):
     }
 
 
-def test_the_demos_words_follow_its_figures():
+def test_the_demo_s_conclusions_follow_its_figures():
     base, twin = summary("ddp", 0.4, 3.0), summary("AllReduce(codec=None)", 0.5, 3.2)
     quick = summary("LocalSGD(period=8)", 0.1, 2.5, payload_bytes_per_worker_per_step=1e5)
     slow = summary("X()", 0.5, 3.5, payload_bytes_per_worker_per_step=2e5)
-    words = reading([base, twin, quick, slow])
+    words = conclusions([base, twin, quick, slow])
     assert "took 50 steps and spent 50% of them waiting" in words
     assert "AllReduce sends the same and makes 0.80 times as many steps" in words
     assert "LocalSGD made its steps 4.0 times as fast, at 0.10 MB: 200 steps" in words
     assert "LocalSGD has the lowest held-out loss, 2.500 against 3.000" in words
     assert "X did worse than ddp" in words
-    words = reading([base, slow])
+    words = conclusions([base, slow])
     assert "Sending less made no steps faster" in words and "none reached a lower" in words
 
 
@@ -225,7 +240,7 @@ def step(number):
     return {"event": "step", "step": number, "seconds": 2.0, "loss": 1.5, "payload_bytes": 3e6}
 
 
-def test_progress_is_one_plain_line_now_and_then_where_there_is_no_terminal(monkeypatch):
+def test_progress_without_a_terminal_is_a_plain_line_every_ten_seconds(monkeypatch):
     text, watch = watched(False)
     with watch:
         watch({"event": "start"})

@@ -1,4 +1,4 @@
-"""The commands by name, and from what was typed to what is to be done."""
+"""The commands by name, and how a command line becomes the dataclass that carries it out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from thinwire.cli.console import out
 from thinwire.errors import ConfigError
@@ -15,9 +14,9 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Command:
-    """One command: where its dataclass is, and one line on what it does.
+    """One command: the module and the name of its dataclass, and one line on what it does.
 
-    A command's module is imported when it is called for, so that help comes at once.
+    The module is imported only when its command is called, so that help does not wait for the others.
     """
 
     module: str
@@ -26,21 +25,23 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("thinwire.cli.train", "Train", "train a recipe on a task, with several workers on this machine"),
-    "compare": Command("thinwire.cli.compare", "Compare", "run several strategies side by side, and tabulate them"),
-    "explain": Command("thinwire.cli.explain", "Explain", "what a recipe will send, keep and wait for, before any run"),
-    "topology": Command("thinwire.cli.topology", "Topology", "who sends to whom on a graph, and how fast it agrees"),
-    "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one page to look at"),
-    "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over slow links"),
-    "demo": Command("thinwire.cli.demo", "Demo", "five strategies on a slow link, in under four minutes"),
-    "select": Command("thinwire.cli.select", "Select", "choose the few points of a data set that stand for all"),
-    "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials for the price of few"),
+    "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
+    "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
+    "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
+    "topology": Command(
+        "thinwire.cli.topology", "Topology", "show who sends to whom on a graph, and how fast it mixes"
+    ),
+    "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
+    "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
+    "demo": Command("thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in under four minutes"),
+    "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
+    "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
     "reproduce": Command("thinwire.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """What the arguments ask for, to be called; it returns the exit code.
+    """Turn the arguments into a callable that does the work and returns the exit code.
 
     Raises:
         ConfigError: there is no such command.
@@ -50,22 +51,26 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     if arguments[0] in ("-V", "--version"):
         return _version
     name, *rest = arguments
-    if name not in present():
-        raise ConfigError(_unknown(name))
+    if name not in installed():
+        close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{name}: no such command{hint} (commands: {', '.join(installed())})")
     return _build(name, rest)
 
 
-def present() -> list[str]:
-    """The commands whose modules are installed."""
+def installed() -> list[str]:
+    """The names of the commands whose modules are installed."""
     return [name for name, command in COMMANDS.items() if find_spec(command.module) is not None]
 
 
 def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
-    """The command's dataclass, filled in by tyro; help and usage errors are over once they are printed."""
+    """The command, filled in by tyro; or the exit code alone, after help or a usage error, which tyro prints."""
     import tyro
 
+    from thinwire.cli.plain_help import with_plain_help
+
     command = COMMANDS[name]
-    kind: Any = getattr(import_module(command.module), command.kind)
+    kind = with_plain_help(getattr(import_module(command.module), command.kind))
     try:
         return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:
@@ -74,10 +79,10 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _help() -> int:
-    out.print("usage: thinwire COMMAND ...\n\nTrain PyTorch models over slow networks.\n", markup=False)
-    for name in present():
+    out.print("usage: thinwire COMMAND ...\n\nTrain PyTorch models over thin wires.\n", markup=False)
+    for name in installed():
         out.print(f"  {name:<11}{COMMANDS[name].summary}", markup=False)
-    out.print("\nthinwire COMMAND --help says what each takes; thinwire --version says which this is.", markup=False)
+    out.print("\nthinwire COMMAND --help shows a command's options; thinwire --version, the version.", markup=False)
     return 0
 
 
@@ -86,9 +91,3 @@ def _version() -> int:
 
     out.print(f"thinwire {__version__}", markup=False)
     return 0
-
-
-def _unknown(name: str) -> str:
-    close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{name}: no such command{hint} (commands: {', '.join(present())})"

@@ -1,4 +1,4 @@
-"""`thinwire compare`: several strategies on one task, side by side."""
+"""`thinwire compare`: several strategies on one task."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     from thinwire.runs import Comparison, Settings
 
 
-_OF_SINGLE_RUNS = ["strategy", "tensor_parallel", "coreset", "device", "save_every", "timeline_steps", "tensorboard"]
+_SINGLE_RUN_ONLY = ["strategy", "tensor_parallel", "coreset", "device", "save_every", "timeline_steps", "tensorboard"]
 
 
 @dataclass(frozen=True)
-class Compare(settings_as_options(without=_OF_SINGLE_RUNS)):
+class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     """Run several strategies one after another, from the same parameters and on the same data in the same order.
 
     Example: thinwire compare --task text --strategies "AllReduce(); PushSum(); ddp" --workers 4 --link 100mbit
 
-    Every run has the same settings, and its steps, seconds or target loss for itself.
+    All runs have the same settings. --steps, --seconds and --target-loss are the limits of each run, not of all
+    together. Options that are not given take the task's defaults.
 
     Args:
-        strategies: recipes separated by semicolons; torch's own are ddp, ddp+bf16, ddp+powersgd, post-local-sgd.
-        rounds: how often each is run, every round with a seed of its own from --seed on; the table then shows the
-            round of median speed, and the spread is printed.
+        strategies: recipes separated by semicolons; torch's own methods are ddp, ddp+bf16, ddp+powersgd and
+            post-local-sgd.
+        rounds: how many times each strategy is run; round i has the seed --seed plus i. With more than one, the table
+            shows the round with the median time per step, and the spread is printed.
         out: the comparison's folder; runs/TASK-compare-TIME unless given.
         markdown: print the table as Markdown.
         json: print the summaries as JSON.
@@ -47,14 +49,14 @@ class Compare(settings_as_options(without=_OF_SINGLE_RUNS)):
     json: bool = False
 
     def __call__(self) -> int:
-        """Run them all; returns 0."""
+        """Run every strategy; returns 0."""
         from thinwire.runs import resolve
         from thinwire.runs.recipes import split_recipes
 
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be at least 1")
         recipes = split_recipes(self.strategies)
-        settings = resolve({**self.asked(), "strategy": recipes[0]})
+        settings = resolve({**self.given(), "strategy": recipes[0]})
         folder = self.out or default_folder(settings.task, "compare")
         done = run(settings, recipes, folder, rounds=self.rounds, title=title(settings, len(recipes)))
         page = report(folder)
@@ -90,13 +92,13 @@ def run(settings: Settings, recipes: Sequence[str], folder: Path, *, rounds: int
 
 
 def title(settings: Settings, count: int) -> str:
-    """What is compared, in words."""
+    """The comparison's title: how many strategies, the task, the workers and the links."""
     link = f" over {settings.link}" if settings.link else ""
     return f"{count} strategies on {settings.task} ({settings.model}), {settings.workers} workers{link}"
 
 
 def show(done: Comparison, *, markdown: bool = False) -> None:
-    """Print the table, and what differed between rounds."""
+    """Print the table, and the spread of the time per step over rounds."""
     from thinwire.report import markdown as as_markdown
 
     if markdown:
@@ -110,7 +112,7 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
 
 
 def report(folder: Path) -> Path | None:
-    """The comparison's page; None, and the reason is printed, where it cannot be drawn."""
+    """Write the comparison's page and return its path; where it cannot be drawn, print the reason and return None."""
     from thinwire.report import write_report
 
     try:

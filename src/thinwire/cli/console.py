@@ -6,7 +6,7 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def complain(problem: object) -> None:
-    """Say what went wrong, in one message, on the standard error."""
+def print_error(problem: object) -> None:
+    """Print one message about what went wrong to the standard error."""
     err.print("[bold red]thinwire:[/] ", end="")
     err.print(str(problem), markup=False)

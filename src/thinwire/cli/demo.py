@@ -1,4 +1,4 @@
-"""`thinwire demo`: what a slow network does to training, and what can be done about it, in under four minutes."""
+"""`thinwire demo`: how a slow network slows training down, and how much five strategies help."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small language model of Python's own sources with four workers over 100 Mbit links, with five strategies.
+    """Train a small language model on Python's own sources, with four workers over slow links, with five strategies.
 
-    Each gets the same seconds of training, the same first parameters and the same data in the same order. Where
-    this machine does not allow network namespaces, the workers use its loopback interface instead.
+    Example: thinwire demo --seconds 30 --link 20mbit
+
+    Every strategy gets the same training time, the same initial parameters and the same data in the same order.
+    Takes under four minutes. Where this machine does not allow network namespaces, the workers use its loopback interface,
+    which is not slow.
 
     Args:
-        seconds: training time for each strategy.
-        link: the link of each worker, such as 100mbit.
+        seconds: training time for each strategy, in seconds.
+        link: the emulated link of each worker, RATE[+DELAY], such as 100mbit or 100mbit+5ms.
         out: the comparison's folder; runs/text-demo-TIME unless given.
     """
 
@@ -36,15 +39,15 @@ class Demo:
     out: Path | None = None
 
     def __call__(self) -> int:
-        """Run the five, print the table, and explain it."""
+        """Run the five strategies, print the table, and explain it."""
         settings = self._settings()
         folder = self.out or default_folder(settings.task, "demo")
         done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
         page = report(folder)
         show(done)
-        out.print("\n" + reading(done.summaries), markup=False)
+        out.print("\n" + conclusions(done.summaries), markup=False)
         if page is not None:
-            out.print(f"\nThe report, with curves and a timeline of who waits when: {page}", markup=False)
+            out.print(f"\nThe report, with loss curves and a timeline of each worker: {page}", markup=False)
         return 0
 
     def _settings(self) -> Settings:
@@ -54,9 +57,9 @@ class Demo:
         parse_links(self.link, 4)
         reason = available()
         if reason is not None:
-            err.print(f"No slow links here: {reason}.", markup=False)
-            err.print("The workers use this machine's loopback interface, which nothing slows down.", markup=False)
-        asked = {
+            err.print(f"Slow links cannot be emulated here: {reason}.", markup=False)
+            err.print("The workers use this machine's loopback interface at its full speed.", markup=False)
+        given = {
             "task": "text",
             "model": "0.5m",
             "strategy": STRATEGIES[0],
@@ -68,14 +71,14 @@ class Demo:
             "eval_limit": 64,
             "command": command_line(),
         }
-        return resolve(asked)
+        return resolve(given)
 
 
-def reading(summaries: Sequence[Fields]) -> str:
-    """One paragraph on what the figures mean, whatever they are.
+def conclusions(summaries: Sequence[Fields]) -> str:
+    """One paragraph on what the figures mean, whichever way they came out.
 
     Args:
-        summaries: of runs of equal training time; the others are compared with the first.
+        summaries: of runs with the same training time; the first is the baseline.
     """
     base, *others = summaries
     base_bytes, base_pace = base["payload_bytes_per_worker_per_step"], base["seconds_per_step"]
@@ -88,7 +91,7 @@ def reading(summaries: Sequence[Fields]) -> str:
     for each in others:
         if abs(each["payload_bytes_per_worker_per_step"] - base_bytes) <= 0.01 * base_bytes:
             ratio = base_pace / each["seconds_per_step"]
-            words.append(f"{_called(each)} sends the same and makes {ratio:.2f} times as many steps in a second.")
+            words.append(f"{_name(each)} sends the same and makes {ratio:.2f} times as many steps in a second.")
         else:
             rivals.append(each)
     if not rivals:
@@ -97,11 +100,11 @@ def reading(summaries: Sequence[Fields]) -> str:
     ratio = base_pace / fastest["seconds_per_step"]
     if ratio < 1.02:
         words.append(
-            f"Sending less made no steps faster than those of {base['strategy']}: the link is not what holds it back."
+            f"Sending less made no steps faster than those of {base['strategy']}: the link is not its bottleneck."
         )
     else:
         words.append(
-            f"{_called(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
+            f"{_name(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
             f"{fastest['steps']} steps in the same time."
         )
     best = min(rivals, key=lambda each: each["eval_loss"])
@@ -110,15 +113,15 @@ def reading(summaries: Sequence[Fields]) -> str:
         words.append(f"At equal time none reached a lower held-out loss than {base['strategy']} ({loss:.3f}).")
         return " ".join(words)
     words.append(
-        f"At equal time {_called(best)} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}."
+        f"At equal time {_name(best)} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}."
     )
-    worse = " and ".join(_called(each) for each in rivals if each["eval_loss"] > loss)
+    worse = " and ".join(_name(each) for each in rivals if each["eval_loss"] > loss)
     if worse:
         words.append(f"{worse} did worse than {base['strategy']}: sending less is not free.")
     return " ".join(words)
 
 
-def _called(summary: Fields) -> str:
+def _name(summary: Fields) -> str:
     return str(summary["strategy"]).partition("(")[0]
 
 

@@ -1,4 +1,4 @@
-"""`thinwire emulate`: any command, once per worker, over links that are as slow as asked for."""
+"""`thinwire emulate`: any command, once per worker, over emulated links."""
 
 import json as json_text
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional
 
-from thinwire.cli.console import complain, err, out
+from thinwire.cli.console import err, out, print_error
 from thinwire.emulate import (
     Network,
     Stream,
@@ -28,25 +28,28 @@ COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @dataclass(frozen=True)
 class Emulate:
-    """Run a command once per worker, as torchrun would, each in a network of its own with a link to the others.
+    """Run a command once per worker, as torchrun does, each worker in its own network namespace with its own link.
 
     Example: thinwire emulate --workers 4 --link 100mbit,0:10mbit -- python train.py
 
-    Links are shaped by the kernel in both directions and the bytes are those that it counted. Without a limit or a
-    delay, and where networks cannot be emulated, the workers run in this machine's own network and no bytes are
-    counted.
+    The kernel limits both directions of each link and counts the bytes. If no link is limited or delayed, and this
+    machine does not allow network namespaces, the workers run in its own network and no bytes are counted.
 
     Args:
-        command: the program and its arguments, after `--`; workers find each other by torchrun's variables.
+        command: the program and its arguments, after `--`. It gets torchrun's environment variables: RANK, WORLD_SIZE,
+            MASTER_ADDR and so on.
         workers: how many copies to run.
-        link: [RANK:]RATE[+DELAY], several by commas: none, 100mbit, 1gbit+5ms, 100mbit,0:10mbit. RATE is each
-            direction of a worker's link, DELAY is how much later what it sends arrives.
-        slow: [RANK:]FACTORx, several by commas: 2:3x makes worker 2 take three times as long to compute. It is kept by
-            thinwire's own training, and by scripts that call Straggler.from_environment().pause(step, seconds).
-        stall: [RANK:]PROBABILITY:DURATION, several by commas: 0.15:200ms stalls 15 % of the steps; kept as slow is.
-        seed: which steps stall.
-        timeout: stop everything after so long.
-        json: print the table as JSON; what the workers say then goes to the standard error.
+        link: the workers' links, [RANK:]RATE[+DELAY], separated by commas; such as 100mbit, 1gbit+5ms, or
+            100mbit,0:10mbit where worker 0 has another one. RATE limits each direction, DELAY is added to every
+            message that the worker sends.
+        slow: workers that compute slower, [RANK:]FACTORx, separated by commas; with 2:3x worker 2 takes three times as
+            long. Works in thinwire's own training, and in scripts that call
+            Straggler.from_environment().pause(step, seconds).
+        stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, separated by commas; with 0.15:200ms
+            every worker pauses for 200 ms in 15 % of its steps. Works where --slow does.
+        seed: random seed that decides which steps stall.
+        timeout: stop all workers after so many seconds; they may run for ever unless given.
+        json: print the table as JSON, and the workers' lines to the standard error.
     """
 
     command: Positional[tuple[str, ...]]
@@ -74,15 +77,16 @@ class Emulate:
             traffic = network.traffic() if network else (None,) * self.workers
         self._show(exits, traffic)
         if workers.failure is not None:
-            complain(workers.failure)
+            print_error(workers.failure)
         return 0 if workers.failure is None else 1
 
     def _network(self) -> Network | None:
+        """The network, or None where it is not needed and not possible: a limited link is never ignored."""
         network = Network(parse_links(self.link, self.workers))
         reason = None if any(str(link) != "none" for link in network.links) else available()
         if reason is None:
             return network
-        err.print(f"no network of their own for the workers, so no bytes are counted: {reason}", markup=False)
+        err.print(f"the workers use this machine's network, so no bytes are counted: {reason}", markup=False)
         return None
 
     def _start(self, network: Network | None) -> Workers:
@@ -91,25 +95,25 @@ class Emulate:
             self.workers,
             network=network,
             environment=straggler_environment(self.slow, self.stall, seed=self.seed),
-            on_line=self._say,
+            on_line=self._print_line,
             timeout=self.timeout,
         )
 
-    def _say(self, rank: int, stream: Stream, line: str) -> None:
+    def _print_line(self, rank: int, stream: Stream, line: str) -> None:
         console = out if stream == "stdout" and not self.json else err
         console.print(Text.assemble((f"[{rank}]", COLOURS[rank % len(COLOURS)]), " ", line))
 
     def _show(self, exits: Sequence[WorkerExit], traffic: Sequence[Traffic | None]) -> None:
-        rows = [_facts(record, carried) for record, carried in zip(exits, traffic, strict=True)]
+        rows = [_row(record, carried) for record, carried in zip(exits, traffic, strict=True)]
         if self.json:
             out.print_json(json_text.dumps({"link": self.link, "workers": rows}))
         else:
             out.print(_table(rows))
 
 
-def _facts(record: WorkerExit, carried: Traffic | None) -> dict[str, float | str | None]:
-    """What is known of one worker, in base units."""
-    facts: dict[str, float | str | None] = {
+def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, float | str | None]:
+    """One worker's figures, in seconds, bytes and bits per second."""
+    row: dict[str, float | str | None] = {
         "rank": record.rank,
         "exit": record.how,
         "seconds": record.seconds,
@@ -119,10 +123,10 @@ def _facts(record: WorkerExit, carried: Traffic | None) -> dict[str, float | str
         "sent_bits_per_second": None,
     }
     if carried is not None:
-        facts["sent_bytes"] = carried.sent_bytes
-        facts["received_bytes"] = carried.received_bytes
-        facts["sent_bits_per_second"] = 8 * carried.sent_bytes / record.seconds
-    return facts
+        row["sent_bytes"] = carried.sent_bytes
+        row["received_bytes"] = carried.received_bytes
+        row["sent_bits_per_second"] = 8 * carried.sent_bytes / record.seconds
+    return row
 
 
 def _table(rows: Sequence[dict[str, float | str | None]]) -> Table:

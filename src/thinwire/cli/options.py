@@ -1,4 +1,4 @@
-"""What the commands that train have in common: settings as options, the command line, the folder."""
+"""What several commands share: settings as options, the command line as text, the default folder."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from thinwire.runs.settings import Settings
 
 @dataclass(frozen=True)
 class Options:
-    """Options that are fields of `Settings`; those of a command are made by `settings_as_options`."""
+    """The base of a command whose options are fields of `Settings`; `settings_as_options` makes subclasses of it."""
 
-    def asked(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """The settings by name, None where an option was not given, and the command line."""
         names = {field.name for field in fields(self)}
-        asked = {field.name: getattr(self, field.name) for field in fields(Settings) if field.name in names}
-        return {**asked, "command": command_line()}
+        given = {field.name: getattr(self, field.name) for field in fields(Settings) if field.name in names}
+        return {**given, "command": command_line()}
 
 
-def settings_as_options(*, without: Sequence[str]) -> type[Options]:
-    """A dataclass with an option for each field of `Settings`, to be the base of a command.
+def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | None = None) -> type[Options]:
+    """Make a dataclass with an option for each field of `Settings`, to be the base of a command.
 
     An option has the name (but --model-size for `model`), the type and the help text of its field. Its default is None,
-    which leaves the choice to `resolve`; only a flag is off unless given.
+    which leaves the choice to `resolve`; a flag is off unless given.
 
     Args:
-        without: fields that are no options of this command; `command` never is one.
+        without: fields that the command has no options for; it never has one for `command`.
+        only: the fields that it has options for; all others unless given.
     """
     options: list[tuple[str, Any, Any]] = []
     for name, kind in get_type_hints(Settings).items():
-        if name in (*without, "command"):
+        if name in (*without, "command") or (only is not None and name not in only):
             continue
         if kind is bool:
             options.append((name, bool, False))
@@ -49,12 +50,12 @@ def settings_as_options(*, without: Sequence[str]) -> type[Options]:
 
 
 def command_line() -> str:
-    """This process's command line, as it can be given again."""
+    """This process's command line, quoted for a shell."""
     return shlex.join(["thinwire", *sys.argv[1:]])
 
 
 def default_folder(task: str, name: str) -> Path:
-    """A new folder for a run, by its task, its strategy and the time."""
+    """A folder for a run that does not exist yet, named by the task, the strategy and the time."""
     from thinwire.runs.comparison import short_name
 
     stem = f"{task}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -62,3 +63,11 @@ def default_folder(task: str, name: str) -> Path:
     while path.exists():
         path, number = Path("runs") / f"{stem}-{number}", number + 1
     return path
+
+
+def slowest_rate(link: str, workers: int) -> float | None:
+    """The rate of the slowest of the workers' links in bits per second; None if no link is limited."""
+    from thinwire.emulate import parse_links
+
+    rates = [each.bits_per_second for each in parse_links(link, workers)]
+    return min((rate for rate in rates if rate is not None), default=None)

@@ -1,21 +1,22 @@
-"""How a run is getting on: a live line on a terminal, one plain line every ten seconds elsewhere."""
+"""The progress of a run: a live line on a terminal, one plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from thinwire.cli.console import err, out
-from thinwire.report import rich_table, rows
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _PLAIN_SECONDS = 10.0
 _WIDE = 200
+# Events of a run and summaries, as they come from JSON.
 Fields = dict[str, Any]
 
 
@@ -24,7 +25,7 @@ class Watch:
 
     Args:
         label: what is being trained.
-        steps: where the run ends, if it ends by steps.
+        steps: the step at which the run ends, if it has a limit of steps.
         seconds: its budget of training time, if it has one.
         console: where to write.
     """
@@ -37,11 +38,14 @@ class Watch:
         self._live: Progress | None = None
         self._step: Fields = {}
         self._evaluation: Fields = {}
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Start to show."""
+        """Start the live line, on a terminal."""
         if self._console.is_terminal:
+            # Imported here, because `thinwire train --help` would wait for it.
+            from rich.progress import BarColumn, Progress, TextColumn
+
             columns = (
                 TextColumn("{task.description}", markup=False),
                 BarColumn(24),
@@ -55,24 +59,24 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
 
     def __call__(self, event: Fields) -> None:
-        """Take in one event of a run."""
+        """Show one event of the run."""
         if event["event"] == "step":
             self._step = event
         elif event["event"] == "evaluation":
             self._evaluation = event
         if self._live is not None:
             self._live.update(self._bar, completed=self._done(), words=self._words())
-        elif self._step and time.monotonic() - self._told >= _PLAIN_SECONDS:
-            self._told = time.monotonic()
+        elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
+            self._printed_at = time.monotonic()
             self._console.print(f"{self._label}: {self._words()}", markup=False)
 
     def _done(self) -> float:
-        """The share of the run that is over, as far as its limits tell."""
+        """The fraction of the run that is over; 0 where it has no limit of steps or seconds."""
         shares = [0.0]
         if self._steps and self._step:
             shares.append(self._step["step"] / self._steps)
@@ -93,17 +97,17 @@ class Watch:
         if self._evaluation:
             words.insert(2, f"held-out {self._evaluation['eval_loss']:.3f}")
         if done > 0:
-            words.append(f"{_clock(step['seconds'] * (1 - done) / done)} left")
+            left = int(step["seconds"] * (1 - done) / done)
+            words.append(f"{left // 60}:{left % 60:02d} left")
         return ", ".join(words)
 
 
-def _clock(seconds: float) -> str:
-    """Minutes and seconds, as in 2:05."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def show_summaries(summaries: Sequence[Fields]) -> None:
-    """Print summaries as a table: a run per line where that fits, else, and for one run, a figure per line."""
+    """Print summaries as a table: one line per run if several fit the width, otherwise one line per figure."""
+    from rich.table import Table
+
+    from thinwire.report import rich_table, rows
+
     console = Console(highlight=False, width=None if out.is_terminal else _WIDE)
     lines = rows(summaries)
     widths = [max(len(heading), *(len(line[heading]) for line in lines)) + 3 for heading in lines[0]]

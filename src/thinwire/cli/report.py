@@ -1,12 +1,12 @@
-"""`thinwire report`: a run folder or a comparison folder as one page to look at."""
+"""`thinwire report`: a run folder or a comparison folder as one HTML page."""
 
-import json
+import json as json_text
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.report import read, write_report, write_trace
@@ -14,27 +14,29 @@ from thinwire.report import read, write_report, write_trace
 
 @dataclass(frozen=True)
 class Report:
-    """Write report.html and plots/*.png into the folder of a run or of a comparison, and print the path."""
+    """Draw a run or a comparison: write report.html and plots/*.png into its folder, and print the page's path.
+
+    Example: thinwire report runs/text-compare-20260101-120000 --trace
+
+    Args:
+        folder: the folder that `thinwire train --out` or `thinwire compare --out` wrote.
+        trace: also write the timeline of each run that recorded one as trace.json, which ui.perfetto.dev opens.
+        json: print the paths as JSON.
+        open: show the page in the browser.
+    """
 
     folder: Positional[Path]
-    """The folder that `thinwire train --out` or `thinwire compare --out` wrote."""
-
     trace: bool = False
-    """Also write trace.json for each run that recorded a timeline; open it at ui.perfetto.dev."""
-
-    json: Annotated[bool, arg(name="json")] = False
-    """Print the paths as JSON."""
-
+    json: bool = False
     open: Literal["yes", "no"] = "no"
-    """Show the page in the browser."""
 
     def __call__(self) -> int:
-        """Write the files and say where they are."""
+        """Write the files and print their paths; returns 0."""
         written = write_report(self.folder)
-        traces = _traces(self.folder) if self.trace else []
+        traces = _write_traces(self.folder) if self.trace else []
         if self.json:
             paths = {"report": written.report, "plots": written.plots, "traces": traces}
-            out.print(json.dumps(paths, default=_plain), markup=False)
+            out.print(json_text.dumps(paths, default=str), markup=False)
         else:
             for path in (written.report, *traces):
                 out.print(str(path), markup=False)
@@ -43,11 +45,11 @@ class Report:
         return 0
 
 
-def _traces(folder: Path) -> list[Path]:
-    """One trace per run with a timeline; a folder without any is told so by the first run's error."""
+def _write_traces(folder: Path) -> list[Path]:
+    """Write one trace per run with a timeline.
+
+    Raises:
+        ConfigError: no run has a timeline; the message is that of the first run.
+    """
     runs = read(folder).runs
     return [write_trace(run.folder) for run in runs if run.spans] or [write_trace(runs[0].folder)]
-
-
-def _plain(value: object) -> object:
-    return str(value)

@@ -1,4 +1,4 @@
-"""`thinwire reproduce`: a paper's claim, checked at the scale of one machine, from a checkout of the repository."""
+"""`thinwire reproduce`: check a paper's claim at the scale of one machine, from a checkout of the repository."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Check a paper's claim against the paper's own baselines; without a name, list what can be checked.
+    """Check a paper's claim against the paper's own baselines; without a name, list the claims that can be checked.
+
+    Example: thinwire reproduce slowmo --quick
 
     The reproductions are not part of the installed package: run this in a checkout of the repository. The exit code is
-    1 when the claim does not hold.
+    0 when the claim holds and 1 when it does not.
 
     Args:
-        name: of the reproduction.
-        quick: fewer steps and rounds.
-        out: the folder; runs/reproduce-NAME-TIME unless given.
-        json: print the result as JSON.
+        name: the name of the reproduction; lists all of them unless given.
+        quick: take fewer steps and rounds, for a first look.
+        out: the folder for results; runs/reproduce-NAME-TIME unless given.
+        json: print the result, or the list, as JSON.
     """
 
     name: Positional[str | None] = None
@@ -34,9 +36,9 @@ class Reproduce:
     json: bool = False
 
     def __call__(self) -> int:
-        """Check one, or list them all."""
+        """Check one claim, or list them all."""
         home = str(checkout())
-        # Workers that a reproduction starts import it too.
+        # The environment too: the worker processes that a reproduction starts import it as well.
         sys.path.insert(0, home)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         command: Any = import_module("reproductions.shared.command")
@@ -45,7 +47,7 @@ class Reproduce:
 
 
 def checkout() -> Path:
-    """The checkout that the reproductions lie in: around the current folder, or around this file.
+    """The repository's folder, looked for above the current folder and then above this file.
 
     Raises:
         ConfigError: there is none.

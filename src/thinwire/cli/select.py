@@ -1,4 +1,4 @@
-"""`thinwire select`: the few points of a feature matrix that stand for all."""
+"""`thinwire select`: a coreset, that is a small weighted subset, of the rows of a feature matrix."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ if TYPE_CHECKING:
     from thinwire.coreset import Coreset
     from thinwire.coreset.quality import Quality
 
+# How many random subsets the coreset is compared with.
 _RANDOM_DRAWS = 5
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Select:
-    """Choose the few points of a feature matrix that stand for all, with their weights.
+    """Choose a coreset: a small weighted subset of the rows of a feature matrix that represents all of them.
 
     Example: thinwire select --data features.npy --fraction 0.1
 
-    Prints how far points are from those chosen and how wrong the weighted gradient is, beside random points. Writes
-    coreset.npz and coreset.csv (index, weight, gain; in greedy order), summary.json and report.html with a picture.
+    Prints how far all points are from the chosen ones and how wrong the weighted gradient is, compared with random
+    subsets of the same size. Writes coreset.npz and coreset.csv (index, weight, gain; in greedy order), summary.json,
+    and report.html with a picture.
 
     Args:
-        data: the matrix, a row for each point: .npy, .npz, .parquet, .libsvm, .svm or .svmlight.
-        fraction: of all points; 0.1 unless a budget or a cover is given.
-        budget: how many points, instead.
-        cover: as few points as bring the sum of all distances to this, instead.
-        per_class: select in each class for itself, with its share of the budget.
-        labels: a column of the file, by name or by number in .npy, an array of the .npz, or a .npy file of labels.
-        method: lazy is exact; sparse and streaming are for millions of points.
-        neighbours: of each point, for sparse; more is nearer to exact.
-        parts: of greedi; more is faster and further off.
-        seed: of what is drawn.
-        out: the folder; runs/select-NAME-TIME unless given.
+        data: the feature matrix, one row per point: .npy, .npz, .parquet, .libsvm, .svm or .svmlight.
+        fraction: the fraction of the points to choose; 0.1 unless --budget or --cover is given.
+        budget: how many points to choose, instead of a fraction.
+        cover: choose as few points as bring the sum of all distances to the nearest chosen point down to this,
+            instead of a fraction.
+        per_class: choose within each class separately; every class gets its share of the budget.
+        labels: the classes: a column of the file (by name, or by number in .npy), an array of the .npz, or another
+            .npy file.
+        method: the greedy algorithm; lazy and naive are exact, stochastic and greedi are faster, sparse and streaming
+            are for millions of points.
+        neighbours: for sparse, the neighbours kept of each point; more is slower and closer to exact.
+        parts: for greedi, the parts that are searched separately; more is faster and less exact.
+        seed: random seed.
+        out: the folder for results; runs/select-NAME-TIME unless given.
         json: print everything as JSON.
     """
 
@@ -73,10 +78,10 @@ class Select:
         features, labels = read_matrix(self.data, self.labels)
         if self.per_class and labels is None:
             raise ConfigError(
-                f"--per-class: {self.data} gives no labels; say where they are, such as --labels FILE.npy"
+                f"--per-class: {self.data} gives no labels; name where they are, such as --labels FILE.npy"
             )
         start = time.perf_counter()
-        with _progress(f"select from {len(features):,} points") as told:
+        with _progress(f"select from {len(features):,} points") as listener:
             chosen = select(
                 features,
                 fraction=0.1 if self.fraction is self.budget is self.cover is None else self.fraction,
@@ -87,11 +92,11 @@ class Select:
                 seed=self.seed,
                 neighbours=self.neighbours,
                 parts=self.parts,
-                told=told,
+                told=listener,
             )
         seconds = time.perf_counter() - start
         rows = torch.from_numpy(features)
-        summary = self._summary(rows, _codes(labels), chosen, seconds)
+        summary = self._summary(rows, _classes(labels), chosen, seconds)
         folder = self.out or Path("runs") / f"select-{self.data.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         _write(folder, chosen, summary)
         report = _report(folder, rows, chosen, summary)
@@ -130,7 +135,7 @@ class Select:
 
 @contextmanager
 def _progress(label: str) -> Generator[Callable[[float], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal, as a function that takes the fraction done; None elsewhere."""
     if not err.is_terminal:
         yield None
         return
@@ -139,11 +144,11 @@ def _progress(label: str) -> Generator[Callable[[float], None] | None]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(24), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, refresh_per_second=4) as live:
         bar = live.add_task(label, total=1.0)
-        yield lambda share: live.update(bar, completed=share)
+        yield lambda fraction: live.update(bar, completed=fraction)
 
 
-def _codes(labels: Any) -> Tensor | None:
-    """Labels as classes from 0."""
+def _classes(labels: Any) -> Tensor | None:
+    """Labels of any kind as class numbers from 0."""
     import numpy as np
     import torch
 
@@ -156,7 +161,11 @@ def _mean(measured: list[Quality]) -> Fields:
 
 
 def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
-    """The coreset for programs and for people, and what is known about it."""
+    """Write the coreset, for programs and for people, and the summary.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
     import numpy as np
 
     content = io.BytesIO()
@@ -174,7 +183,7 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
 
 
 def _report(folder: Path, rows: Tensor, chosen: Coreset, summary: Fields) -> Path | None:
-    """The page with the picture; None where matplotlib is missing."""
+    """Write the page with the picture and return its path; None where matplotlib is missing."""
     from thinwire.coreset.projection import projected
 
     try:
@@ -193,11 +202,11 @@ def _title(summary: Fields) -> str:
 
 
 def _rows(summary: Fields) -> list[tuple[str, str, str]]:
-    """(what, the coreset's, random points') as people read them."""
+    """The table's rows: a figure's name, its value for the coreset, its mean for random subsets."""
     names = {
-        "mean_distance": "mean distance to the nearest chosen",
-        "far_distance": "95 % of the points are nearer than",
-        "largest_distance": "every point is nearer than",
+        "mean_distance": "mean distance to the nearest chosen point",
+        "far_distance": "95th percentile of that distance",
+        "largest_distance": "largest of these distances",
     }
     own, other = summary["coreset"], summary["random"]
     lines = [(words, units.score(own[key]), units.score(other[key])) for key, words in names.items()]

@@ -1,4 +1,4 @@
-"""`thinwire topology`: who sends to whom on a graph of workers, and how fast it agrees."""
+"""`thinwire topology`: who sends to whom on a graph of workers, how fast it mixes, and what it costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from thinwire.cli.console import out
+from thinwire.cli.options import slowest_rate
 from thinwire.errors import ConfigError
 from thinwire.report.units import count, digits, nbytes, rate, seconds
 
@@ -20,24 +21,29 @@ if TYPE_CHECKING:
     from thinwire.topology.analysis import Facts
 
 _BYTES_PER_PARAMETER = 4
+# Longer lists of steps, or of messages in a step, are cut short.
 _MOST_STEPS = 8
 _MOST_EDGES = 16
+# Columns of the table where the output is not a terminal.
 _WIDE = 150
 _CURVE_STEPS = 40
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Say who sends to whom on a graph of workers, how fast it agrees and what that costs; without a name, of all.
+    """Show who sends to whom on a graph of workers, how fast averaging on it converges, and what it costs.
 
     Example: thinwire topology "PPeerExponential(degree=2)" --workers 12 --parameters 6.5e6 --link 100mbit
 
+    Without a name, all graphs are compared in a table.
+
     Args:
-        name: of the graph, such as Ring or "Hierarchical(node_size=8)".
-        workers: how many.
-        parameters: of the model, such as 6.5e6; traffic is then given in bytes too, in fp32.
-        link: the workers' links, [RANK:]RATE[+DELAY], several by commas, such as 100mbit; the slowest rate counts.
-        out: draw the graph's steps, or without a name how fast all graphs agree, into this PNG file.
+        name: the graph, such as Ring or "Hierarchical(node_size=8)"; all of them unless given.
+        workers: how many workers the graph joins.
+        parameters: how many parameters the model has, such as 6.5e6, to show traffic in bytes too (4 bytes each).
+        link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit, to show seconds too; they
+            are computed from the slowest rate. Needs --parameters.
+        out: a PNG file to draw into: the graph at each step, or without a name the convergence of all graphs.
         json: print everything as JSON.
     """
 
@@ -49,15 +55,11 @@ class Topology:
     json: bool = False
 
     def __call__(self) -> int:
-        """Show one graph, or all; returns 0."""
-        self._check()
-        if self.name is None:
-            self._show_all()
-        else:
-            self._show_one(self.name)
-        return 0
+        """Show one graph, or all; returns 0.
 
-    def _check(self) -> None:
+        Raises:
+            ConfigError: a value that cannot be read, or options that need others.
+        """
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be at least 1")
         if self.parameters is not None and (self.parameters < 1 or self.parameters % 1):
@@ -67,6 +69,11 @@ class Topology:
         self._bits_per_second()
         if self.out is not None and self.out.suffix.lower() != ".png":
             raise ConfigError(f"--out {self.out}: is drawn as a PNG; give the file a name that ends in .png")
+        if self.name is None:
+            self._show_all()
+        else:
+            self._show_one(self.name)
+        return 0
 
     def _show_one(self, name: str) -> None:
         from thinwire.strategies.recipe import brief, parse_topology
@@ -75,18 +82,18 @@ class Topology:
 
         graph = parse_topology(name)
         check_edges(graph, self.workers)
-        found, strategies = facts(graph, self.workers), _strategies(graph, self.workers)
+        found, refusals = facts(graph, self.workers), _refusals(graph, self.workers)
         if self.out is not None:
             from thinwire.report.graph import graph_picture
 
             self._draw(graph_picture(self.out.stem, brief(graph), matrices(graph, self.workers)))
         if self.json:
             described = {"topology": brief(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
-            out.print(json_text.dumps({**described, "refused_by": strategies}), markup=False)
+            out.print(json_text.dumps({**described, "refused_by": refusals}), markup=False)
             return
         out.print(str(graph), style="bold", markup=False)
         out.print(f"{self.workers} workers\n", markup=False)
-        for words, value in (*_properties(found), *self._traffic(found), *_agreement(found), *_served(strategies)):
+        for words, value in self._lines(found, refusals):
             out.print(f"  {words:<12}{value}", markup=False)
         out.print("\nWho sends to whom", style="bold")
         for line in sketch(graph, self.workers):
@@ -117,6 +124,39 @@ class Topology:
         self._tabulate({brief(graph): each for graph, each in known.items()})
         for reason in refused.values():
             out.print(f"{reason}", markup=False)
+
+    def _lines(self, found: Facts, refusals: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+        """What is known about one graph, as (name, words)."""
+        yield "graph", "the same at every step" if found.static else f"changing, repeats after {found.period} steps"
+        if found.doubly_stochastic:
+            symmetry = "symmetric" if found.symmetric else "not symmetric"
+            yield "weights", f"doubly stochastic, {symmetry}: keeps the plain average"
+        else:
+            yield "weights", "column-stochastic alone: only push-sum finds the plain average"
+        if found.smallest_eigenvalue is not None:
+            yield "eigenvalues", f"from {digits(found.smallest_eigenvalue)} to 1"
+
+        reduced = 2 * (self.workers - 1) / self.workers
+        mean, busiest, peak = found.vectors_per_step, found.busiest_vectors_per_step, found.most_vectors_at_once
+        most = "" if peak == mean else f"; the busiest {digits(busiest)}, at most {peak} at once"
+        yield "sent", f"{digits(mean)} vectors per worker and step{most}; an all-reduce sends {digits(reduced)}"
+        cost, speed = self._cost(found), self._bits_per_second()
+        if self.parameters is not None:
+            size = f"{count(self.parameters)} parameters in fp32"
+            yield "bytes", f"{nbytes(cost['bytes_per_step'])} per worker and step, with {size}"
+        if speed is not None:
+            yield rate(speed), f"{seconds(cost['busiest_seconds_per_step'])} of transfer a step for the busiest worker"
+
+        left = digits(1 - found.spectral_gap)
+        yield "gap", f"{digits(found.spectral_gap)}: in the long run, each step multiplies disagreement by {left}"
+        exact = found.steps_to_average
+        yield "average", f"exact after {exact} steps" if exact is not None else "approached, but never exact"
+        yield "to 1e-3", f"{_steps(found.steps_to_a_thousandth)} steps until a thousandth of any disagreement is left"
+
+        yield "serves", ", ".join(name for name, reason in refusals.items() if reason is None) or "no strategy"
+        for reason in refusals.values():
+            if reason is not None:
+                yield "refused", reason
 
     def _tabulate(self, known: dict[str, Facts]) -> None:
         from rich.console import Console
@@ -151,7 +191,7 @@ class Topology:
             out.print(f"{path}\n", markup=False)
 
     def _cost(self, found: Facts) -> dict[str, float]:
-        """Bytes and seconds of a step, as far as they were asked for."""
+        """Bytes and seconds of a step; bytes only with --parameters, seconds only with --link."""
         if self.parameters is None:
             return {}
         vector = self.parameters * _BYTES_PER_PARAMETER
@@ -165,29 +205,12 @@ class Topology:
         return cost
 
     def _bits_per_second(self) -> float | None:
-        """The slowest of the links; None without a limit."""
-        from thinwire.emulate import parse_links
-
-        if self.link is None:
-            return None
-        rates = [link.bits_per_second for link in parse_links(self.link, self.workers)]
-        return min((each for each in rates if each is not None), default=None)
-
-    def _traffic(self, found: Facts) -> Iterator[tuple[str, str]]:
-        reduced = 2 * (self.workers - 1) / self.workers
-        mean, busiest, peak = found.vectors_per_step, found.busiest_vectors_per_step, found.most_vectors_at_once
-        most = "" if peak == mean else f"; the busiest {digits(busiest)}, at most {peak} at once"
-        yield "sent", f"{digits(mean)} vectors per worker and step{most}; an all-reduce sends {digits(reduced)}"
-        cost, speed = self._cost(found), self._bits_per_second()
-        if self.parameters is not None:
-            size = f"{count(self.parameters)} parameters in fp32"
-            yield "bytes", f"{nbytes(cost['bytes_per_step'])} per worker and step, with {size}"
-        if speed is not None:
-            yield rate(speed), f"{seconds(cost['busiest_seconds_per_step'])} of transfer a step for the busiest worker"
+        """The rate of the slowest link; None without a limit."""
+        return None if self.link is None else slowest_rate(self.link, self.workers)
 
 
 def _all_graphs() -> list[Graph]:
-    """Every graph at its defaults, less the one that has no edges until somebody names them."""
+    """Every graph with its default arguments, except FromGraph, which by default has no edges."""
     from thinwire import topology
 
     kinds: list[type[Any]] = [getattr(topology, name) for name in topology.__all__]
@@ -195,7 +218,7 @@ def _all_graphs() -> list[Graph]:
 
 
 def _kind(found: Facts) -> str:
-    """Weights and steps in a few words."""
+    """The kind of mixing matrix, in a few words."""
     if not found.doubly_stochastic:
         return "push-sum"
     return f"{'symmetric' if found.symmetric else 'directed'}, {'static' if found.static else 'changing'}"
@@ -205,50 +228,23 @@ def _steps(steps: int | None) -> str:
     return "-" if steps is None else f"{steps}"
 
 
-def _properties(found: Facts) -> Iterator[tuple[str, str]]:
-    yield "graph", "the same at every step" if found.static else f"changing, repeats after {found.period} steps"
-    if found.doubly_stochastic:
-        weights = f"doubly stochastic, {'symmetric' if found.symmetric else 'not symmetric'}: keeps the plain average"
-    else:
-        weights = "column-stochastic alone: only push-sum finds the plain average"
-    yield "weights", weights
-    if found.smallest_eigenvalue is not None:
-        yield "eigenvalues", f"from {digits(found.smallest_eigenvalue)} to 1"
-
-
-def _agreement(found: Facts) -> Iterator[tuple[str, str]]:
-    left = digits(1 - found.spectral_gap)
-    yield "gap", f"{digits(found.spectral_gap)}: in the long run a step leaves {left} of what there was of differences"
-    exact = found.steps_to_average
-    yield "average", f"exact after {exact} steps" if exact is not None else "closer and closer, never exact"
-    yield "to 1e-3", f"{_steps(found.steps_to_a_thousandth)} steps until a thousandth of any disagreement is left"
-
-
-def _strategies(graph: Graph, workers: int) -> dict[str, str | None]:
-    """By strategy with a topology, why it refuses this one; None where it accepts it."""
+def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
+    """By the name of each strategy with a topology: why it refuses this one, or None where it accepts it."""
     from thinwire.strategies.recipe import WORDS
 
-    kinds = {name: kind for name, kind in WORDS.items() if "topology" in {field.name for field in fields(kind)}}
-    return {name: _refusal(kind, graph, workers) for name, kind in kinds.items()}
-
-
-def _refusal(kind: type, graph: Graph, workers: int) -> str | None:
-    try:
-        kind(topology=graph).check(workers)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _served(strategies: dict[str, str | None]) -> Iterator[tuple[str, str]]:
-    yield "serves", ", ".join(name for name, reason in strategies.items() if reason is None) or "no strategy"
-    for reason in strategies.values():
-        if reason is not None:
-            yield "refused", reason
+    refusals: dict[str, str | None] = {}
+    for name, kind in WORDS.items():
+        if "topology" in {field.name for field in fields(kind)}:
+            try:
+                kind(topology=graph).check(workers)
+                refusals[name] = None
+            except ConfigError as error:
+                refusals[name] = str(error)
+    return refusals
 
 
 def sketch(graph: Graph, workers: int) -> Iterator[str]:
-    """A line for each step of a period: 0->1 is a message, 0--1 one in either direction."""
+    """A line for each step of a period: 0->1 is a message from 0 to 1, 0--1 a message in each direction."""
     from thinwire.topology.analysis import static
 
     period = 1 if static(graph, workers) else graph.period(workers)

@@ -1,4 +1,4 @@
-"""`thinwire train`: one run of a recipe on a task."""
+"""`thinwire train`: one run of one strategy on a task."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from thinwire.errors import ConfigError
 if TYPE_CHECKING:
     from thinwire.runs import Settings
 
-# Settings that a resumed run cannot change.
-_KEPT = (
+# Settings that a resumed run cannot change, because they decide its numbers.
+_FIXED = (
     "task",
     "strategy",
     "tensor_parallel",
@@ -36,18 +36,18 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class Train(settings_as_options(without=["timeline_steps"])):
-    """Train a recipe on a task, with several workers on this machine, and write the run's record to a folder.
+    """Train a task with one strategy, on several workers of this machine, and write the run's record to a folder.
 
     Example: thinwire train --task text --strategy "SlowMo(base=PushSum(), period=48)" --workers 4 --link 100mbit
 
-    Under torchrun the same command is one of the workers, on however many machines; otherwise it starts 4 workers
-    unless told how many. What is left open is filled in with what suits the task; a run takes 200 steps unless it is
-    given --steps, --seconds or --target-loss.
+    Starts 4 workers unless --workers is given. Under torchrun, on one machine or several, the same command is one of
+    torchrun's workers instead. Options that are not given take the task's defaults. A run ends after 200 steps unless
+    --steps, --seconds or --target-loss is given.
 
     Args:
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a saved run, to continue from its newest checkpoint.
-        trace: write trace.json too, for ui.perfetto.dev.
+        trace: also write the timeline as trace.json, which ui.perfetto.dev opens.
         json: print the summary as JSON.
     """
 
@@ -62,25 +62,25 @@ class Train(settings_as_options(without=["timeline_steps"])):
         from thinwire.runs.processes import started_by_torchrun
 
         if started_by_torchrun():
-            return self._join()
-        settings, folder = self._prepared(4)
+            return self._work()
+        settings, folder = self._prepare(4)
         with Watch(settings.strategy, settings.steps, settings.seconds) as watch:
             summary = launch(settings, folder, listener=watch, resume=self.resume is not None)
         return self._show(summary, folder)
 
-    def _join(self) -> int:
-        """Be one of torchrun's workers."""
+    def _work(self) -> int:
+        """Train as one of torchrun's workers."""
         import os
 
         from thinwire.runs import RunFolder, work
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        asked = self.asked()
-        if asked["workers"] not in (None, size):
-            raise ConfigError(f"--workers {asked['workers']}: torchrun has started {size}; leave it out")
-        if asked["link"] is not None:
-            raise ConfigError(f"--link {asked['link']}: under torchrun the links are real; leave it out")
-        settings, folder = self._prepared(size)
+        given = self.given()
+        if given["workers"] not in (None, size):
+            raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}; leave it out")
+        if given["link"] is not None:
+            raise ConfigError(f"--link {given['link']}: under torchrun the links are real; leave it out")
+        settings, folder = self._prepare(size)
         if rank == 0:
             home = RunFolder(folder)
             if self.resume is None:
@@ -90,27 +90,31 @@ class Train(settings_as_options(without=["timeline_steps"])):
             summary = work(settings, folder, emit=watch, resume=self.resume is not None)
         return 0 if summary is None else self._show(summary, folder)
 
-    def _prepared(self, default_workers: int) -> tuple[Settings, Path]:
+    def _prepare(self, default_workers: int) -> tuple[Settings, Path]:
         """The settings of the run, and its folder."""
         from thinwire.runs import resolve
 
-        asked = self.asked()
+        given = self.given()
         if self.resume is not None:
-            return self._resumed(self.resume, asked), self.resume
-        settings = resolve({**asked, "workers": default_workers if asked["workers"] is None else asked["workers"]})
+            return self._resumed(self.resume, given), self.resume
+        settings = resolve({**given, "workers": default_workers if given["workers"] is None else given["workers"]})
         return settings, self.out or default_folder(settings.task, settings.strategy)
 
-    def _resumed(self, folder: Path, asked: dict[str, Any]) -> Settings:
-        """The settings of the run to continue; what decides its numbers cannot change, its end may."""
+    def _resumed(self, folder: Path, given: dict[str, Any]) -> Settings:
+        """The settings of the run to continue, with the given ones in place of its own where that is allowed.
+
+        Raises:
+            ConfigError: a setting was given that decides the run's numbers, or --out.
+        """
         from thinwire.runs import RunFolder, resolve
 
         if self.out is not None:
-            raise ConfigError(f"--out {self.out}: a run goes on in its own folder, {folder}; leave it out")
+            raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
         before = RunFolder(folder).settings()
-        # A flag that is not given leaves the run's own as it was.
-        given = {name: value for name, value in asked.items() if value is not None and value is not False}
-        settings = resolve({**before.to_json(), **given})
-        for name in _KEPT:
+        # A flag cannot be given as off, so False means that the run keeps its own value.
+        changes = {name: value for name, value in given.items() if value is not None and value is not False}
+        settings = resolve({**before.to_json(), **changes})
+        for name in _FIXED:
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
                 raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change; leave it out")

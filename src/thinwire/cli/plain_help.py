@@ -1,0 +1,46 @@
+"""Help that shows `--out PATH` where tyro by itself shows `--out {None}|PATH ... (default: None)`."""
+
+from dataclasses import MISSING, field, fields, make_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from tyro.conf import Positional, arg
+
+# What `Positional[...]` adds to a type.
+_POSITIONAL = get_args(Positional[int])[1]
+_METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+def with_plain_help(command: type[Any]) -> type[Any]:
+    """A dataclass that parses like `command`, and whose help is easier to read.
+
+    An option that may be left out has the type `X | None`, and tyro shows None among its values and as its default.
+    Both are hidden here, because the option's own text says what happens without it. Defaults of flags are hidden too,
+    and positional arguments are shown by name.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    options: list[tuple[str, Any, Any]] = []
+    for option in fields(command):
+        hint = hints[option.name]
+        default = field() if option.default is MISSING else field(default=option.default)
+        options.append((option.name, Annotated[hint, _shown(option.name, hint, option.default)], default))
+    namespace = {"__doc__": command.__doc__}
+    return make_dataclass(command.__name__, options, bases=(command,), namespace=namespace, frozen=True)
+
+
+def _shown(name: str, hint: Any, default: object) -> Any:
+    """How tyro's help shows one option."""
+    metadata: list[Any] = []
+    while get_origin(hint) is Annotated:
+        hint, *more = get_args(hint)
+        metadata += more
+    metavar, several = None, get_origin(hint) is tuple
+    if _POSITIONAL in metadata:
+        metavar = f"{name.upper()} ..." if several else name.upper()
+        metavar = f"[{metavar}]" if default is None else metavar
+    elif default is None:
+        (kind,) = (each for each in get_args(hint) if each is not NoneType)
+        metavar = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else _METAVARS[kind]
+    # An empty hint hides the default; with None, tyro writes its own.
+    return arg(metavar=metavar, help_behavior_hint="" if default is None or default is False or several else None)
