@@ -22,19 +22,19 @@ def test_everything_after_the_dashes_is_the_command():
 
 def test_lines_are_prefixed_and_a_table_ends_the_run(capsys):
     assert Emulate(HELLO, workers=2, slow="1:3x")() == 0
-    said = capsys.readouterr()
-    assert said.out.count("[0] hello 1:3x") == said.out.count("[1] hello 1:3x") == 1
-    assert said.err.count("[0] oh") == said.err.count("[1] oh") == 1
-    assert "MB sent" in said.out and "CPU seconds" in said.out
+    printed = capsys.readouterr()
+    assert printed.out.count("[0] hello 1:3x") == printed.out.count("[1] hello 1:3x") == 1
+    assert printed.err.count("[0] oh") == printed.err.count("[1] oh") == 1
+    assert "MB sent" in printed.out and "CPU seconds" in printed.out
 
 
 def test_json_has_the_standard_output_for_itself(capsys):
     assert Emulate(HELLO, workers=2, json=True)() == 0
-    said = capsys.readouterr()
-    report = json.loads(said.out)
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
     assert [row["exit"] for row in report["workers"]] == ["0", "0"]
     assert (report["workers"][0]["sent_bytes"] is None) == (available() is not None)
-    assert "[1] hello" in said.err
+    assert "[1] hello" in printed.err
 
 
 def test_a_failing_worker_is_named(capsys):
@@ -43,12 +43,12 @@ def test_a_failing_worker_is_named(capsys):
     assert "worker 1 ended with exit code 5" in capsys.readouterr().err
 
 
-def test_without_namespaces_an_unlimited_run_goes_on_and_says_so(monkeypatch, capsys):
+def test_without_namespaces_an_unlimited_run_goes_on_with_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(command_module, "available", lambda: "this kernel is too small")
     assert Emulate(HELLO, workers=1)() == 0
-    said = capsys.readouterr()
-    assert "no bytes are counted: this kernel is too small" in said.err
-    assert "[0] hello" in said.out
+    printed = capsys.readouterr()
+    assert "no bytes are counted: this kernel is too small" in printed.err
+    assert "[0] hello" in printed.out
 
 
 def test_a_deadline_ends_the_run():

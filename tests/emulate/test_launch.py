@@ -1,4 +1,4 @@
-"""The local launcher: what workers get, what they say, and how they end."""
+"""The local launcher: the environment of workers, their lines, and how they end."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heard():
-    """A shell starts what runs in its background deaf to them."""
+def interrupts_are_handled():
+    """A shell starts its background processes with interrupts ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -153,14 +153,14 @@ def test_leaving_the_context_raises_what_a_signal_asked_for(number, raised):
 
 
 def test_a_second_signal_does_not_wait():
-    deaf = [
+    stubborn = [
         *BARE_PYTHON,
         "import signal, time\nsignal.signal(2, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)",
     ]
     up = []
     with (
         pytest.raises(KeyboardInterrupt),
-        Workers(deaf, 1, grace_seconds=60, on_line=lambda *words: up.append(words)) as job,
+        Workers(stubborn, 1, grace_seconds=60, on_line=lambda *words: up.append(words)) as job,
     ):
         while not up:
             job.poll(0.1)
@@ -173,7 +173,9 @@ def test_a_second_signal_does_not_wait():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_a_signal_is_passed_on_and_nothing_stays(number, code):
-    worker = "import signal, time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('heard', flush=True)"
+    worker = (
+        "import signal, time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)"
+    )
     body = f"""
 command = [sys.executable, "-I", "-S", "-c", {worker!r}]
 with Workers(command, 2, grace_seconds=5, on_line=lambda *words: print(*words, flush=True)) as job:
@@ -186,8 +188,8 @@ with Workers(command, 2, grace_seconds=5, on_line=lambda *words: print(*words, f
     pids = [int(word) for word in launcher.stdout.readline().split()]
     assert launcher.stdout.readline() == "ready\n"
     launcher.send_signal(number)
-    said, trouble = launcher.communicate(timeout=30)
-    assert (said.count("heard") == 2) == (number == signal.SIGINT)
+    printed, trouble = launcher.communicate(timeout=30)
+    assert (printed.count("interrupted") == 2) == (number == signal.SIGINT)
     assert launcher.returncode in (code, -number), trouble
     assert not any(is_alive(pid) for pid in pids)
 

@@ -9,9 +9,8 @@ import pytest
 
 from tests.emulate.samples import BARE_PYTHON, LIGHT, SLEEP, comes_true, host_links, processes_in, start_launcher
 from thinwire.emulate import Network, Workers, available, parse_links, run_workers
-from thinwire.emulate.build import CannotBuildError, build
 from thinwire.emulate.link import Link
-from thinwire.emulate.plan import network_plan
+from thinwire.emulate.network import CannotBuildError, build, network_plan
 from thinwire.emulate.switch import Port, Switch, frame_nbytes, receiver
 from thinwire.errors import ConfigError
 
@@ -21,41 +20,41 @@ here = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 delays_here = pytest.mark.skipif(TUN_REASON is not None, reason=str(TUN_REASON))
 
 # Worker 1 sends BYTES to worker 0; then they exchange ten short messages. Worker 0 prints both times.
-TALK = """
+EXCHANGE = """
 import os, socket, time
 nbytes, place = int(os.environ["BYTES"]), (os.environ["MASTER_ADDR"], 5000)
 if os.environ["RANK"] == "0":
     with socket.create_server(("", 5000)) as server:
-        talk, _ = server.accept()
+        connection, _ = server.accept()
     started, left = time.monotonic(), nbytes
     while left:
-        left -= len(talk.recv(1 << 16))
+        left -= len(connection.recv(1 << 16))
     middle = time.monotonic()
     for _ in range(10):
-        talk.sendall(b"x")
-        talk.recv(1)
+        connection.sendall(b"x")
+        connection.recv(1)
     print(middle - started, time.monotonic() - middle)
 else:
     for attempt in range(1000):
         try:
-            talk = socket.create_connection(place)
+            connection = socket.create_connection(place)
             break
         except OSError:
             time.sleep(0.01)
-    talk.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    talk.sendall(bytes(nbytes))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(bytes(nbytes))
     for _ in range(10):
-        talk.recv(1)
-        talk.sendall(b"x")
+        connection.recv(1)
+        connection.sendall(b"x")
 """
 
 
-def talk(links, nbytes, **options):
+def exchange(links, nbytes, **options):
     """The seconds of the transfer and of ten round trips, and the traffic."""
     lines = []
     with Network(parse_links(links, 2), **options) as network:
         exits = run_workers(
-            [*BARE_PYTHON, TALK],
+            [*BARE_PYTHON, EXCHANGE],
             2,
             network=network,
             environment={"BYTES": str(nbytes)},
@@ -78,7 +77,7 @@ def inodes(network):
 @pytest.mark.emulation
 @pytest.mark.parametrize("user_namespace", [False, True])
 def test_a_link_is_no_faster_than_asked_and_its_bytes_are_counted(user_namespace):
-    transfer, _, (receiver_side, sender_side) = talk("20mbit", 1_000_000, user_namespace=user_namespace)
+    transfer, _, (receiver_side, sender_side) = exchange("20mbit", 1_000_000, user_namespace=user_namespace)
     assert transfer > 0.95 * 8e6 / 20e6
     assert 1_000_000 < sender_side.sent_bytes < 1_050_000
     assert receiver_side.received_bytes == pytest.approx(sender_side.sent_bytes, rel=0.02)
@@ -89,14 +88,14 @@ def test_a_link_is_no_faster_than_asked_and_its_bytes_are_counted(user_namespace
 @pytest.mark.emulation
 @pytest.mark.parametrize("links", ["none,0:20mbit", "none,1:20mbit"])
 def test_one_slow_end_is_enough(links):
-    transfer, _, _ = talk(links, 500_000)
+    transfer, _, _ = exchange(links, 500_000)
     assert transfer > 0.9 * 4e6 / 20e6
 
 
 @here
 @pytest.mark.emulation
 def test_without_a_limit_bytes_are_counted_all_the_same():
-    _, _, (receiver_side, sender_side) = talk("none", 3_000_000)
+    _, _, (receiver_side, sender_side) = exchange("none", 3_000_000)
     assert 3_000_000 < sender_side.sent_bytes < 3_100_000
     assert receiver_side.received_bytes > 3_000_000
 
@@ -105,7 +104,7 @@ def test_without_a_limit_bytes_are_counted_all_the_same():
 @pytest.mark.emulation
 @pytest.mark.parametrize("user_namespace", [False, True])
 def test_a_round_trip_takes_both_delays_and_rates_still_hold(user_namespace):
-    transfer, trips, traffic = talk("20mbit,0:20mbit+4ms,1:20mbit+6ms", 500_000, user_namespace=user_namespace)
+    transfer, trips, traffic = exchange("20mbit,0:20mbit+4ms,1:20mbit+6ms", 500_000, user_namespace=user_namespace)
     assert trips > 10 * 0.010
     assert transfer > 0.9 * 4e6 / 20e6
     assert 500_000 < traffic[1].sent_bytes < 525_000
@@ -114,7 +113,7 @@ def test_a_round_trip_takes_both_delays_and_rates_still_hold(user_namespace):
 @delays_here
 @pytest.mark.emulation
 def test_a_receiver_behind_a_delay_is_no_faster_than_asked():
-    transfer, _, _ = talk("none+1ms,0:20mbit", 500_000)
+    transfer, _, _ = exchange("none+1ms,0:20mbit", 500_000)
     assert transfer > 0.9 * 4e6 / 20e6
 
 
@@ -239,9 +238,9 @@ def test_the_switch_queues_at_the_receivers_rate_and_drops_what_is_too_late():
         port = Port(writer, bits_per_second=8 * 1052, delay_seconds=0.0)
         switch = Switch(queue_seconds=2.5, burst_seconds=0.0, ports=[port])
         for _ in range(6):
-            switch.keep(100.0, 0, packet(target=0, payload=1000), False)
+            switch.hold(100.0, 0, packet(target=0, payload=1000), False)
         assert switch.forward(100.0) == pytest.approx(1.0)
-        assert len(switch.under_way) == 3
+        assert len(switch.in_flight) == 3
         assert switch.forward(101.0) == pytest.approx(1.0)
         assert switch.forward(102.0) == pytest.approx(1.0)
         assert switch.forward(103.0) is None

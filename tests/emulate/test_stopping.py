@@ -1,4 +1,4 @@
-"""Workers that are stopped for a while."""
+"""Workers that are suspended for a while."""
 
 from __future__ import annotations
 

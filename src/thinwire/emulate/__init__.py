@@ -1,6 +1,6 @@
-"""One machine plays many: workers in networks of their own, with slow links and slow workers.
+"""Many machines emulated on one: workers in network namespaces, with slow links and slow workers.
 
-Nothing here needs torch, root or a daemon, and nothing is left behind.
+Nothing here needs torch, root or a daemon, and nothing stays on the machine afterwards.
 """
 
 from thinwire.emulate.launch import Workers, run_workers

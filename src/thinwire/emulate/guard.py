@@ -1,7 +1,7 @@
-"""A script of its own, run by path without the package: end what a launcher leaves behind when it is killed.
+"""A script, run by path without the package: kill the process groups that a launcher leaves behind when it is killed.
 
-It is told over its standard input which process groups exist, one `+GROUP` or `-GROUP` per line. When the input ends,
-the launcher is gone, and the groups that are left are killed. `Guard` is the launcher's end of that pipe.
+Its standard input lists the process groups that exist, as one `+GROUP` or `-GROUP` per line. When the input ends, the
+launcher is gone, and the groups that are left are killed. `Guard` is the launcher's end of that pipe.
 """
 
 import os
@@ -14,13 +14,14 @@ from typing import Self
 
 
 class Guard:
-    """A context in which process groups can be put under guard.
+    """A context in which process groups are killed if this process dies.
 
-    The guard is in a session of its own, so that what ends the launcher's group or terminal does not end it too.
+    The guard process is in a session of its own, so that a signal to the launcher's group or terminal does not end it
+    too.
     """
 
     def __enter__(self) -> Self:
-        """Start the guard."""
+        """Start the guard process."""
         self._groups: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
@@ -34,19 +35,20 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the guard kill what is still under it, and end."""
+        """Let the guard process kill the groups that are left, and end."""
         if not self._groups:
+            # It has nothing to do, and need not be waited for until it has started.
             self._process.kill()
         with suppress(BrokenPipeError):
             self._process.communicate()
 
     def watch(self, group: int) -> None:
-        """Have a process group killed when this process is gone."""
+        """Kill this process group when this process is gone."""
         self._groups.add(group)
         self._write(f"+{group}\n")
 
-    def forget(self, group: int) -> None:
-        """Leave a group alone from now on: it has ended, and its number may go to another."""
+    def unwatch(self, group: int) -> None:
+        """Do not kill this group: it has ended, and the kernel may give its number to another one."""
         self._groups.discard(group)
         self._write(f"-{group}\n")
 
@@ -58,7 +60,7 @@ class Guard:
 
 
 def main() -> None:
-    """Listen until the launcher is gone, then kill the groups that are left."""
+    """Read groups until the launcher is gone, then kill those that are left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

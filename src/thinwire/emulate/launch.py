@@ -1,53 +1,86 @@
-"""Start workers on this machine, pass on what they say, and see each of them to its end."""
+"""Start workers on this machine, hand over the lines they print, and end all of them."""
 
 import math
 import selectors
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from thinwire.emulate.guard import Guard
-from thinwire.emulate.kept_signals import KeptSignals
-from thinwire.emulate.namespaces import entrance
+from thinwire.emulate.namespaces import enter_command
 from thinwire.emulate.network import Network
-from thinwire.emulate.rendezvous import meeting_place, worker_environment
+from thinwire.emulate.rendezvous import rendezvous_environment, worker_environment
 from thinwire.emulate.worker import Lines, OnLine, Stream, Worker, WorkerExit
 from thinwire.errors import CommTimeoutError, ConfigError
 
-TICK_SECONDS = 0.1
+POLL_SECONDS = 0.1
+# From SIGTERM to SIGKILL.
 TERMINATE_SECONDS = 2.0
+# A worker's child may hold its output open after it has ended; it is read for this long.
 LAST_LINES_SECONDS = 1.0
-NAMELESS = "The hostname of the client socket cannot be retrieved"
+DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NO_HOSTNAME = "The hostname of the client socket cannot be retrieved"
 
 
 def ignore_line(rank: int, stream: Stream, line: str) -> None:
-    """Drop what a worker says."""
+    """Do nothing with a worker's line."""
+
+
+class DeferredSignals:
+    """A context in which SIGINT, SIGTERM and SIGHUP are only recorded, in `received`.
+
+    Only the main thread may set handlers; in any other thread this does nothing. A signal that was ignored stays
+    ignored.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Start to record signals."""
+        if threading.current_thread() is threading.main_thread():
+            deferred = [number for number in DEFERRED if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._record) for number in deferred}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the former handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
 
 
 class Workers:
     """A context in which the workers of one job run.
 
     Each worker is started like `torchrun` would (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, with one thread unless OMP_NUM_THREADS says otherwise) and leads a process group of its own. When
-    one fails, the others have ``grace_seconds`` to end by themselves; then they are told to by SIGTERM, two seconds
-    later by SIGKILL. SIGINT, SIGTERM and SIGHUP are passed on to the workers, with the same patience; a second one
-    kills them, and leaving the context raises `KeyboardInterrupt` or `SystemExit`. Workers do not outlive this
-    process, even when it is killed, nor the thread that started them.
+    MASTER_PORT, with one thread unless OMP_NUM_THREADS is set) and leads a process group of its own. When
+    one fails, the others have ``grace_seconds`` to end by themselves; then they get SIGTERM, and two seconds later
+    SIGKILL. SIGINT, SIGTERM and SIGHUP are passed on to the workers, which then have the same time to end; a second
+    signal kills them. Leaving the context raises the `KeyboardInterrupt` or `SystemExit` that the signal asked for.
+    Workers do not outlive this process, even when it is killed, nor the thread that started them.
 
-    All of that happens while `poll` or `wait` is called: call them often enough. Lines are handed over in them too.
+    All of that happens inside `poll` and `wait`, which also call ``on_line``: call one of them often.
 
     Args:
         command: the program and its arguments, the same for all.
         workers: how many.
         network: where they run, a namespace each; None leaves them in this process's own network.
-        environment: variables that win over the inherited and the chosen ones.
+        environment: variables that replace inherited ones and those that are set here.
         on_line: called with the rank, `stdout` or `stderr`, and each line.
-        grace_seconds: how long the others may take to end by themselves once a worker has failed.
-        timeout: how long the whole may take before it is stopped.
+        grace_seconds: seconds the others have to end by themselves once a worker has failed.
+        timeout: seconds after which the workers are stopped; None is no limit.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -67,20 +100,20 @@ class Workers:
         _check(command, workers, network)
         self.workers = workers
         self.failure: WorkerExit | None = None
-        self.deadline_passed = False
+        self.timed_out = False
         self._command = list(command)
         self._network = network
         self._environment = dict(environment or {})
         self._on_line = on_line if network is None else _without_name_warnings(on_line)
         self._grace_seconds = grace_seconds
-        self._deadline_seconds = timeout
+        self._timeout = timeout
         self._all: list[Worker] = []
         self._running: list[Worker] = []
         self._stop_at = math.inf
         self._due: list[tuple[float, int]] = []
         self._selector = selectors.DefaultSelector()
-        self._signals = KeptSignals()
-        self._heard = 0
+        self._signals = DeferredSignals()
+        self._handled = 0
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,7 +132,7 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs, and raise what a signal asked for."""
+        """End the workers that still run, and raise the exception that a signal asked for."""
         self._close()
         if self._signals.received and error is None:
             number = self._signals.received[0]
@@ -112,7 +145,7 @@ class Workers:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks that have not ended, or whose last lines are still to come."""
+        """The ranks that have not ended, or whose last lines have not been read."""
         return tuple(worker.rank for worker in self._running)
 
     @property
@@ -121,34 +154,35 @@ class Workers:
         return [worker.exit for worker in self._all if worker.exit is not None]
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Hand over lines and see to the workers for so many seconds, less when all end; True while any runs."""
+        """Hand over lines and signals for so many seconds, or until all have ended; returns whether any still runs."""
         until = time.monotonic() + seconds
         while self._running:
             left = until - time.monotonic()
-            self._heed_signals()
-            self._pass_on(max(0.0, min(TICK_SECONDS, left)))
-            self._note_ends()
-            self._send_what_is_due()
+            self._forward_signals()
+            self._read_outputs(max(0.0, min(POLL_SECONDS, left)))
+            self._handle_exits()
+            self._send_due_signals()
             if left <= 0:
                 break
         return bool(self._running)
 
     def wait(self) -> list[WorkerExit]:
-        """Poll until all have ended; returns how, by rank.
+        """Poll until all have ended; returns their exits by rank.
 
         Raises:
-            CommTimeoutError: when the deadline passed and workers had to be stopped.
+            CommTimeoutError: the timeout passed and workers had to be stopped.
         """
         while self.poll(1.0):
             pass
-        if self.deadline_passed:
+        if self.timed_out:
             late = ", ".join(str(record.rank) for record in self.exits if record.stopped)
-            asked = f"timeout={self._deadline_seconds:g}"
-            raise CommTimeoutError(f"{asked}: workers {late} had not ended by then and were stopped; allow more")
+            raise CommTimeoutError(
+                f"timeout={self._timeout:g}: workers {late} had not ended by then and were stopped; allow more"
+            )
         return self.exits
 
     def stop(self, grace_seconds: float = 0.0) -> None:
-        """Send SIGTERM after the grace and SIGKILL two seconds later, unless that is to happen sooner anyway."""
+        """Send SIGTERM after the grace and SIGKILL two seconds later, unless that is due sooner already."""
         first = time.monotonic() + grace_seconds
         if first < self._stop_at:
             self._stop_at = first
@@ -160,12 +194,12 @@ class Workers:
             worker.signal(number)
 
     def _start(self) -> None:
-        own = {**meeting_place(self._network), **self._environment}
+        own = {**rendezvous_environment(self._network), **self._environment}
         for rank in range(self.workers):
             user, net = (None, None) if self._network is None else self._network.descriptors(rank)
             worker = Worker(
                 rank,
-                [*entrance(user, net), *self._command],
+                [*enter_command(user, net), *self._command],
                 environment=worker_environment(rank, self.workers, own),
                 descriptors=[held for held in (user, net) if held is not None],
                 on_line=self._on_line,
@@ -176,30 +210,30 @@ class Workers:
             for output in worker.outputs:
                 self._selector.register(output.file, selectors.EVENT_READ, output)
 
-    def _heed_signals(self) -> None:
-        for number in self._signals.received[self._heard :]:
-            if self._heard:
+    def _forward_signals(self) -> None:
+        for number in self._signals.received[self._handled :]:
+            if self._handled:
                 self.signal(signal.SIGKILL)
             else:
                 self.signal(number)
                 self.stop(self._grace_seconds)
-            self._heard += 1
+            self._handled += 1
 
-    def _pass_on(self, seconds: float) -> None:
+    def _read_outputs(self, seconds: float) -> None:
         if not self._selector.get_map():
             time.sleep(seconds)
         for key, _ in self._selector.select(seconds):
             if not key.data.read():
-                self._forget(key.data)
+                self._close_output(key.data)
 
-    def _forget(self, output: Lines) -> None:
+    def _close_output(self, output: Lines) -> None:
         if not output.file.closed:
             self._selector.unregister(output.file)
             output.close()
 
-    def _note_ends(self) -> None:
+    def _handle_exits(self) -> None:
         failed = [record for record in self._reap() if record.failed and not record.stopped]
-        # Seen at the same moment, the one that was killed explains the ones that lost it.
+        # Of several seen at once, report the one that a signal killed: the others failed because they lost it.
         failed.sort(key=lambda record: record.signal is None)
         if failed and self.failure is None:
             self.failure = failed[0]
@@ -207,26 +241,26 @@ class Workers:
         self._running = [worker for worker in self._running if not self._is_done(worker)]
 
     def _reap(self) -> list[WorkerExit]:
-        """How the workers ended that have done so since this was last asked."""
+        """The exits of the workers that have ended since the last call."""
         ended = [worker for worker in self._all if worker.exit is None and worker.has_ended()]
         for worker in ended:
-            self._guard.forget(worker.pid)
+            self._guard.unwatch(worker.pid)
         return [worker.exit for worker in ended if worker.exit is not None]
 
     def _is_done(self, worker: Worker) -> bool:
-        """Whether a worker has ended and its outputs too; a stranger that holds them open is not waited for."""
+        """Whether a worker and its outputs have ended; another process that holds them open is not waited for."""
         if worker.exit is None:
             return False
         late = time.monotonic() > worker.ended + LAST_LINES_SECONDS
         if late:
             for output in worker.outputs:
-                self._forget(output)
+                self._close_output(output)
         return late or all(output.file.closed for output in worker.outputs)
 
-    def _send_what_is_due(self) -> None:
+    def _send_due_signals(self) -> None:
         now = time.monotonic()
-        if self._deadline_seconds is not None and now > self._started + self._deadline_seconds:
-            self.deadline_passed = self.deadline_passed or bool(self._running)
+        if self._timeout is not None and now > self._started + self._timeout:
+            self.timed_out = self.timed_out or bool(self._running)
             self.stop()
         while self._due and self._due[0][0] <= now:
             self.signal(self._due.pop(0)[1])
@@ -242,7 +276,7 @@ class Workers:
                 self._reap()
         for worker in self._all:
             for output in worker.outputs:
-                self._forget(output)
+                self._close_output(output)
         self._running = []
         self._contexts.close()
 
@@ -260,11 +294,23 @@ def run_workers(
     """Run workers to their end; the arguments are those of `Workers`.
 
     Returns:
-        How each worker ended, by rank. Whether one failed is for the caller to see.
+        How each worker ended, by rank. A failed worker raises nothing: look at `WorkerExit.failed`.
 
     Raises:
         ConfigError: when the arguments cannot work.
-        CommTimeoutError: when the deadline passed and workers had to be stopped.
+        CommTimeoutError: the timeout passed and workers had to be stopped.
+
+    Example:
+        >>> import sys
+        >>> code = "import os; print('hello from rank', os.environ['RANK'])"
+        >>> lines = []
+        >>> exits = run_workers(
+        ...     [sys.executable, "-I", "-S", "-c", code], 2, on_line=lambda rank, stream, line: lines.append(line)
+        ... )
+        >>> sorted(lines)
+        ['hello from rank 0', 'hello from rank 1']
+        >>> [record.code for record in exits]
+        [0, 0]
     """
     with Workers(
         command,
@@ -279,10 +325,10 @@ def run_workers(
 
 
 def _without_name_warnings(on_line: OnLine) -> OnLine:
-    """Drop torch's warning that peers have no names: in an emulated network nobody has one."""
+    """Drop torch's warning that another rank has no host name: in an emulated network none has."""
 
     def filtered(rank: int, stream: Stream, line: str) -> None:
-        if NAMELESS not in line:
+        if NO_HOSTNAME not in line:
             on_line(rank, stream, line)
 
     return filtered

@@ -1,17 +1,17 @@
-"""A script of its own, run by path without the package: make network namespaces, and enter them.
+"""A script, run by path without the package: make network namespaces, and enter them.
 
-Namespaces live as long as a process or an open file holds them. `make` creates them without names, runs commands in
-them, sends open files of them to its parent and ends. From then on the death of the parent, by whatever cause, is the
-end of the namespaces and of every interface in them: there is nothing that could be left behind. Where they are not
-allowed as such they are made inside a user namespace, in which any user may.
+A namespace exists as long as a process or an open file holds it. `make` creates namespaces without names, runs commands
+in them, sends open files of them to its parent and ends. When the parent ends, for whatever reason, the kernel removes
+the namespaces and every interface in them, so there is nothing to clean up. Where this user may not create network
+namespaces, they are created inside a user namespace, which usually every user may create.
 
-`enter PARENT USER NET COMMAND...`, as `entrance` puts it together, becomes the command inside the namespaces of two
-descriptors, either of them `-` for where it is, and dies with its parent.
+`enter PARENT USER NET COMMAND...`, as made by `enter_command`, executes the command inside the namespaces of two
+descriptors, where `-` means the current namespace, and dies with its parent.
 
-`make FD` speaks over a Unix socket. In comes one line of JSON, the plan: `count` of network namespaces; `user` to
-insist on a user namespace; `tunnels`, the namespaces that get a tun device; `steps`, objects with `namespace`,
-`arguments`, `text` for the standard input, in which `{n}` stands for a path to namespace n, and `optional`. Out goes
-one JSON object with either `error` or the `kinds` of the descriptors that are sent with it, in order.
+`make FD` uses a Unix socket. It reads one line of JSON, the plan: `count` of network namespaces; `user` to require a
+user namespace; `tunnels`, the namespaces that get a tun device; `steps`, objects with `namespace`, `arguments`, `text`
+for the standard input, in which `{n}` stands for a path to namespace n, and `optional`. It answers with one JSON
+object that has either `error` or the `kinds` of the descriptors that are sent with it, in order.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Refused(Exception):
-    """What this machine does not allow, in words."""
+    """This machine does not allow what the plan needs; the message says what."""
 
 
 def call(name: str, *arguments: int) -> None:
@@ -52,10 +52,10 @@ def call(name: str, *arguments: int) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def entrance(user: int | None = None, net: int | None = None) -> list[str]:
-    """The words to put before a command that shall run in these namespaces and die with this process.
+def enter_command(user: int | None = None, net: int | None = None) -> list[str]:
+    """The words to put before a command, so that it runs in these namespaces and dies with this process.
 
-    Where the kernel is not Linux there are no such words.
+    On other systems than Linux there are none, and a command runs as it is.
     """
     if sys.platform != "linux":
         return []
@@ -64,12 +64,13 @@ def entrance(user: int | None = None, net: int | None = None) -> list[str]:
 
 
 def enter(parent: int, user: str, net: str, command: list[str]) -> None:
-    """Become ``command`` inside the namespaces of the descriptors, to be killed when ``parent`` dies."""
+    """Replace this process by ``command`` inside the namespaces, to be killed when ``parent`` dies."""
     for descriptor, kind in ((user, CLONE_NEWUSER), (net, CLONE_NEWNET)):
         if descriptor != "-":
             call("setns", int(descriptor), kind)
             os.close(int(descriptor))
-    # Entering a user namespace clears the signal, and a parent that died before this line sends none.
+    # After setns, because entering a user namespace clears this setting. A parent that died before this line sends no
+    # signal, hence the check.
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
@@ -80,7 +81,7 @@ def enter(parent: int, user: str, net: str, command: list[str]) -> None:
 
 
 def make(connection: socket.socket) -> None:
-    """Carry out the plan that comes over ``connection`` and send back the open files, or the error."""
+    """Carry out the plan read from ``connection``, and send back the open files or the error."""
     plan = json.loads(connection.makefile("r", encoding="utf-8").readline())
     try:
         files = carry_out(plan)
@@ -91,7 +92,7 @@ def make(connection: socket.socket) -> None:
 
 
 def carry_out(plan: dict[str, Any]) -> list[tuple[str, int]]:
-    """Make what the plan asks for; returns the open files with their kinds."""
+    """Carry out the plan; returns the open files with their kinds."""
     user, networks = make_namespaces(plan["count"], plan["user"])
     files = [] if user is None else [("user", user)]
     files += [("net", network) for network in networks]
@@ -108,7 +109,7 @@ def carry_out(plan: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def make_namespaces(count: int, user: bool) -> tuple[int | None, list[int]]:
-    """Return descriptors of the user namespace, or None, and of ``count`` network namespaces."""
+    """Create ``count`` network namespaces; returns descriptors of the user namespace, or None, and of them."""
     held = None
     try:
         if user:
@@ -126,7 +127,7 @@ def make_namespaces(count: int, user: bool) -> tuple[int | None, list[int]]:
 
 
 def enter_user_namespace() -> None:
-    """Become root of a new user namespace in which only our own user exists."""
+    """Become root of a new user namespace in which only the current user exists."""
     user, group = os.geteuid(), os.getegid()
     call("unshare", CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -134,7 +135,7 @@ def enter_user_namespace() -> None:
 
 
 def open_tunnel() -> int:
-    """Make the tun device `eth0` here; packets pass with a header that allows them to be up to 64 KiB long."""
+    """Make the tun device `eth0` here, with packet headers that allow packets of up to 64 KiB."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR)
     fcntl.ioctl(descriptor, TUNSETIFF, request)
@@ -143,7 +144,7 @@ def open_tunnel() -> int:
 
 
 def run_step(step: dict[str, Any], networks: list[int]) -> None:
-    """Run one command of the plan in the namespace this process is in.
+    """Run one command of the plan in this process's current namespace.
 
     Raises:
         Refused: when the command is missing, or fails and is not optional.

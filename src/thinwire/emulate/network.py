@@ -1,11 +1,20 @@
-"""A network of its own for the workers of one machine: a namespace each, shaped links, byte counters."""
+"""An emulated network for the workers of one machine: a namespace each, links with rates and delays, byte counters.
+
+Namespace 0 is the switch: a bridge with one port per worker. Namespace r + 1 belongs to worker r and holds the other
+end of its cable, `eth0`. What a worker sends is limited at its `eth0`, what it receives at its port of the switch.
+Where a link has a delay there is no bridge: each `eth0` is a tun device, and the `switch` script joins them.
+
+This file writes the `ip` and `tc` commands for that as a plan, and the `namespaces` script carries it out.
+"""
 
 import functools
 import itertools
+import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +22,31 @@ from types import TracebackType
 from typing import Self
 
 from thinwire.emulate import namespaces
-from thinwire.emulate.build import CannotBuildError, build
 from thinwire.emulate.link import Link, describe_links
-from thinwire.emulate.plan import INTERFACE, MOST_WORKERS, address, network_plan, switch_ports
 from thinwire.errors import ConfigError
 
 SWITCH = Path(__file__).with_name("switch.py")
 RENDEZVOUS_PORT = 29500
+INTERFACE = "eth0"
+MOST_WORKERS = 60
+BUILD_SECONDS = 60.0
+# What a limited link lets through at once, how much it queues, and the longest packet, as times at the link's rate.
+BURST_SECONDS = 0.002
+QUEUE_SECONDS = 0.2
+PACKET_SECONDS = 0.001
+LARGEST_PACKET = 65536
+SMALLEST_PACKET = 3000
+
+Step = dict[str, object]
+"""One command of a plan: `namespace`, `arguments`, `text` for its standard input, and whether it is `optional`."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker's interface has carried, headers included.
+    """The bytes and packets that one worker's interface has carried, headers included.
 
-    The kernel counts a packet that it will cut into frames with one header only, so that what a real wire carries
-    is up to 4 % more for full frames.
+    The kernel counts a packet that it will split into frames with one header only. A real wire therefore carries up to
+    4 % more.
     """
 
     sent_bytes: int = 0
@@ -36,7 +55,7 @@ class Traffic:
     received_packets: int = 0
 
     def __sub__(self, earlier: "Traffic") -> "Traffic":
-        """What was carried since ``earlier``."""
+        """The traffic since ``earlier``."""
         return Traffic(
             self.sent_bytes - earlier.sent_bytes,
             self.received_bytes - earlier.received_bytes,
@@ -48,17 +67,17 @@ class Traffic:
 class Network:
     """A context in which each worker has a network namespace, all joined by a switch.
 
-    Both directions of a worker's link are shaped. The namespaces have no names and the host's own network is not
-    touched: open files of this process are all that keeps them alive, so they end with it, however it ends. Root is
-    not needed where users may make user namespaces. Inside there is no way to the outside: a worker that downloads
+    Both directions of a worker's link are limited. The namespaces have no names, and the machine's own network is not
+    changed: only open files of this process keep the namespaces alive, so they disappear when it ends, however it ends.
+    Root is not needed where users may make user namespaces. The workers cannot reach the outside: one that downloads
     its data must do so before.
 
     Args:
-        links: the link of each worker, at most 60.
+        links: the link of each worker, 1 to 60.
         user_namespace: make the network in a user namespace even where that is not needed.
 
     Raises:
-        ConfigError: when there is no link or there are too many, or, on entry, when this machine does not allow it.
+        ConfigError: there is no link or there are too many; on entry, this machine does not allow networks.
     """
 
     def __init__(self, links: Sequence[Link], *, user_namespace: bool = False) -> None:
@@ -71,7 +90,7 @@ class Network:
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
-        """Make the namespaces and the links, in about 50 ms."""
+        """Make the namespaces and the links; takes about 50 ms."""
         with ExitStack() as contexts:
             self._files = self._build()
             for descriptor in itertools.chain.from_iterable(self._files.values()):
@@ -85,7 +104,7 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of the namespaces; each ends with the last process in it."""
+        """Close the open files of the namespaces; each disappears with the last process in it."""
         self._contexts.close()
         self._files = {}
 
@@ -95,7 +114,10 @@ class Network:
         return len(self.links)
 
     def environment(self) -> dict[str, str]:
-        """What tells workers how to find each other here, and NCCL to take no way around the links."""
+        """Environment variables for the workers: the rendezvous address, and the interface for Gloo and NCCL.
+
+        NCCL's shared memory and peer-to-peer transports are off, because they would bypass the links.
+        """
         return {
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(RENDEZVOUS_PORT),
@@ -111,20 +133,20 @@ class Network:
         return user[0], self._files["net"][rank + 1]
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What each worker has sent and received since the network was entered; costs microseconds."""
+        """What each worker has sent and received since the network was entered; takes microseconds."""
         return tuple(now - before for now, before in zip(self._read(), self._before, strict=True))
 
     def _build(self) -> dict[str, list[int]]:
         try:
             return build(network_plan(self.links, user=self._user_namespace))
         except CannotBuildError as reason:
-            asked = describe_links(self.links)
-            raise ConfigError(f"link {asked!r}: this machine cannot emulate a network: {reason}") from None
+            links = describe_links(self.links)
+            raise ConfigError(f"link {links!r}: this machine cannot emulate a network: {reason}") from None
 
     def _start_switch(self, tunnels: list[int]) -> subprocess.Popen[bytes]:
         ports = switch_ports(self.links, tunnels)
         return subprocess.Popen(
-            [*namespaces.entrance(), sys.executable, "-I", "-S", str(SWITCH), *ports],
+            [*namespaces.enter_command(), sys.executable, "-I", "-S", str(SWITCH), *ports],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=tunnels,
@@ -137,9 +159,9 @@ class Network:
 
 @functools.cache
 def available() -> str | None:
-    """Return None where networks can be emulated, else the reason why not and what to do about it.
+    """Return None where networks can be emulated, otherwise the reason why not and what to do about it.
 
-    The first call makes a small network and lets it go, in some 50 ms.
+    The first call makes a small network and removes it, which takes about 50 ms.
     """
     try:
         files = build(network_plan([Link(1e9)]))
@@ -157,3 +179,141 @@ def _read_counters(descriptor: int) -> Traffic:
             fields = [int(number) for number in numbers.split()]
             return Traffic(fields[8], fields[0], fields[9], fields[1])
     return Traffic()
+
+
+# -- the commands that make a network, as text ------------------------------------------------------------------------
+
+
+def address(rank: int) -> str:
+    """The IPv4 address of worker ``rank`` in the network."""
+    return f"10.77.0.{rank + 1}"
+
+
+def network_plan(links: Sequence[Link], *, user: bool = False) -> dict[str, object]:
+    """The plan of a network: cables and a bridge where no link has a delay, otherwise tun devices.
+
+    Args:
+        links: the link of each worker.
+        user: require a user namespace.
+    """
+    delayed = any(link.delay_seconds for link in links)
+    tunnels = list(range(1, len(links) + 1)) if delayed else []
+    steps = [] if delayed else _switch_steps(links)
+    for rank, link in enumerate(links):
+        steps += _worker_steps(rank, link)
+    return {"count": len(links) + 1, "user": user, "tunnels": tunnels, "steps": steps}
+
+
+def switch_ports(links: Sequence[Link], descriptors: Sequence[int]) -> list[str]:
+    """The arguments of the `switch` script that joins the tun devices of all workers."""
+    ends = zip(links, descriptors, strict=True)
+    words = [f"{end}:{link.bits_per_second or 0:.0f}:{link.delay_seconds:.9f}" for link, end in ends]
+    return [str(QUEUE_SECONDS), str(BURST_SECONDS), *words]
+
+
+def _switch_steps(links: Sequence[Link]) -> list[Step]:
+    lines = ["link add bridge type bridge mcast_snooping 0", "link set bridge addrgenmode none up"]
+    for rank in range(len(links)):
+        lines.append(f"link add port{rank} type veth peer name eth0 netns {{{rank + 1}}}")
+        lines.append(f"link set port{rank} addrgenmode none master bridge up")
+    rates = [(f"port{rank}", link.bits_per_second) for rank, link in enumerate(links)]
+    return [_ip(0, lines), *(_shape(0, port, rate) for port, rate in rates if rate is not None)]
+
+
+def _worker_steps(rank: int, link: Link) -> list[Step]:
+    """The commands in one worker's own namespace, in which `eth0` exists already."""
+    home, own = rank + 1, address(rank)
+    steps = [
+        _ip(home, ["link set lo up", "link set eth0 addrgenmode none up", f"addr add {own}/24 dev eth0"]),
+        # The same congestion control on every machine; set by route, because a namespace cannot set it by sysctl.
+        _ip(home, [f"route replace 10.77.0.0/24 dev eth0 proto kernel scope link src {own} congctl cubic"], True),
+    ]
+    if link.bits_per_second is None:
+        return steps
+    packet = _packet_nbytes(link.bits_per_second)
+    narrow = _ip(home, [f"link set eth0 gso_max_size {packet}"], True)
+    return [*steps, narrow, _shape(home, "eth0", link.bits_per_second)]
+
+
+def _ip(namespace: int, lines: list[str], optional: bool = False) -> Step:
+    return _step(namespace, ["ip", "-batch", "-"], "\n".join([*lines, ""]), optional)
+
+
+def _shape(namespace: int, interface: str, bits_per_second: float) -> Step:
+    burst = max(2 * _packet_nbytes(bits_per_second), round(bits_per_second / 8 * BURST_SECONDS))
+    queue = burst + max(LARGEST_PACKET * 4, round(bits_per_second / 8 * QUEUE_SECONDS))
+    words = f"tc qdisc add dev {interface} root tbf rate {bits_per_second:.0f}bit burst {burst} limit {queue}"
+    return _step(namespace, words.split(), "", False)
+
+
+def _packet_nbytes(bits_per_second: float) -> int:
+    """The longest packet, in bytes, that the kernel may make before it splits it: what the link sends in 1 ms.
+
+    `tbf` lets whole packets through, so longer packets would need a larger burst, and a message shorter than the burst
+    would cross an idle link in no time.
+    """
+    nbytes = round(bits_per_second / 8 * PACKET_SECONDS)
+    return min(LARGEST_PACKET, max(SMALLEST_PACKET, nbytes))
+
+
+def _step(namespace: int, arguments: list[str], text: str, optional: bool) -> Step:
+    return {"namespace": namespace, "arguments": arguments, "text": text, "optional": optional}
+
+
+# -- carrying them out -------------------------------------------------------------------------------------------------
+
+
+class CannotBuildError(Exception):
+    """This machine does not allow a network; the message says why and what to do about it."""
+
+
+def build(plan: Mapping[str, object]) -> dict[str, list[int]]:
+    """Carry out a plan, in the form that `namespaces` describes.
+
+    Returns:
+        The descriptors of the open files by their kind; the caller closes them.
+
+    Raises:
+        CannotBuildError: it cannot be carried out here.
+    """
+    if sys.platform != "linux":
+        raise CannotBuildError(f"it needs Linux, and this is {sys.platform}")
+    ours, theirs = socket.socketpair()
+    with ours:
+        # A process of its own, because it changes its own namespace on the way.
+        with theirs:
+            maker = subprocess.Popen(
+                [sys.executable, "-I", "-S", namespaces.__file__, "make", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+            )
+        try:
+            ours.settimeout(BUILD_SECONDS)
+            ours.sendall(json.dumps(plan).encode() + b"\n")
+            text, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, 253, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            raise CannotBuildError(f"ip and tc did not finish in {BUILD_SECONDS:.0f} seconds") from None
+        finally:
+            maker.kill()
+            maker.communicate()
+    answer = json.loads(text or '{"error": "the helper process ended early"}')
+    if "error" in answer:
+        raise CannotBuildError(_with_advice(answer["error"]))
+    files: dict[str, list[int]] = {}
+    for kind, descriptor in zip(answer["kinds"], descriptors, strict=True):
+        files.setdefault(kind, []).append(descriptor)
+    return files
+
+
+def _with_advice(error: str) -> str:
+    if "is missing" in error:
+        return f"{error}; install iproute2"
+    if "/dev/net/tun" in error:
+        return f"{error}; a delay needs this device: load the module tun, or ask for links without a delay"
+    if "tbf" in error:
+        return f"{error}; the kernel needs the module sch_tbf"
+    if any(word in error for word in ("unshare", "Operation not permitted", "Permission denied")):
+        return f"{error}; run as root, in a privileged container, or where users may make user namespaces"
+    return error

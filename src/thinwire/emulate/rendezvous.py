@@ -1,4 +1,4 @@
-"""The environment of a worker: who it is, where all meet, and how many threads it may use."""
+"""The environment of a worker: its rank, the rendezvous address, and how many threads it may use."""
 
 import os
 import secrets
@@ -14,20 +14,20 @@ FIRST_PORT = 20000
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def meeting_place(network: Network | None) -> dict[str, str]:
-    """The variables that tell all workers where rank 0 waits for them: in the network, else on the loopback."""
+def rendezvous_environment(network: Network | None) -> dict[str, str]:
+    """The rendezvous address of rank 0 as environment variables: in the network, or without one on the loopback."""
     if network is not None:
         return network.environment()
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, made into that of a worker.
+    """The environment of one worker, made from this process's.
 
     Args:
         rank: which worker.
         workers: how many there are.
-        own: variables that win over all others.
+        own: variables that replace all others.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     choices = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
@@ -36,11 +36,15 @@ def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[
 
 
 def free_port() -> int:
-    """A port of the loopback on which nothing listens, outside the range from which the kernel takes its own.
+    """A port of the loopback on which nothing listens.
 
-    Rank 0 opens it only seconds later; until then no outgoing connection can have been given it.
+    It lies below the range from which the kernel takes ports for outgoing connections. Rank 0 opens it only seconds
+    later, and a port from that range could be taken by then.
     """
-    end = _kernel_ports_start()
+    try:
+        end = int(PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 32768
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(max(1, end - FIRST_PORT))
         if _is_free(port):
@@ -48,13 +52,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _kernel_ports_start() -> int:
-    try:
-        return int(PORT_RANGE.read_text().split()[0])
-    except (OSError, ValueError):
-        return 32768
 
 
 def _is_free(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""Workers that stand still for a while, as a machine does that is suspended."""
+"""Workers whose processes are suspended for a while, as on a machine that sleeps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stop:
-    """One worker's process is stopped once.
+    """One worker's process is suspended once.
 
     Args:
-        rank: of the worker.
-        after_seconds: of training, it is stopped.
-        seconds: it then stands still.
+        rank: which worker.
+        after_seconds: when, in seconds of training.
+        seconds: for how long.
     """
 
     rank: int
@@ -35,26 +35,33 @@ def parse_stops(text: str | None, *, workers: int) -> tuple[Stop, ...]:
 
     Raises:
         ConfigError: when an entry cannot be read.
+
+    Example:
+        >>> parse_stops("2:3s:5s", workers=4)
+        (Stop(rank=2, after_seconds=3.0, seconds=5.0),)
     """
-    return tuple(_parse_stop(entry.strip(), f"stop {text!r}", workers) for entry in text.split(",")) if text else ()
-
-
-def _parse_stop(entry: str, asked: str, workers: int) -> Stop:
-    parts = entry.split(":")
-    if len(parts) != 3:
-        raise ConfigError(f"{asked}: {entry!r} cannot be read; a stop is RANK:AFTER:DURATION, such as 2:3s:5s")
-    rank = parse_rank(parts[0], workers, asked=asked)
-    return Stop(rank, parse_duration(parts[1], asked=asked), parse_duration(parts[2], asked=asked))
+    stops: list[Stop] = []
+    argument = f"stop {text!r}"
+    for entry in text.split(",") if text else ():
+        parts = entry.strip().split(":")
+        if len(parts) != 3:
+            raise ConfigError(
+                f"{argument}: {entry.strip()!r} cannot be read; a stop is RANK:AFTER:DURATION, such as 2:3s:5s"
+            )
+        rank = parse_rank(parts[0], workers, argument=argument)
+        after, seconds = (parse_duration(part, argument=argument) for part in parts[1:])
+        stops.append(Stop(rank, after, seconds))
+    return tuple(stops)
 
 
 class Stopping:
-    """A context within which processes of one's own are stopped, and continued at its end at the latest.
+    """A context in which child processes are suspended by SIGSTOP and later resumed by SIGCONT.
 
-    Each is the leader of a process group, which is stopped as a whole.
+    Each is the leader of a process group, which is suspended as a whole. Leaving the context resumes all of them.
 
     Args:
-        stops: when to stop whom.
-        pids: of the processes, by rank.
+        stops: which worker is suspended, when and for how long.
+        pids: the processes by rank.
     """
 
     def __init__(self, stops: Sequence[Stop], pids: Sequence[int]) -> None:
@@ -64,7 +71,7 @@ class Stopping:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Training begins now; later calls are nothing."""
+        """Start the timers, because training begins now; later calls do nothing."""
         if self._timers:
             return
         for stop in self._stops:
@@ -75,13 +82,13 @@ class Stopping:
             timer.start()
 
     def __enter__(self) -> Self:
-        """Nothing happens before `begin`."""
+        """Do nothing yet: the timers start with `begin`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop nobody any more, and let everyone go on."""
+        """Cancel the timers, and resume the processes that are suspended."""
         for timer in self._timers:
             timer.cancel()
         for timer in self._timers:
@@ -89,7 +96,7 @@ class Stopping:
         for rank in list(self._stopped):
             self._signal(rank, False)
 
-    def _signal(self, rank: int, stops: bool) -> None:
+    def _signal(self, rank: int, stop: bool) -> None:
         with self._lock, suppress(ProcessLookupError):
-            (self._stopped.add if stops else self._stopped.discard)(rank)
-            os.killpg(self._pids[rank], signal.SIGSTOP if stops else signal.SIGCONT)
+            (self._stopped.add if stop else self._stopped.discard)(rank)
+            os.killpg(self._pids[rank], signal.SIGSTOP if stop else signal.SIGCONT)

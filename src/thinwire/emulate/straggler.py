@@ -1,4 +1,4 @@
-"""Workers that are slower than the others, on purpose."""
+"""Emulated stragglers: workers that are slower than the others."""
 
 import hashlib
 import os
@@ -17,20 +17,25 @@ SEED = "THINWIRE_STALL_SEED"
 
 @dataclass(frozen=True)
 class Straggler:
-    """How much longer one worker takes for its steps than it needs.
+    """How much one worker is slowed down.
 
     Nothing slows a worker from outside: its training loop calls `pause` after each step's computation, as thinwire's
     own does.
 
     Args:
-        factor: how many times as long the computation shall last, at least 1.
-        stall_probability: how likely a step stalls, 0 to 1.
-        stall_seconds: how long it then does.
-        seed: of the draws; the same on all workers.
+        factor: how many times as long its computation takes, 1 to 1000.
+        stall_probability: the probability that a step stalls, 0 to 1.
+        stall_seconds: how long a stall takes.
+        seed: random seed, the same on all workers.
         rank: of this worker; workers stall at different steps.
 
     Raises:
         ConfigError: when a value is out of its range.
+
+    Example:
+        >>> straggler = Straggler(stall_probability=0.25, stall_seconds=0.2)
+        >>> [straggler.stall(step) for step in range(8)]
+        [0.0, 0.0, 0.2, 0.0, 0.0, 0.0, 0.2, 0.0]
     """
 
     factor: float = 1.0
@@ -49,11 +54,11 @@ class Straggler:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Read what `thinwire emulate` or `thinwire train` has asked of this worker; the default is no delay.
+        """Read what `thinwire emulate` or `thinwire train` has set for this worker; without it there is no delay.
 
         Args:
-            environment: with THINWIRE_SLOW, THINWIRE_STALL, THINWIRE_STALL_SEED, RANK and WORLD_SIZE; None is the
-                process's own.
+            environment: variables THINWIRE_SLOW, THINWIRE_STALL, THINWIRE_STALL_SEED, RANK and WORLD_SIZE; None means
+                those of this process.
 
         Raises:
             ConfigError: when they cannot be read.
@@ -68,14 +73,17 @@ class Straggler:
 
     def stall(self, step: int) -> float:
         """The seconds that ``step`` stalls: a function of the seed, the rank and the step alone."""
-        return self.stall_seconds if self._draw(step) < self.stall_probability else 0.0
+        # A hash rather than a generator, so that a resumed run stalls in the same steps.
+        key = f"{self.seed} {self.rank} {step}".encode()
+        uniform = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
+        return self.stall_seconds if uniform < self.stall_probability else 0.0
 
     def pause(self, step: int, compute_seconds: float) -> float:
-        """Sleep for what makes this worker a straggler.
+        """Sleep for as long as this step is to be slowed down.
 
         Args:
             step: the number of the step.
-            compute_seconds: what its computation really took.
+            compute_seconds: how long its computation took.
 
         Returns:
             The seconds slept.
@@ -85,43 +93,38 @@ class Straggler:
             time.sleep(seconds)
         return seconds
 
-    def _draw(self, step: int) -> float:
-        """A number from [0, 1)."""
-        key = f"{self.seed} {self.rank} {step}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
-
 
 def parse_stragglers(slow: str | None, stall: str | None, *, workers: int, seed: int = 0) -> tuple[Straggler, ...]:
     """Read one straggler per worker.
 
     Args:
-        slow: entries `[RANK:]FACTORx` separated by commas, such as `2:3x`; without a rank it is meant for all workers
+        slow: entries `[RANK:]FACTORx` separated by commas, such as `2:3x`; an entry without a rank is for all workers
             that have no entry of their own.
         stall: entries `[RANK:]PROBABILITY:DURATION`, such as `0.15:200ms`.
         workers: how many stragglers to return.
-        seed: of the draws.
+        seed: random seed.
 
     Raises:
         ConfigError: when an entry cannot be read.
     """
     every = [Straggler(seed=seed, rank=rank) for rank in range(workers)]
-    for rank, text in _entries(slow, 1, workers, asked=f"slow {slow!r}"):
-        factor = _parse_factor(text, asked=f"slow {slow!r}")
+    for rank, text in _entries(slow, 1, workers, argument=f"slow {slow!r}"):
+        factor = _parse_factor(text, argument=f"slow {slow!r}")
         every[rank] = replace(every[rank], factor=factor)
-    for rank, text in _entries(stall, 2, workers, asked=f"stall {stall!r}"):
-        probability, seconds = _parse_stall(text, asked=f"stall {stall!r}")
+    for rank, text in _entries(stall, 2, workers, argument=f"stall {stall!r}"):
+        probability, seconds = _parse_stall(text, argument=f"stall {stall!r}")
         every[rank] = replace(every[rank], stall_probability=probability, stall_seconds=seconds)
     return tuple(every)
 
 
 def straggler_environment(slow: str | None, stall: str | None, *, seed: int = 0) -> dict[str, str]:
-    """The variables from which `Straggler.from_environment` reads these texts back, the same for all workers."""
+    """The environment variables that `Straggler.from_environment` reads, the same for all workers."""
     texts = {SLOW: slow, STALL: stall, SEED: str(seed)}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _entries(text: str | None, parts: int, workers: int, *, asked: str) -> list[tuple[int, str]]:
-    """Pairs of a worker and its entry; those for all workers come first, so that a worker's own wins."""
+def _entries(text: str | None, parts: int, workers: int, *, argument: str) -> list[tuple[int, str]]:
+    """Pairs of a rank and its entry; entries for all workers come first, so that a worker's own replaces them."""
     if text is None:
         return []
     common: list[tuple[int, str]] = []
@@ -130,26 +133,29 @@ def _entries(text: str | None, parts: int, workers: int, *, asked: str) -> list[
         if entry.count(":") < parts:
             common += [(rank, entry) for rank in range(workers)]
             continue
-        rank, rest = split_rank(entry.strip(), workers, asked=asked)
+        rank, rest = split_rank(entry.strip(), workers, argument=argument)
         own += [] if rank is None else [(rank, rest)]
     return common + own
 
 
-def _parse_factor(text: str, *, asked: str) -> float:
+def _parse_factor(text: str, *, argument: str) -> float:
     number = _number(text.strip().lower().removesuffix("x"))
     if number is None or not text.strip().lower().endswith("x") or not 1 <= number <= 1000:
-        raise ConfigError(f"{asked}: {text!r} cannot be read; a slow worker is RANK:FACTORx, such as 2:3x, FACTOR >= 1")
+        raise ConfigError(
+            f"{argument}: {text!r} cannot be read; a slow worker is RANK:FACTORx, such as 2:3x, FACTOR >= 1"
+        )
     return number
 
 
-def _parse_stall(text: str, *, asked: str) -> tuple[float, float]:
+def _parse_stall(text: str, *, argument: str) -> tuple[float, float]:
     probability, _, duration = text.partition(":")
     number = _number(probability)
     if number is None or not 0 <= number <= 1:
         raise ConfigError(
-            f"{asked}: {text!r} cannot be read; a stall is PROBABILITY:DURATION, such as 0.15:200ms, PROBABILITY 0 to 1"
+            f"{argument}: {text!r} cannot be read; a stall is PROBABILITY:DURATION, such as 0.15:200ms, "
+            "PROBABILITY 0 to 1"
         )
-    return number, parse_duration(duration, asked=asked)
+    return number, parse_duration(duration, argument=argument)
 
 
 def _number(text: str) -> float | None:

@@ -1,11 +1,11 @@
-"""A script of its own, run by path without the package: a switch whose cables have a length.
+"""A script, run by path without the package: a switch whose links have delays.
 
-The kernel of many machines can limit a rate but not delay a packet. So where a link has a delay, the workers' `eth0`
-are tun devices instead of cables, and this process carries each packet from one to another: it keeps it for the
-sender's delay, then sends it on at the receiver's rate. The sender's rate is kept by the kernel.
+Many kernels can limit a rate but cannot delay a packet. So where a link has a delay, each worker's `eth0` is a tun
+device, and this process carries the packets from one to another: it holds a packet for the sender's delay, then
+forwards it at the receiver's rate. The sender's rate is limited by the kernel.
 
 `switch.py QUEUE BURST PORT...`: the longest queue and the burst of a receiver in seconds, then for each worker
-`DESCRIPTOR:BITS_PER_SECOND:DELAY_SECONDS`, a rate of 0 for no limit. Ends when its standard input does.
+`DESCRIPTOR:BITS_PER_SECOND:DELAY_SECONDS`, where a rate of 0 is no limit. Ends when its standard input does.
 """
 
 import heapq
@@ -26,7 +26,7 @@ READS_AT_ONCE = 32
 
 @dataclass
 class Port:
-    """One worker's place at the switch; ``free`` is when it has received all that was sent on to it."""
+    """One worker's port of the switch; ``free`` is the time at which all packets queued for it will be delivered."""
 
     descriptor: int
     bits_per_second: float
@@ -35,13 +35,13 @@ class Port:
 
 
 class Switch:
-    """Packets under way, by the time at which something happens to them."""
+    """The packets in flight, ordered by the time at which each is next due."""
 
     def __init__(self, queue_seconds: float, burst_seconds: float, ports: list[Port]) -> None:
         self.queue_seconds = queue_seconds
         self.burst_seconds = burst_seconds
         self.ports = ports
-        self.under_way: list[tuple[float, int, int, bytes, bool]] = []
+        self.in_flight: list[tuple[float, int, int, bytes, bool]] = []
         self.numbers = count()
 
     def run(self) -> None:
@@ -54,10 +54,10 @@ class Switch:
                 return
             for descriptor in ready:
                 if descriptor:
-                    self.take(descriptors[descriptor])
+                    self.read_packets(descriptors[descriptor])
 
-    def take(self, port: Port) -> None:
-        """Read what a worker has sent."""
+    def read_packets(self, port: Port) -> None:
+        """Read the packets that a worker has sent."""
         for _ in range(READS_AT_ONCE):
             try:
                 packet = os.read(port.descriptor, LARGEST_READ)
@@ -65,24 +65,25 @@ class Switch:
                 return
             target = receiver(packet)
             if 0 <= target < len(self.ports):
-                self.keep(time.monotonic() + port.delay_seconds, target, packet, False)
+                self.hold(time.monotonic() + port.delay_seconds, target, packet, False)
 
-    def keep(self, due: float, target: int, packet: bytes, queued: bool) -> None:
-        """Keep a packet until ``due``, on its way (or queued at its receiver)."""
-        heapq.heappush(self.under_way, (due, next(self.numbers), target, packet, queued))
+    def hold(self, due: float, target: int, packet: bytes, queued: bool) -> None:
+        """Hold a packet until ``due``: for its sender's delay, or ``queued`` for its receiver's rate."""
+        # The number breaks ties, so that packets that are due together stay in order.
+        heapq.heappush(self.in_flight, (due, next(self.numbers), target, packet, queued))
 
     def forward(self, now: float) -> float | None:
-        """Send on what is due; returns the seconds until something else is, None when nothing is under way."""
-        while self.under_way and self.under_way[0][0] <= now:
-            _, _, target, packet, queued = heapq.heappop(self.under_way)
+        """Forward the packets that are due; returns the seconds until the next one is, None when there is none."""
+        while self.in_flight and self.in_flight[0][0] <= now:
+            _, _, target, packet, queued = heapq.heappop(self.in_flight)
             if queued or not self.queue(now, target, packet):
                 # The device refuses packets only while its worker's namespace is being taken down.
                 with suppress(OSError):
                     os.write(self.ports[target].descriptor, packet)
-        return max(0.0, self.under_way[0][0] - now) if self.under_way else None
+        return max(0.0, self.in_flight[0][0] - now) if self.in_flight else None
 
     def queue(self, now: float, target: int, packet: bytes) -> bool:
-        """Queue a packet where its receiver's rate asks for it, or drop it where the queue is too long."""
+        """Queue a packet if its receiver's rate requires it, drop it if the queue is full; False: deliver it now."""
         port = self.ports[target]
         if not port.bits_per_second:
             return False
@@ -92,19 +93,20 @@ class Switch:
         port.free = free + 8 * frame_nbytes(packet) / port.bits_per_second
         if port.free <= now:
             return False
-        self.keep(port.free, target, packet, True)
+        self.hold(port.free, target, packet, True)
         return True
 
 
 def receiver(packet: bytes) -> int:
-    """The worker that an IPv4 packet is for; negative for any other packet."""
+    """The rank of the worker that an IPv4 packet is for; negative for any other packet."""
     if len(packet) < HEADER + 20 or packet[HEADER + 16 : HEADER + 19] != NETWORK:
         return -1
     return packet[HEADER + 19] - FIRST_HOST
 
 
 def frame_nbytes(packet: bytes) -> int:
-    """Bytes of the packet once it is cut into frames that have headers of their own."""
+    """The size of a packet in bytes once it is split into frames, each with its own headers."""
+    # With segmentation offload the kernel hands over packets of up to 64 KiB; a real wire carries them as frames.
     nbytes = len(packet) - HEADER
     segment = int.from_bytes(packet[4:6], sys.byteorder)
     if not packet[1] or not segment:
@@ -121,7 +123,7 @@ def read_port(text: str) -> Port:
 
 
 if __name__ == "__main__":
-    # A delay is only as exact as this process is soon awake; without the right to it, it goes on as it is.
+    # Packets are late when this process wakes up late. Without the right to a higher priority it runs as it is.
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     Switch(float(sys.argv[1]), float(sys.argv[2]), [read_port(text) for text in sys.argv[3:]]).run()

@@ -13,63 +13,64 @@ RATE_RULE = "a rate is a number and kbit, mbit or gbit"
 DURATION_RULE = "a duration is a number and us, ms or s"
 
 
-def parse_rate(text: str, *, asked: str) -> float:
+def parse_rate(text: str, *, argument: str) -> float:
     """Read `10mbit` as 1e7 bits per second.
 
     Args:
         text: the rate, in lower or upper case.
-        asked: the whole argument it stands in, for the error.
+        argument: the whole argument that it is part of, for the error.
 
     Raises:
-        ConfigError: when it is no positive rate.
+        ConfigError: it is not a positive rate.
     """
-    return _parse(text, _BITS, asked=asked, rule=RATE_RULE, example="100mbit")
+    return _parse(text, _BITS, argument=argument, rule=RATE_RULE, example="100mbit")
 
 
-def parse_duration(text: str, *, asked: str) -> float:
+def parse_duration(text: str, *, argument: str) -> float:
     """Read `200ms` as 0.2 seconds.
 
     Args:
         text: the duration, in lower or upper case.
-        asked: the whole argument it stands in, for the error.
+        argument: the whole argument that it is part of, for the error.
 
     Raises:
-        ConfigError: when it is no positive duration.
+        ConfigError: it is not a positive duration.
     """
-    return _parse(text, _SECONDS, asked=asked, rule=DURATION_RULE, example="200ms")
+    return _parse(text, _SECONDS, argument=argument, rule=DURATION_RULE, example="200ms")
 
 
 def in_unit(value: float, exponent: int) -> str:
-    """Write ``value`` as a plain decimal multiple of ten to the ``exponent``, such that it is read back exactly."""
+    """Write ``value`` as a decimal multiple of ten to the ``exponent``, without loss: ``in_unit(1e8, 6)`` is '100'."""
+    # Decimal, because a division of floats would round: the text must read back to the same value.
     text = format(Decimal(repr(value)).scaleb(-exponent), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def parse_rank(text: str, workers: int, *, asked: str) -> int:
+def parse_rank(text: str, workers: int, *, argument: str) -> int:
     """Read a worker's number, 0 to ``workers - 1``.
 
     Raises:
-        ConfigError: when it is no such number.
+        ConfigError: there is no such worker.
     """
     if text.isdecimal() and int(text) < workers:
         return int(text)
-    raise ConfigError(f"{asked}: there is no worker {text!r}; with {workers} they are 0 to {workers - 1}")
+    raise ConfigError(f"{argument}: there is no worker {text!r}; with {workers} they are 0 to {workers - 1}")
 
 
-def split_rank(text: str, workers: int, *, asked: str) -> tuple[int | None, str]:
-    """Take the rank off `2:3x`; without one the rest is meant for all workers and the rank is None.
+def split_rank(text: str, workers: int, *, argument: str) -> tuple[int | None, str]:
+    """Split `2:3x` into 2 and `3x`; a text without a rank is for all workers, and the rank is None.
 
     Raises:
-        ConfigError: when the rank is none of the workers.
+        ConfigError: there is no such worker.
     """
     rank, colon, rest = text.partition(":")
     if not colon:
         return None, text
-    return parse_rank(rank, workers, asked=asked), rest
+    return parse_rank(rank, workers, argument=argument), rest
 
 
-def _parse(text: str, exponents: dict[str, int], *, asked: str, rule: str, example: str) -> float:
+def _parse(text: str, exponents: dict[str, int], *, argument: str, rule: str, example: str) -> float:
     match = _QUANTITY.fullmatch(text.strip().lower())
     if match is None or match[2] not in exponents or float(match[1]) <= 0:
-        raise ConfigError(f"{asked}: {text!r} cannot be read; {rule}, such as {example}")
+        raise ConfigError(f"{argument}: {text!r} cannot be read; {rule}, such as {example}")
     return float(f"{match[1]}e{exponents[match[2]]}")

@@ -1,4 +1,4 @@
-"""One worker: a process with a group of its own, its lines, and how it ended."""
+"""One worker: a process that leads its own process group, the lines it prints, and how it ended."""
 
 import math
 import os
@@ -25,8 +25,8 @@ class WorkerExit:
         code: its exit code, None when a signal ended it.
         signal: the number of that signal, or None.
         seconds: from its start to its end.
-        cpu_seconds: of its process and the children it waited for, user and system.
-        stopped: whether it ended only after the launcher had told it to.
+        cpu_seconds: user and system time of its process and of the children it waited for.
+        stopped: whether the launcher had sent it a signal before it ended.
     """
 
     rank: int
@@ -48,15 +48,15 @@ class WorkerExit:
 
     def __str__(self) -> str:
         """Such as `worker 2 was ended by SIGKILL`."""
-        way = "ended with exit code" if self.signal is None else "was ended by"
-        return f"worker {self.rank} {way} {self.how}"
+        verb = "ended with exit code" if self.signal is None else "was ended by"
+        return f"worker {self.rank} {verb} {self.how}"
 
 
 class Lines:
-    """One output of a worker, cut into lines.
+    """One output of a worker, split into lines.
 
     Args:
-        file: the pipe's end to read from.
+        file: the end of the pipe to read from.
         emit: called with each line, without its end.
     """
 
@@ -67,7 +67,7 @@ class Lines:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Emit the lines that have come; False once the pipe has ended."""
+        """Emit the lines that have arrived; returns False once the pipe has ended."""
         try:
             piece = os.read(self.file.fileno(), LONGEST_LINE)
         except BlockingIOError:
@@ -80,7 +80,7 @@ class Lines:
         return bool(piece)
 
     def close(self) -> None:
-        """Emit a last line that has no end and let go of the pipe."""
+        """Emit a last line without a line end, and close the pipe."""
         if self._rest:
             self._emit(self._rest.decode(errors="replace"))
             self._rest = b""
@@ -88,14 +88,14 @@ class Lines:
 
 
 class Worker:
-    """A started process that leads a group of its own.
+    """A started process that leads its own process group.
 
     Args:
-        rank: its number.
+        rank: its rank.
         command: what to run.
         environment: the whole environment.
-        descriptors: open files it inherits.
-        on_line: told of each line, in the thread that reads.
+        descriptors: open files that it inherits.
+        on_line: called with each line, in the thread that reads.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.exit: WorkerExit | None = None
-        self.told = False
+        self.stop_requested = False
         self.ended = math.inf
         self._started = time.monotonic()
         self._process = subprocess.Popen(
@@ -129,27 +129,28 @@ class Worker:
         ]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker and whatever it has started; nothing happens once it has ended."""
+        """Send a signal to the worker and the processes it has started; does nothing once it has ended."""
         if self.exit is None:
-            self.told = True
+            self.stop_requested = True
             self._signal_group(number)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; if so for the first time, note how, and end what it leaves running."""
+        """Whether it has ended; when it just did, record how in `exit`, and kill the processes it leaves running."""
         if self.exit is not None:
             return True
+        # Not Popen.poll, because only wait4 reports the CPU time of this one child.
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         if not pid:
             return False
         self._signal_group(signal.SIGKILL)
-        self._note(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
-        return True
-
-    def _note(self, code: int, cpu_seconds: float) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        # Popen must know that the process has been waited for: its number may belong to another one now.
         self._process.returncode = code
         self.ended = time.monotonic()
         how = (None, -code) if code < 0 else (code, None)
-        self.exit = WorkerExit(self.rank, *how, self.ended - self._started, cpu_seconds, self.told)
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        self.exit = WorkerExit(self.rank, *how, self.ended - self._started, cpu_seconds, self.stop_requested)
+        return True
 
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
