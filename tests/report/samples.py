@@ -11,7 +11,7 @@ MODEL_BYTES = 4 * 812_544
 
 @dataclass(frozen=True)
 class Sample:
-    """One imagined run: how often it speaks, how much, how long its messages take, how well it learns."""
+    """One made-up run: how often it communicates, how much, how long its messages take, how well it learns."""
 
     folder: str
     strategy: str
@@ -61,14 +61,14 @@ def write_run(folder: Path, sample: Sample = SAMPLES[0], *, steps: int = 300, wo
     generator = random.Random(seed)
     compute, bits_per_second = 0.11, 1e8
     rounds = [sample.traffic * MODEL_BYTES if (step + 1) % sample.period == 0 else 0.0 for step in range(steps)]
-    talks = [8 * nbytes / bits_per_second for nbytes in rounds]
+    transfers = [8 * nbytes / bits_per_second for nbytes in rounds]
     metrics, spans = [], []
     clock = payload = 0.0
     for step in range(steps):
         times = [compute * generator.uniform(0.9, 1.15) for _ in range(workers)]
         slowest = max(times)
-        exposed = max(0.0, talks[step] - sample.overlap * compute)
-        spans += _step_spans(step, clock, times, talks[step], exposed)
+        exposed = max(0.0, transfers[step] - sample.overlap * compute)
+        spans += _step_spans(step, clock, times, transfers[step], exposed)
         seconds = slowest + exposed + 0.004
         clock += seconds
         payload += rounds[step]
@@ -111,15 +111,15 @@ def _evaluation_line(step, clock, payload, sample):
     }
 
 
-def _step_spans(step, clock, times, talk, exposed):
+def _step_spans(step, clock, times, transfer, exposed):
     spans = []
     for rank, seconds in enumerate(times):
         done = clock + seconds
         end = clock + max(times) + exposed
         spans.append({"rank": rank, "kind": "compute", "name": "forward backward", "start": clock, "end": done})
-        if talk:
-            half = (end - talk + end) / 2
-            spans.append({"rank": rank, "kind": "talk", "name": "bucket 1", "start": end - talk, "end": half})
+        if transfer:
+            half = (end - transfer + end) / 2
+            spans.append({"rank": rank, "kind": "talk", "name": "bucket 1", "start": end - transfer, "end": half})
             spans.append({"rank": rank, "kind": "talk", "name": "bucket 0", "start": half - 0.002, "end": end})
             spans.append({"rank": rank, "kind": "wait", "name": "mean", "start": done, "end": end})
     return [{**span, "step": step} for span in spans]

@@ -1,4 +1,4 @@
-"""What methods notice while they train: from the wire to the report."""
+"""Metrics that strategies record while they train: from the wire to the report."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
     assert run_threads(8, work) == pytest.approx([float(truth)] * 8, rel=0.02)
 
 
-def test_a_worker_that_hears_nobody_notices_nothing():
+def test_a_worker_without_neighbours_records_nothing():
     def work(comm: Comm) -> dict[str, object]:
         r = Replica(torch.ones(3), torch.empty(0), comm, lr=lambda: 0.1)
         r.notice_distance(r.x, [])
@@ -50,7 +50,7 @@ def test_a_worker_that_hears_nobody_notices_nothing():
     assert run_threads(1, work) == [{}]
 
 
-def test_observations_are_taken_once():
+def test_metrics_are_taken_once():
     def work(comm: Comm) -> list[dict[str, float]]:
         worker = attach(comm, Local())
         worker.replicas[0].metrics["consensus_distance"] = torch.tensor(2.0)
@@ -59,7 +59,7 @@ def test_observations_are_taken_once():
     assert run_threads(1, work) == [[{"consensus_distance": 2.0}, {}]]
 
 
-def test_workers_share_what_each_noticed_as_means_over_those_who_did():
+def test_metrics_are_means_over_the_workers_that_recorded_them():
     def work(comm: Comm) -> list[Record]:
         mine = [
             Record(1, 1.0, 2.0, 3.0, 4.0, 5.0, {"a": float(comm.rank)} if comm.rank else {}),
@@ -73,7 +73,7 @@ def test_workers_share_what_each_noticed_as_means_over_those_who_did():
         assert "metrics" not in records[2].line()
 
 
-def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
+def test_metrics_survive_a_rewind_and_are_drawn(tmp_path: Path):
     write_run(tmp_path, steps=60)
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -96,7 +96,7 @@ def test_what_was_noticed_survives_a_rewind_and_is_drawn(tmp_path: Path):
     ],
     ids=str,
 )
-def test_methods_that_gossip_notice_how_far_workers_are_apart(strategy: Strategy):
+def test_gossip_strategies_record_the_consensus_distance(strategy: Strategy):
     def work(comm: Comm) -> list[float]:
         worker = attach(comm, strategy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
         seen: list[float] = []

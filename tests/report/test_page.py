@@ -201,15 +201,15 @@ def test_a_table_row_and_its_drawings_share_one_colour(text):
         assert f"var({colour})" in drawing
 
 
-def test_every_missing_file_is_said_in_a_sentence_and_the_table_stays(run_folder):
+def test_every_missing_file_is_named_in_a_sentence_and_the_table_stays(run_folder):
     for name in ("config.json", "metrics.jsonl", "timeline.jsonl", "links.json"):
         (run_folder / name).unlink()
-    said = words_of(run_folder)
-    assert "LocalSGD" in said
-    assert "config.json is missing" in said
-    assert "No loss was recorded" in said
-    assert "No timeline was recorded" in said
-    assert "No bytes were counted on the links" in said
+    words = words_of(run_folder)
+    assert "LocalSGD" in words
+    assert "config.json is missing" in words
+    assert "No loss was recorded" in words
+    assert "No timeline was recorded" in words
+    assert "No bytes were counted on the links" in words
 
 
 def test_a_run_that_has_just_begun_is_reported(tmp_path):
@@ -220,13 +220,11 @@ def test_a_run_that_has_just_begun_is_reported(tmp_path):
     assert "No step was timed" in words_of(folder)
 
 
-def test_a_line_cut_short_by_a_kill_is_left_out_and_said(run_folder):
+def test_a_line_cut_short_by_a_kill_is_left_out_with_a_note(run_folder):
     metrics = run_folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text()[:-30])
     assert len(read(run_folder).runs[0].steps) == 23
-    assert read(run_folder).runs[0].notes == (
-        "Left out, for it could not be read: 1 of the 24 lines of metrics.jsonl.",
-    )
+    assert read(run_folder).runs[0].notes == ("1 of the 24 lines of metrics.jsonl cannot be read and are left out.",)
 
 
 def test_a_killed_run_takes_its_figures_from_its_metrics(run_folder):
@@ -241,7 +239,7 @@ def test_a_killed_run_takes_its_figures_from_its_metrics(run_folder):
         assert math.isclose(rebuilt[key], summary[key], rel_tol=1e-9)
 
 
-def test_a_loss_that_is_not_a_number_is_said_and_not_drawn(run_folder):
+def test_a_loss_that_is_not_a_number_is_named_and_not_drawn(run_folder):
     summary = json.loads((run_folder / "summary.json").read_text()) | {"train_loss": math.nan}
     (run_folder / "summary.json").write_text(json.dumps(summary))
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -249,12 +247,12 @@ def test_a_loss_that_is_not_a_number_is_said_and_not_drawn(run_folder):
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lost))
     for name in ("timeline.jsonl", "links.json"):
         (run_folder / name).unlink()
-    said = words_of(run_folder)
-    assert "not finite" in said
-    assert "No loss was recorded" in said
+    words = words_of(run_folder)
+    assert "not finite" in words
+    assert "No loss was recorded" in words
 
 
-def test_a_run_missing_from_a_comparison_is_left_out_and_said(tmp_path):
+def test_a_run_missing_from_a_comparison_is_left_out_with_a_note(tmp_path):
     folder = write_comparison(tmp_path / "two", (SAMPLES[0], SAMPLES[2]), steps=12)
     shutil.rmtree(folder / "ddp")
     collection = read(folder)
@@ -294,14 +292,14 @@ def test_a_comparison_without_runs_is_refused(tmp_path, runs):
         write_report(tmp_path)
 
 
-def test_words_from_files_are_shown_and_never_obeyed(tmp_path):
-    folder = write_comparison(tmp_path / "odd", (Sample("a", "<b>Odd</b> & 'co'"),), steps=6)
+def test_words_from_files_are_shown_and_never_interpreted(tmp_path):
+    folder = write_comparison(tmp_path / "markup", (Sample("a", "<b>Bold</b> & 'co'"),), steps=6)
     (folder / "comparison.json").write_text(json.dumps({"runs": ["a"], "title": "<script>1</script>"}))
     for name in ("metrics.jsonl", "timeline.jsonl"):
         (folder / "a" / name).unlink()
     page = Page(write_report(folder).report.read_text(encoding="utf-8"))
     assert "<script>1</script>" in page.words
-    assert "<b>Odd</b> & 'co'" in page.words
+    assert "<b>Bold</b> & 'co'" in page.words
     assert not {"script", "b"} & {tag for tag, _ in page.tags}
 
 
@@ -329,9 +327,9 @@ def test_a_comparison_without_a_title_is_named_by_what_it_compares(tmp_path):
 def test_the_fastest_steps_are_the_finding_where_no_target_is_reached(comparison, page):
     facts = {run.label: run.summary for run in read(comparison).runs}
     assert all(summary["seconds_to_target"] is None for summary in facts.values())
-    fastest, yardstick = (facts[label]["seconds_per_step"] for label in ("LocalSGD", "ddp"))
-    said = f"LocalSGD takes {units.seconds(fastest)} per step, {units.times(yardstick / fastest)} faster than ddp"
-    assert said in page.words
+    fastest, reference = (facts[label]["seconds_per_step"] for label in ("LocalSGD", "ddp"))
+    sentence = f"LocalSGD takes {units.seconds(fastest)} per step, {units.times(reference / fastest)} faster than ddp"
+    assert sentence in page.words
 
 
 def test_the_first_at_the_target_is_the_finding_where_one_is_set(comparison):
@@ -341,10 +339,10 @@ def test_the_first_at_the_target_is_the_finding_where_one_is_set(comparison):
         dataclasses.replace(run, summary={**run.summary, "seconds_to_target": reached[run.label]})
         for run in collection.runs
     )
-    said = lead(dataclasses.replace(collection, runs=runs))
+    words = lead(dataclasses.replace(collection, runs=runs))
     assert (
         "<strong>LocalSGD</strong> reached a held-out loss of 2.0 in <strong>30.0 s</strong>, 3.0× sooner than ddp"
-        in said
+        in words
     )
     late = (dataclasses.replace(runs[0], summary=collection.runs[0].summary), *runs[1:])
     assert "ddp did not reach it" in lead(dataclasses.replace(collection, runs=late))

@@ -30,7 +30,7 @@ def summary(strategy: str, seconds: float, **facts: object) -> dict[str, object]
 PAIR = [summary("ddp", 0.4), summary("LocalSGD(period=8)", 0.1)]
 
 
-def test_a_row_says_each_figure_with_its_unit():
+def test_a_row_has_each_figure_with_its_unit():
     assert rows(PAIR)[1] == {
         "strategy": "LocalSGD",
         "time/step": "100 ms",
@@ -72,7 +72,7 @@ def test_the_best_is_the_lowest_time_and_the_highest_accuracy():
 @pytest.mark.parametrize(
     ("metric", "better"), [("top-1 accuracy", 1), ("BLEU", 1), ("perplexity", -1), ("bits per byte", -1), ("rank", 0)]
 )
-def test_a_metric_s_name_says_which_way_is_better(metric, better):
+def test_a_metric_s_name_decides_which_way_is_better(metric, better):
     assert direction(metric) == better
 
 
@@ -109,11 +109,11 @@ def test_the_terminal_s_table_holds_the_same_words():
 
 def test_brackets_in_a_strategy_s_name_are_shown_in_the_terminal():
     console = Console(file=io.StringIO(), width=200, no_color=True)
-    console.print(rich_table([summary("odd[bold]name", 1.0)]))
-    assert "odd[bold]name" in console.file.getvalue()
+    console.print(rich_table([summary("my[bold]name", 1.0)]))
+    assert "my[bold]name" in console.file.getvalue()
 
 
-def test_labels_are_as_short_as_telling_apart_allows():
+def test_labels_have_only_the_arguments_that_differ():
     assert labels([sample.strategy for sample in SAMPLES]) == [
         "ddp",
         "AllReduce",
@@ -136,7 +136,7 @@ def test_labels_are_as_short_as_telling_apart_allows():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0.00012, "120 µs"),
         (0.0412, "41.2 ms"),
@@ -147,15 +147,16 @@ def test_labels_are_as_short_as_telling_apart_allows():
         (7500, "2 h 05 min"),
     ],
 )
-def test_a_duration_is_three_digits_and_the_unit_that_fits(seconds, said):
-    assert units.seconds(seconds) == said
+def test_a_duration_is_three_digits_and_the_unit_that_fits(seconds, expected):
+    assert units.seconds(seconds) == expected
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "said"), [(0, "0 B"), (812, "812 B"), (26_340, "26.3 kB"), (999_900, "1.00 MB"), (1.534e9, "1.53 GB")]
+    ("nbytes", "expected"),
+    [(0, "0 B"), (812, "812 B"), (26_340, "26.3 kB"), (999_900, "1.00 MB"), (1.534e9, "1.53 GB")],
 )
-def test_bytes_are_three_digits_and_the_decimal_unit_that_fits(nbytes, said):
-    assert units.nbytes(nbytes) == said
+def test_bytes_are_three_digits_and_the_decimal_unit_that_fits(nbytes, expected):
+    assert units.nbytes(nbytes) == expected
 
 
 def test_rates_and_shares_are_as_people_write_them():

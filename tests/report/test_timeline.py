@@ -10,7 +10,7 @@ from thinwire.report.bars import split
 from thinwire.report.curves import smoothed
 from thinwire.report.links import rates, used
 from thinwire.report.runs import Link, Run, Span
-from thinwire.report.timeline import Window, common_length, step_starts, stretches_of, window
+from thinwire.report.timeline import Window, common_length, intervals, step_starts, window
 
 
 def beat(period: int, steps: int = 48) -> list[Span]:
@@ -20,7 +20,7 @@ def beat(period: int, steps: int = 48) -> list[Span]:
         spans.append(Span(0, "compute", "step", clock, clock + 1, step))
         clock += 1
         if (step + 1) % period == 0:
-            spans.append(Span(0, "talk", "mean", clock, clock + 1, step))
+            spans.append(Span(0, "communication", "mean", clock, clock + 1, step))
             spans.append(Span(0, "wait", "mean", clock, clock + 1, step))
             clock += 1
     return spans
@@ -29,7 +29,7 @@ def beat(period: int, steps: int = 48) -> list[Span]:
 def test_the_window_has_a_message_in_it_when_there_are_any():
     spans = beat(period=12)
     seen = window(spans, 6.0)
-    assert any(seen.start <= span.start < seen.end for span in spans if span.kind == "talk")
+    assert any(seen.start <= span.start < seen.end for span in spans if span.kind == "communication")
     assert seen.start in step_starts(spans)
     assert seen.seconds == 6.0
 
@@ -54,12 +54,12 @@ def test_every_run_is_shown_over_the_same_length():
 
 def test_stretches_are_cut_to_the_window_and_counted_from_its_start():
     spans = [Span(0, "wait", "", 0.0, 2.0, 0), Span(0, "wait", "", 3.0, 9.0, 0), Span(0, "wait", "", 20.0, 21.0, 0)]
-    assert stretches_of(spans, Window(1.0, 5.0)) == [(0.0, 1.0), (2.0, 2.0)]
+    assert intervals(spans, Window(1.0, 5.0)) == [(0.0, 1.0), (2.0, 2.0)]
 
 
 def test_messages_too_close_to_tell_apart_are_drawn_as_one():
-    spans = [Span(0, "talk", "", i / 1000, (i + 0.9) / 1000, 0) for i in range(1000)]
-    assert len(stretches_of(spans, Window(0.0, 1.0))) == 1
+    spans = [Span(0, "communication", "", i / 1000, (i + 0.9) / 1000, 0) for i in range(1000)]
+    assert len(intervals(spans, Window(0.0, 1.0))) == 1
 
 
 def test_smoothing_keeps_a_constant_and_halves_no_length():

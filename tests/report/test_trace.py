@@ -34,11 +34,11 @@ def test_a_trace_names_every_worker_and_every_lane(events):
     assert processes == {rank: f"worker {rank}" for rank in range(3)}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {lanes[e["pid"], e["tid"]].split()[0] == e["cat"] for e in events if e["ph"] == "X"} == {True}
-    assert {"compute", "talk", "talk 2", "wait"} == set(lanes.values())
+    assert {"compute", "communication", "communication 2", "wait"} == set(lanes.values())
 
 
 def test_messages_that_travel_together_get_a_lane_each():
-    spans = [Span(0, "talk", f"bucket {i}", 0.1 * i, 0.1 * i + 0.25, 0) for i in range(6)]
+    spans = [Span(0, "communication", f"bucket {i}", 0.1 * i, 0.1 * i + 0.25, 0) for i in range(6)]
     lanes: dict[int, list[tuple[float, float]]] = {}
     for event in trace_events(spans):
         if event["ph"] == "X":

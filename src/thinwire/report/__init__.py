@@ -1,7 +1,7 @@
-"""Run folders turned into something to look at: an HTML report, plots, tables and traces.
+"""Reports of run folders: an HTML page, plots, tables and traces.
 
-Reads JSON only and knows nothing of training. The drawings need matplotlib, the terminal's table needs rich;
-both are imported where they are used.
+This package reads JSON files and imports nothing of training. Drawings need matplotlib and the terminal's table needs
+rich; both are imported where they are used.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def write_report(folder: Path) -> Written:
     Raises:
         ConfigError: there is no such folder, it holds no run, it cannot be written to, or matplotlib is missing.
     """
+    # matplotlib is an extra, and its import takes a second.
     try:
         from thinwire.report.page import write
     except ModuleNotFoundError as missing:

@@ -1,4 +1,4 @@
-"""Where a step's time goes, as one stacked bar per strategy."""
+"""The time of a mean step, split into compute, exposed communication and other: one stacked bar per strategy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from thinwire.report import units
-from thinwire.report.facts import Facts, number
+from thinwire.report.files import Facts, number
 from thinwire.report.labels import shortened
 from thinwire.report.palette import COMPUTE, INK, MUTED, ON_WAIT, OTHER, PAPER, WAIT, Look, Tone
 from thinwire.report.picture import FONT_SIZE, Picture, canvas, plain, seconds_axis
@@ -19,7 +19,7 @@ _PARTS: tuple[tuple[Tone, str], ...] = ((COMPUTE, "compute"), (WAIT, "exposed co
 
 @dataclass(frozen=True)
 class Split:
-    """A mean step in seconds: the whole, computing, waiting for communication, and what is left."""
+    """A mean step in seconds: total, compute, exposed communication, and the rest."""
 
     total: float
     compute: float
@@ -28,7 +28,7 @@ class Split:
 
 
 def split(summary: Facts) -> Split | None:
-    """A summary's mean step in its parts; None where its duration is not known."""
+    """The parts of a summary's mean step; None where its duration is not known."""
     total = number(summary, "seconds_per_step")
     if total is None:
         return None
@@ -64,8 +64,8 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         name="time-per-step",
         figure=figure,
         title="Where a step's time goes",
-        caption="The mean step. Exposed communication is time a worker stood still for the network; what travels "
-        "behind the computation costs no time and is not in it. Other is the optimizer, the data and the loop.",
+        caption="The mean step. Exposed communication is the time a worker waited for messages; communication that "
+        "overlaps with computation costs no time and is not in it. Other is the optimizer, the data and the loop.",
         description=_description(collection, splits),
     )
 

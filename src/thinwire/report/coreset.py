@@ -1,4 +1,4 @@
-"""A coreset to look at: all points from their widest side, the chosen among them as large as they weigh."""
+"""The page of `thinwire select`: all points in the plane of most variance, chosen points as large as their weights."""
 
 from collections.abc import Sequence
 from html import escape
@@ -33,13 +33,13 @@ def write_coreset(
     """Write `report.html` and `plots/coreset.png`, and return the page's path.
 
     Args:
-        folder: where.
-        others: [m, 2]; points in the plane of the picture.
-        chosen: [k, 2]; the chosen ones.
-        weights: [k].
-        share: of the variance that the plane shows.
+        folder: where to write.
+        others: [m, 2]; points that were not chosen, in the plane of the picture.
+        chosen: [k, 2]; chosen points.
+        weights: [k]; their weights.
+        share: the fraction of the variance that the plane shows.
         title: of the page.
-        rows: (what, of the coreset, of random points).
+        rows: of the table: (name, figure of the coreset, figure of random subsets).
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -50,7 +50,7 @@ def write_coreset(
 
 
 def coreset_picture(others: Points, chosen: Points, weights: Points, share: float) -> Picture:
-    """The chosen over the others; of more than 3,000 the heaviest are drawn."""
+    """A scatter plot of the chosen points over the others; of more than 3,000 the heaviest are drawn."""
     heaviest = np.argsort(-weights, kind="stable")[:_MOST_DRAWN]
     figure = canvas(7.6, 5.4)
     axes = figure.add_subplot()
@@ -71,9 +71,9 @@ def coreset_picture(others: Points, chosen: Points, weights: Points, share: floa
     return Picture(
         name="coreset",
         figure=figure,
-        title="Who stands for whom",
-        caption=f"Points, grey, in the plane in which they differ most, with {seen}; each chosen point as large as the "
-        f"number of points it speaks for.{left_out}",
+        title="The chosen points among all points",
+        caption=f"All points, grey, on their first two principal components, with {seen}; the area of each chosen "
+        f"point is its weight, the number of points it represents.{left_out}",
         description=f"Scatter plot of {len(others):,} points and {len(chosen):,} chosen ones, which weigh from "
         f"{weights.min():g} to {weights.max():g}.",
     )
@@ -86,5 +86,6 @@ def _page(title: str, rows: Sequence[tuple[str, str, str]], picture: Picture) ->
     return document(
         title,
         "thinwire select",
-        card("Beside random points", f'<div class="scroll">{table}</div>') + card(picture.title, figure(picture)),
+        card("Compared with random subsets", f'<div class="scroll">{table}</div>')
+        + card(picture.title, figure(picture)),
     )

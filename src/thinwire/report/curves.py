@@ -10,25 +10,26 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from thinwire.report import units
-from thinwire.report.facts import number
+from thinwire.report.files import number
 from thinwire.report.palette import INK, MUTED, PAPER, Look
 from thinwire.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
 from thinwire.report.runs import Collection, Evaluation, Run, Step
 
 Vector = NDArray[np.float64]
+# Longer curves are thinned out, to keep the page small.
 _MOST_POINTS = 500
 _CAPTIONS = {
-    "seconds": "Lines are the training loss, the mean over workers, smoothed over a 25th of the run; faint behind "
-    "them the loss of each step. Filled markers are held-out data, rings the moment the target was reached on it. "
+    "seconds": "Lines are the training loss, the mean over workers, smoothed over 1/25 of the run; the faint lines "
+    "are the loss of each step. Filled markers are the held-out loss, rings the time at which it reached the target. "
     "Time spent on evaluation is not counted.",
-    "steps": "As above. Which strategy learns most from the same number of steps.",
-    "bytes": "As above. Which strategy learns most from the same traffic; packet headers are not counted here.",
+    "steps": "As above. Shows which strategy learns most from the same number of steps.",
+    "bytes": "As above. Shows which strategy learns most from the same traffic; packet headers are not counted here.",
 }
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What the loss is drawn against: its name, where to find it, and the axis it asks for."""
+    """What the loss is drawn against: its name, words for it, the axis label, its value at a point, and a size."""
 
     name: str
     words: str
@@ -47,7 +48,7 @@ MEASURES = (
 
 
 def loss_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
-    """The three pictures of the loss, less those against what no run recorded with a finite loss."""
+    """The loss against seconds, steps and bytes, without pictures that would have no finite loss."""
     return [
         _picture(collection, styles, measure)
         for measure in MEASURES
@@ -56,16 +57,16 @@ def loss_pictures(collection: Collection, styles: Sequence[Look]) -> list[Pictur
 
 
 def smoothed(values: Vector) -> Vector:
-    """The moving mean over a 25th of the points.
+    """The moving average over 1/25 of the points.
 
-    The window is centred; at the start, where losses fall fast, it shrinks evenly, and at the end it is cut.
+    The window is centred. At the start, where losses fall fast, it shrinks on both sides; at the end it is cut off.
     """
     size = len(values)
-    reach = size // 50
+    radius = size // 50
     sums = np.concatenate(([0.0], np.cumsum(values)))
     index = np.arange(size)
-    low = index - np.minimum(reach, index)
-    high = index + np.minimum(np.minimum(reach, index), size - 1 - index) + 1
+    low = index - np.minimum(radius, index)
+    high = index + np.minimum(np.minimum(radius, index), size - 1 - index) + 1
     return (sums[high] - sums[low]) / (high - low)
 
 
@@ -92,7 +93,8 @@ def _picture(collection: Collection, styles: Sequence[Look], measure: Measure) -
 def _draw(axes: Axes, run: Run, look: Look, measure: Measure) -> None:
     across, loss = _points(run.steps, measure)
     if len(loss):
-        smooth, chosen = smoothed(loss), _spread(len(loss))
+        smooth, size = smoothed(loss), len(loss)
+        chosen = np.unique(np.linspace(0, size - 1, min(size, _MOST_POINTS)).round().astype(np.int64))
         axes.plot(across[chosen], loss[chosen], color=look.tone.light, linewidth=0.7, alpha=0.22)
         axes.plot(across[chosen], smooth[chosen], color=look.tone.light, linewidth=look.width, linestyle=look.line)
     across, loss = _points(run.evaluations, measure)
@@ -116,12 +118,8 @@ def _points(points: Sequence[Step | Evaluation], measure: Measure) -> tuple[Vect
     return table[:, 0], table[:, 1]
 
 
-def _spread(size: int) -> NDArray[np.int64]:
-    return np.unique(np.linspace(0, size - 1, min(size, _MOST_POINTS)).round().astype(np.int64))
-
-
 def _fit(axes: Axes, collection: Collection, measure: Measure) -> None:
-    """Limits that hold every smoothed curve, and an axis of powers where totals lie far apart."""
+    """Set limits that hold every smoothed curve, and a logarithmic axis of bytes where totals differ much."""
     curves = [smoothed(loss) for run in collection.runs if len(loss := _points(run.steps, measure)[1])]
     held_out = [_points(run.evaluations, measure)[1] for run in collection.runs]
     everything = np.concatenate([*curves, *held_out, np.asarray(sorted(_targets(collection)))])
@@ -136,7 +134,7 @@ def _fit(axes: Axes, collection: Collection, measure: Measure) -> None:
 
 
 def _from_zero(axes: Axes) -> None:
-    """Begin at zero, with room for a marker that stands there."""
+    """Begin the axis at zero, with room for a marker there."""
     end = axes.get_xlim()[1]
     axes.set_xlim(-0.012 * end, end)
 
@@ -152,7 +150,7 @@ def _fit_bytes(axes: Axes, collection: Collection, measure: Measure) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.set_xlim(left=min(sent) / 60)
-    plain(axes, x="payload bytes sent per worker (each mark ten times the last)", y="loss")
+    plain(axes, x="payload bytes sent per worker (logarithmic)", y="loss")
 
 
 def _targets(collection: Collection) -> set[float]:
@@ -175,7 +173,7 @@ def _target(axes: Axes, collection: Collection) -> None:
 
 
 def _rings(axes: Axes, collection: Collection, styles: Sequence[Look]) -> None:
-    """A ring where each run is said to have reached the target."""
+    """Draw a ring where each run reached the target, as its summary has it."""
     for run, look in zip(collection.runs, styles, strict=True):
         seconds, target = number(run.summary, "seconds_to_target"), number(run.summary, "target_loss")
         if seconds is None or target is None:

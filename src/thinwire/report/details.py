@@ -1,4 +1,4 @@
-"""How each run was made: recipe, command, versions, configuration and the papers behind it."""
+"""How each run was made: recipe, command, versions, configuration and papers."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from thinwire.report import units
-from thinwire.report.facts import Facts, number, text
+from thinwire.report.files import Facts, number, text
 from thinwire.report.headline import swatch
 from thinwire.report.palette import Look
 from thinwire.report.runs import Collection, Run
@@ -17,7 +17,7 @@ _ARXIV = re.compile(r"(?:arxiv:\s*|^)(\d{4}\.\d{4,5})(?:v\d+)?", re.IGNORECASE)
 
 
 def details(collection: Collection, styles: Sequence[Look]) -> str:
-    """What all runs share once, then one folded part per run with what is its own."""
+    """The settings that all runs share, then one folded part per run with the rest."""
     configs = [run.config for run in collection.runs]
     if not any(configs):
         return '<p class="empty">No config.json was found, so how the runs were made is not known.</p>'
@@ -30,10 +30,10 @@ def details(collection: Collection, styles: Sequence[Look]) -> str:
 
 
 def papers(config: Facts) -> list[tuple[str, str | None]]:
-    """The papers a configuration names under `paper` or `papers`, each with its address; None where it has none.
+    """The papers in a configuration's `paper` or `papers`, each with its address; None where that is not known.
 
-    A paper is an address, a text with an arXiv number such as `arXiv:1910.00643` in it, any other text, or an
-    object with `title` and `url`.
+    A paper is an address, a text that may contain an arXiv number such as `arXiv:1910.00643`, or an object with `title`
+    and `url`.
     """
     given = config.get("papers", config.get("paper"))
     entries = given if isinstance(given, list) else [given]
@@ -75,7 +75,7 @@ def _run(run: Run, look: Look, shared: Mapping[str, object]) -> str:
 
 
 def _totals(run: Run) -> dict[str, object]:
-    """Whole-run figures that the summary table leaves out."""
+    """Figures of the whole run that the summary table does not have."""
     steps, seconds = number(run.summary, "steps"), number(run.summary, "seconds")
     return {
         **({"steps taken": units.count(steps)} if steps is not None else {}),
@@ -95,13 +95,12 @@ def _listed(facts: Mapping[str, object]) -> str:
     flat: dict[str, object] = {}
     for key, value in facts.items():
         flat |= value if isinstance(value, dict) else {key: value}
-    said = [(key, value) for key, value in flat.items() if value is not None and value != ""]
-    items = "".join(f"<dt>{escape(_word(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in said)
+    items = "".join(
+        f"<dt>{escape(_WORDS.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_value(value))}</dd>"
+        for key, value in flat.items()
+        if value is not None and value != ""
+    )
     return f"<dl>{items}</dl>" if items else ""
-
-
-def _word(key: str) -> str:
-    return _WORDS.get(key, key.replace("_", " "))
 
 
 def _value(value: object) -> str:

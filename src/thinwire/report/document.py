@@ -1,4 +1,4 @@
-"""One HTML file: its colours in both schemes, its style, and what is in it. No script, nothing fetched."""
+"""The frame of an HTML page: head, colours for light and dark, style. Without scripts or links to other files."""
 
 from html import escape
 from importlib import resources
@@ -57,7 +57,7 @@ def card(title: str, body: str, anchor: str | None = None) -> str:
 
 
 def figure(picture: Picture, *, titled: bool = False, captioned: bool = True) -> str:
-    """A picture with its words, as HTML; a caption that is not shown is still read aloud."""
+    """A picture with its title and caption, as HTML; a caption that is not shown is still there for screen readers."""
     wide = ' class="wide"' if picture.figure.get_figwidth() > 8 else ""
     title = f"<h3>{escape(picture.title)}</h3>" if titled else ""
     words = escape(picture.caption)

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.report.facts import Facts, number, text
+from thinwire.report.files import Facts, json_lines, json_list, json_object, number, text
 from thinwire.report.labels import labels
-from thinwire.report.reading import json_lines, json_list, json_object
 from thinwire.report.runs import Collection, Evaluation, Link, Run, Span, Step
 
 _FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
+# Kinds of intervals as timeline.jsonl names them, and as they are shown.
+_KINDS = {"compute": "compute", "talk": "communication", "communication": "communication", "wait": "wait"}
 
 
 def read(folder: Path) -> Collection:
-    """Read a run folder, or a comparison folder with its runs beneath.
+    """Read a run folder, or a comparison folder and the run folders in it.
 
     Raises:
         ConfigError: there is no such folder, it holds no run, or one of its JSON files is broken.
@@ -98,6 +99,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs with labels that tell them apart."""
     names = labels([run.strategy for run in runs])
     return tuple(dataclasses.replace(run, label=label) for run, label in zip(runs, names, strict=True))
 
@@ -117,12 +119,10 @@ def _step(line: Facts) -> Step | None:
     if step is None or "loss" not in line:
         return None
     names = ("seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
-    return Step(int(step), *(_or_nan(line, name) for name in names), metrics=_observed(line.get("metrics")))
-
-
-def _observed(entry: object) -> dict[str, float]:
+    entry = line.get("metrics")
     facts: Facts = entry if isinstance(entry, dict) else {}
-    return {str(name): value for name in facts if (value := number(facts, str(name))) is not None}
+    metrics = {str(name): value for name in facts if (value := number(facts, str(name))) is not None}
+    return Step(int(step), *(_or_nan(line, name) for name in names), metrics=metrics)
 
 
 def _evaluation(line: Facts) -> Evaluation | None:
@@ -139,8 +139,8 @@ def _spans(lines: Iterable[Facts] | None) -> tuple[Span, ...]:
 
 def _span(line: Facts) -> Span | None:
     rank, start, end = number(line, "rank"), number(line, "start"), number(line, "end")
-    kind = text(line, "kind")
-    if rank is None or start is None or end is None or end < start or kind not in ("compute", "talk", "wait"):
+    kind = _KINDS.get(text(line, "kind"))
+    if rank is None or start is None or end is None or end < start or kind is None:
         return None
     return Span(int(rank), kind, text(line, "name", kind), start, end, int(number(line, "step") or 0))
 
@@ -156,7 +156,7 @@ def _or_nan(line: Facts, key: str) -> float:
 
 
 def _summarised(config: Facts, steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> dict[str, object]:
-    """What metrics alone can tell of a run that wrote no summary."""
+    """A summary from the metrics alone, for a run that wrote none."""
     facts: dict[str, object] = {key: config.get(key) for key in ("strategy", "task", "workers", "link")}
     if steps:
         last = steps[-1]

@@ -1,4 +1,4 @@
-"""Graphs of workers: who sends to whom at each step of a period, and how fast graphs agree."""
+"""Graphs of workers: who sends to whom at each step of a period, and how fast averaging on them converges."""
 
 from collections.abc import Mapping, Sequence
 
@@ -45,25 +45,25 @@ def graph_picture(stem: str, name: str, mixings: Matrix) -> Picture:
         name=stem,
         figure=figure,
         title=name,
-        caption=f"Lines without arrows go both ways; the wider, the larger the weight.{rest}",
+        caption=f"Lines without arrows go both ways; a wider line has a larger weight.{rest}",
         description=f"Graph of {workers} workers, {name}; messages at its steps: {', '.join(map(str, edges))}.",
     )
 
 
 def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers: int) -> Picture:
-    """The share of disagreement that is left against steps, one line for each graph.
+    """The fraction of disagreement that is left against steps, one line for each graph.
 
     Args:
         stem: of the file.
-        curves: by the graph's recipe, what is left after 0, 1, ... steps.
-        workers: how many.
+        curves: by the graph's recipe, the fraction left after 0, 1, ... steps.
+        workers: how many there are.
     """
     figure = canvas(7.6, 4.6)
     axes = figure.add_subplot()
-    plain(axes, x="steps", y="largest share of disagreement left")
+    plain(axes, x="steps", y="largest fraction of disagreement left")
     styles = looks(list(curves))
     for look, left in zip(styles, curves.values(), strict=True):
-        # A graph that is exact falls off the axis, which a logarithm would leave out.
+        # Zero, where a graph is exact, has no logarithm: draw it below the axis, so that the line leaves the picture.
         values = np.maximum(left, _LOWEST / 10)
         axes.plot(values, color=look.tone.light, linestyle=look.line, linewidth=1.6, marker=look.marker, markersize=3.5)
     axes.set_yscale("log")
@@ -75,7 +75,7 @@ def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers:
         name=stem,
         figure=figure,
         title=f"Agreement of {workers} workers",
-        caption="Lines that leave the picture have reached the exact average, or are on their way to it.",
+        caption="Lines that leave the picture are below 1e-4, or exactly at the average.",
         description=f"Disagreement among {workers} workers against steps for {len(curves)} graphs, on a log axis.",
     )
 
@@ -101,14 +101,14 @@ def _draw(axes: Axes, mixing: Matrix, title: str) -> None:
 
 
 def _lines(axes: Axes, places: Matrix, weights: Matrix) -> None:
-    """Edges that go both ways."""
+    """Draw the edges that go both ways."""
     ends = np.argwhere(weights > 0)
     widths = [_width(float(weights[i, j])) for i, j in ends]
     axes.add_collection(LineCollection(list(places[ends]), colors=_LINK, linewidths=widths, alpha=0.75, zorder=1))
 
 
 def _arrows(axes: Axes, places: Matrix, weights: Matrix, radius: float) -> None:
-    """Edges that go one way, from rim to rim of the dots; a row of the weights is a receiver."""
+    """Draw the edges that go one way, between the rims of the dots; a row of the weights is a receiver."""
     for receiver, sender in np.argwhere(weights > 0):
         start, end = places[sender], places[receiver]
         short = radius * (end - start) / np.linalg.norm(end - start)

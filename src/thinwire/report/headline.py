@@ -1,10 +1,10 @@
-"""What a reader wants first: the setting, the finding in a sentence, a few large figures and the table."""
+"""The top of the page: the setting, the main result in a sentence, a few large figures and the summary table."""
 
 from collections.abc import Sequence
 from html import escape
 
 from thinwire.report import units
-from thinwire.report.facts import Facts, number, text
+from thinwire.report.files import Facts, number, text
 from thinwire.report.palette import Look
 from thinwire.report.runs import Collection, Run
 from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name
@@ -13,15 +13,16 @@ _PAYLOAD = "payload_bytes_per_worker_per_step"
 
 
 def setting(collection: Collection) -> str:
-    """One line on what was trained where, from the first run's configuration."""
-    config = {**collection.runs[0].config, **_known(collection.runs[0].summary)}
+    """One line on the task, the model, the workers, the links and the machine, from the first run."""
+    known = {key: value for key, value in collection.runs[0].summary.items() if value is not None}
+    config = {**collection.runs[0].config, **known}
     parameters, workers = number(config, "parameters"), number(config, "workers")
     parts = [
         text(config, "task") and f"task {text(config, 'task')}",
         text(config, "model") and f"model {text(config, 'model')}",
         f"{_rounded(parameters)} parameters" if parameters else "",
         f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "",
-        _link(text(config, "link")),
+        f"link {text(config, 'link')}" if text(config, "link") else "links not limited",
         _host(config),
     ]
     spans = "".join(f"<span>{escape(part)}</span>" for part in parts if part)
@@ -29,7 +30,7 @@ def setting(collection: Collection) -> str:
 
 
 def lead(collection: Collection) -> str:
-    """The finding in one sentence; nothing where there is only one run or nothing to compare."""
+    """The main result in one sentence; empty where there is only one run or nothing to compare."""
     summaries = collection.summaries
     base = baseline(summaries)
     if base is None:
@@ -39,7 +40,7 @@ def lead(collection: Collection) -> str:
 
 
 def tiles(collection: Collection, styles: Sequence[Look]) -> str:
-    """Large figures: the best of each kind in a comparison, or a single run's own."""
+    """A few large figures: the best run of each kind in a comparison, or those of a single run."""
     several = len(collection.runs) > 1
     found = [_tile(collection, styles, *kind) for kind in _kinds(collection, several)]
     content = "".join(tile for tile in found if tile)
@@ -47,14 +48,16 @@ def tiles(collection: Collection, styles: Sequence[Look]) -> str:
 
 
 def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
-    """The table of summaries, the best of each column marked, each figure beside the baseline's."""
+    """The table of summaries, with the best of each column marked, and figures compared with the baseline's."""
     summaries = collection.summaries
     base = baseline(summaries)
     body = "".join(
         _row(run, look, row, index == base)
         for index, (run, look, row) in enumerate(zip(collection.runs, styles, cells(summaries, base), strict=True))
     )
-    heads = "".join(f'<th scope="col">{escape(_spaced(column.heading))}</th>' for column in columns(summaries))
+    heads = "".join(
+        f'<th scope="col">{escape(column.heading.replace("/step", " / step"))}</th>' for column in columns(summaries)
+    )
     against = f" Small figures compare with {collection.runs[base].label}." if base is not None else ""
     dot = " A dot marks the best of a column." if base is not None else ""
     words = f"Means over the run; bytes are per worker and step.{against}{dot}"
@@ -71,18 +74,10 @@ def swatch(look: Look) -> str:
     return f'<span class="swatch" style="--own: var({look.tone.variable})" aria-hidden="true"></span>'
 
 
-def _known(facts: Facts) -> dict[str, object]:
-    return {key: value for key, value in facts.items() if value is not None}
-
-
 def _rounded(parameters: float) -> str:
     if parameters >= 999_500:
         return f"{units.digits(parameters / 1e6)} million"
     return units.count(parameters)
-
-
-def _link(link: str) -> str:
-    return f"link {link}" if link else "links not limited"
 
 
 def _host(config: Facts) -> str:
@@ -140,7 +135,7 @@ Kind = tuple[str, str, int]
 
 
 def _kinds(collection: Collection, several: bool) -> list[Kind]:
-    """What to show large: words, the summary's key, and which way is better."""
+    """The figures to show large: words, the summary's key, and 1 or -1 where more or less is better."""
     metric = metric_name(collection.summaries)
     targeted = any(number(facts, "seconds_to_target") is not None for facts in collection.summaries)
     scored: Kind = ("held-out loss", "eval_loss", -1)
@@ -154,7 +149,8 @@ def _kinds(collection: Collection, several: bool) -> list[Kind]:
     ]
     ranked = ("First ", "Fastest ", "Least ", "Best ")[0 if targeted else 1 :]
     return [
-        ((word if several else "") + words, key, way) for word, (words, key, way) in zip(ranked, kinds, strict=True)
+        ((word if several else "") + words, key, better)
+        for word, (words, key, better) in zip(ranked, kinds, strict=True)
     ]
 
 
@@ -187,10 +183,6 @@ def _compared(against: str, collection: Collection) -> str:
     return f"{against} {'as' if against.endswith('same') else 'than'} {name}"
 
 
-def _spaced(heading: str) -> str:
-    return heading.replace("/step", " / step")
-
-
 def _row(run: Run, look: Look, row: Sequence[Cell], is_base: bool) -> str:
     note = "<small>baseline</small>" if is_base else ""
     return f'<tr><th scope="row">{swatch(look)}{escape(run.label)}{note}</th>{"".join(map(_cell, row))}</tr>'
@@ -198,6 +190,6 @@ def _row(run: Run, look: Look, row: Sequence[Cell], is_base: bool) -> str:
 
 def _cell(cell: Cell) -> str:
     mark = ' class="best"' if cell.best else ""
-    said = '<span class="unseen"> (best)</span>' if cell.best else ""
+    spoken = '<span class="unseen"> (best)</span>' if cell.best else ""
     against = f"<small>{escape(cell.against)}</small>" if cell.against else ""
-    return f'<td{mark}><span class="value">{escape(cell.text)}</span>{said}{against}</td>'
+    return f'<td{mark}><span class="value">{escape(cell.text)}</span>{spoken}{against}</td>'

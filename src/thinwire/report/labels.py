@@ -1,4 +1,4 @@
-"""Short names for recipes: as little of each as tells it from the others."""
+"""Short names for recipes, with only those arguments that tell them apart."""
 
 import ast
 from collections import Counter
@@ -10,7 +10,11 @@ _LONGEST_VALUE = 32
 def name(recipe: str) -> str:
     """The recipe's outermost name with its base: `SlowMo(PushSum)` for `SlowMo(base=PushSum(), period=48)`.
 
-    A text that is no recipe, such as `ddp+bf16`, is its own name.
+    A text that is not a recipe, such as `ddp+bf16`, is its own name.
+
+    Example:
+        >>> name("SlowMo(base=PushSum(), period=48)")
+        'SlowMo(PushSum)'
     """
     call = _call(recipe)
     if call is None:
@@ -27,12 +31,16 @@ def family(recipe: str) -> str:
 
 
 def labels(recipes: Sequence[str]) -> list[str]:
-    """One label per recipe, all different: its name, and those arguments that tell it from its namesakes."""
+    """One label per recipe, all different: its name, with the arguments in which recipes of the same name differ.
+
+    Example:
+        >>> labels(["LocalSGD(period=4)", "LocalSGD(period=8)", "PushSum(staleness=1)"])
+        ['LocalSGD(period=4)', 'LocalSGD(period=8)', 'PushSum']
+    """
     names = [name(recipe) for recipe in recipes]
-    told = [_apart(i, names, recipes) for i in range(len(recipes))]
     seen = Counter[str]()
     result: list[str] = []
-    for label in told:
+    for label in (_distinct(i, names, recipes) for i in range(len(recipes))):
         seen[label] += 1
         result.append(label if seen[label] == 1 else f"{label} #{seen[label]}")
     return result
@@ -43,13 +51,14 @@ def shortened(words: str, most: int) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
-def _apart(index: int, names: Sequence[str], recipes: Sequence[str]) -> str:
-    namesakes = [_arguments(recipe) for other, recipe in zip(names, recipes, strict=True) if other == names[index]]
-    mine = _arguments(recipes[index])
-    telling = [key for key in mine if len({other.get(key) for other in namesakes}) > 1]
-    if not telling:
+def _distinct(index: int, names: Sequence[str], recipes: Sequence[str]) -> str:
+    """A recipe's name, with the arguments that differ among the recipes of this name."""
+    same_name = [_arguments(recipe) for other, recipe in zip(names, recipes, strict=True) if other == names[index]]
+    own = _arguments(recipes[index])
+    different = [key for key in own if len({other.get(key) for other in same_name}) > 1]
+    if not different:
         return names[index]
-    inside = ", ".join(f"{key}={shortened(mine[key], _LONGEST_VALUE)}" for key in telling)
+    inside = ", ".join(f"{key}={shortened(own[key], _LONGEST_VALUE)}" for key in different)
     stem = names[index]
     return f"{stem[:-1]}, {inside})" if stem.endswith(")") else f"{stem}({inside})"
 

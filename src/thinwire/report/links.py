@@ -1,4 +1,4 @@
-"""What went through each worker's link, next to what the strategy meant to send."""
+"""The bytes that each worker's link carried, next to the payload that the strategy sent."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,22 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from thinwire.report import units
-from thinwire.report.facts import number
+from thinwire.report.files import number
 from thinwire.report.palette import INK, MUTED, PAPER, Look
 from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, plain
 from thinwire.report.runs import Collection, Link, Run
 
-_ROOM = {3: 26, 2: 44}
+# Characters of a panel's heading, by panels in a row.
+_HEADING_LENGTH = {3: 26, 2: 44}
 
 
 def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | None:
-    """A small chart for each run that counted its links' bytes, all on one scale; None where none did."""
+    """A small chart for each run that counted the bytes of its links, all on one scale; None where no run did."""
     counted = [(run, look) for run, look in zip(collection.runs, styles, strict=True) if run.links]
     most = max((value for run, _ in counted for link in run.links for value in _values(link)), default=0.0)
     if most <= 0:
         return None
-    per_row = 3 if max(len(run.label) for run, _ in counted) <= _ROOM[3] else 2
+    per_row = 3 if max(len(run.label) for run, _ in counted) <= _HEADING_LENGTH[3] else 2
     rows, across = -(-len(counted) // per_row), min(per_row, len(counted))
     tallest = max(len(run.links) for run, _ in counted)
     figure = canvas(10.8, 0.5 + rows * (0.9 + 0.36 * tallest))
@@ -30,21 +31,21 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
     for axes in grid.flat[len(counted) :]:
         axes.set_visible(False)
     for axes, (run, look) in zip(grid.flat, counted, strict=False):
-        _panel(axes, run, look, most=most, room=_ROOM[per_row])
+        _panel(axes, run, look, most=most, room=_HEADING_LENGTH[per_row])
     _legend(grid.flat[0])
     return Picture(
         name="links",
         figure=figure,
         title="What each link carried",
-        caption="Whole run, per worker. Sent and received are the network interface's own counters, so they hold "
-        "packet headers and acknowledgements; payload is what the strategy asked to send, counted from its tensors. "
-        "The share used is the mean of what was sent against the set rate over the run's seconds.",
+        caption="Whole run, per worker. Sent and received are the counters of the network interface, which include "
+        "packet headers and acknowledgements; payload is what the strategy sent, counted from its tensors. The share "
+        "used is the mean rate of sending over the run, divided by the link's rate.",
         description=_description(collection),
     )
 
 
 def used(run: Run) -> float | None:
-    """The mean share of the set rate that the workers' sending took; None where it is not known."""
+    """The mean fraction of the links' rates that the workers used for sending; None where it is not known."""
     seconds = number(run.summary, "seconds")
     shares = [
         8 * link.sent_bytes / (link.bits_per_second * seconds)
@@ -55,7 +56,7 @@ def used(run: Run) -> float | None:
 
 
 def rates(run: Run) -> str:
-    """The links' set speeds in words: one when all agree, the slowest and fastest otherwise."""
+    """The links' rates in words: one if all are equal, otherwise the slowest and the fastest."""
     known = sorted({link.bits_per_second for link in run.links if link.bits_per_second})
     if not known:
         return "rate not limited"
@@ -99,9 +100,9 @@ def _amount(axes: Axes, row: float, nbytes: float | None) -> None:
 
 
 def _tick(link: Link, run: Run) -> str:
-    """The worker, with its own rate where workers' rates differ."""
-    alike = len({other.bits_per_second for other in run.links}) == 1
-    rate = "" if alike or not link.bits_per_second else f"\n{units.rate(link.bits_per_second)}"
+    """The worker, with its link's rate where rates differ."""
+    equal = len({other.bits_per_second for other in run.links}) == 1
+    rate = "" if equal or not link.bits_per_second else f"\n{units.rate(link.bits_per_second)}"
     return f"worker {link.rank}{rate}"
 
 

@@ -1,4 +1,4 @@
-"""What methods noticed while they trained, against steps: how far workers are apart, how much gradients differ."""
+"""Metrics that strategies record while they train, against steps: such as the consensus distance."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ from thinwire.report.picture import Picture, canvas, key, legend, plain
 from thinwire.report.runs import Collection, Run
 
 _KNOWN = {
-    "consensus_distance": "Euclidean distance of one worker's parameters from the mean of all, estimated from the "
-    "messages that came anyway; nothing was sent for it.",
+    "consensus_distance": "Euclidean distance of one worker's parameters from the mean of all workers' parameters, "
+    "estimated from messages that the strategy exchanges anyway; nothing more is sent for it.",
 }
-_POWERS = 30.0
-"""A curve whose greatest value is this many times its least one is drawn over powers of ten."""
+_LOGARITHMIC_FROM = 30.0
+"""Curves whose largest value is more than this many times their smallest one get a logarithmic axis."""
 
 
 def metric_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
-    """One picture for each thing that any run noticed."""
+    """One picture for each metric that any run recorded."""
     names = sorted({name for run in collection.runs for step in run.steps for name in step.metrics})
     return [_picture(collection, styles, name) for name in names]
 
@@ -36,7 +36,7 @@ def _picture(collection: Collection, styles: Sequence[Look], name: str) -> Pictu
     for _, look, across, values in shown:
         axes.plot(across, smoothed(values), color=look.tone.light, linewidth=look.width, linestyle=look.line)
     positive = np.concatenate([values[values > 0] for *_, values in shown])
-    if len(positive) and positive.max() > _POWERS * positive.min():
+    if len(positive) and positive.max() > _LOGARITHMIC_FROM * positive.min():
         axes.set_yscale("log")
     legend(figure, [key(look) for _, look, *_ in shown], [run.label for run, *_ in shown])
     ends = "; ".join(
@@ -46,7 +46,7 @@ def _picture(collection: Collection, styles: Sequence[Look], name: str) -> Pictu
         name=f"metrics-{name.replace('_', '-')}",
         figure=figure,
         title=words.capitalize(),
-        caption=_KNOWN.get(name, "As noticed by the method while it trained; the mean over workers, smoothed."),
+        caption=_KNOWN.get(name, "As recorded by the strategy while it trained; the mean over workers, smoothed."),
         description=f"Line chart of {words} against steps. {ends}.",
     )
 

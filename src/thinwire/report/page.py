@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, no other file, nothing fetched."""
+"""The report as one HTML file, without scripts and without links to other files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Written:
-    """The files a report consists of."""
+    """The paths of a report's files: the page and its plots."""
 
     report: Path
     plots: tuple[Path, ...]
@@ -39,7 +39,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Drawings:
-    """Every picture of a report; what could not be drawn is absent."""
+    """The pictures of a report; those that the runs have no data for are None or missing."""
 
     losses: Sequence[Picture]
     metrics: Sequence[Picture]
@@ -67,7 +67,7 @@ def write(folder: Path) -> Written:
 
 
 def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
-    """Make every picture the runs have the data for."""
+    """Draw every picture that the runs have data for."""
     return Drawings(
         losses=loss_pictures(collection, styles),
         metrics=metric_pictures(collection, styles),
@@ -119,7 +119,7 @@ def _losses(pictures: Sequence[Picture]) -> str:
 
 def _times(picture: Picture | None) -> str:
     if picture is None:
-        return _empty("No step was timed, so there is nothing to split.")
+        return _empty("No step was timed, so its time cannot be split.")
     return figure(picture)
 
 
@@ -127,19 +127,19 @@ def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
     if not pictures:
         return _empty("No timeline was recorded (timeline.jsonl is missing or empty).")
     intro = (
-        '<p class="intro">Each run over the same length of time, from the stretch most like its whole record. '
-        "The upper lane of a worker is computing or waiting; the thin lane beneath it is messages on their way.</p>"
+        '<p class="intro">Each run over the same length of time, taken where it is most typical of the run. The upper '
+        "lane of a worker shows computing and waiting, the thin lane beneath it messages in flight.</p>"
     )
-    silent = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
-    missing = _empty(f"No timeline was recorded for {', '.join(silent)}.") if silent else ""
+    unrecorded = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
+    missing = _empty(f"No timeline was recorded for {', '.join(unrecorded)}.") if unrecorded else ""
     return intro + "".join(figure(picture, captioned=False) for picture in pictures.values()) + missing
 
 
 def _links(collection: Collection, picture: Picture | None) -> str:
     if picture is None:
         return _empty("No bytes were counted on the links (links.json is missing, empty or all zero).")
-    silent = [run.label for run in collection.runs if not run.links]
-    missing = _empty(f"The links were not counted for {', '.join(silent)}.") if silent else ""
+    uncounted = [run.label for run in collection.runs if not run.links]
+    missing = _empty(f"No bytes were counted for {', '.join(uncounted)}.") if uncounted else ""
     return figure(picture) + missing
 
 

@@ -1,7 +1,7 @@
-"""Colours: one per strategy, the same in every plot of every report, told apart without red and green.
+"""Colours: one per strategy, the same in every plot of every report, distinguishable without red and green.
 
-Every light colour is distinct from all others, so that a drawing made with light colours can be turned into one
-that follows the reader's choice of light or dark by exchanging each colour for a CSS variable.
+No two light colours are equal. So a drawing made with light colours follows the reader's choice of light or dark once
+each colour in it is replaced by a CSS variable.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Line = Literal["-", "--", "-.", ":"]
 
 @dataclass(frozen=True)
 class Tone:
-    """One role's colour on light and on dark paper, as `#rrggbb`, and the CSS variable that stands for both."""
+    """One role's colour on a light and on a dark page, as `#rrggbb`, and the CSS variable for both."""
 
     variable: str
     light: str
@@ -29,7 +29,7 @@ PAPER = Tone("--paper", "#ffffff", "#171c24")
 COMPUTE = Tone("--compute", "#47586f", "#8ea2bf")
 WAIT = Tone("--wait", "#eba583", "#d9805a")
 ON_WAIT = Tone("--on-wait", "#2b1a10", "#22140b")
-TALK = Tone("--talk", "#93a4ba", "#6d86ad")
+COMMUNICATION = Tone("--communication", "#93a4ba", "#6d86ad")
 OTHER = Tone("--other", "#d3d9e2", "#3a4453")
 
 _SERIES = (
@@ -42,9 +42,10 @@ _SERIES = (
     Tone("--series-6", "#4c2fa8", "#736eea"),
     Tone("--series-7", "#4f97cf", "#b6d7ff"),
 )
-TONES = (INK, MUTED, GRID, PAPER, COMPUTE, WAIT, ON_WAIT, TALK, OTHER, *_SERIES)
+TONES = (INK, MUTED, GRID, PAPER, COMPUTE, WAIT, ON_WAIT, COMMUNICATION, OTHER, *_SERIES)
 
-_HOMES = {"ddp": 0, "AllReduce": 1, "LocalSGD": 2, "SlowMo": 3, "PushSum": 4, "Gossip": 5}
+# Well-known strategies always have the same colour.
+_FIXED = {"ddp": 0, "AllReduce": 1, "LocalSGD": 2, "SlowMo": 3, "PushSum": 4, "Gossip": 5}
 _MARKERS = "osD^vPXp"
 _LINES: tuple[Line, ...] = ("-", "--", "-.", ":")
 
@@ -60,25 +61,26 @@ class Look:
 
 
 def looks(recipes: Sequence[str]) -> list[Look]:
-    """One look per recipe, all different up to 32 of them; a well-known family always has its own colour."""
+    """One look per recipe, all different up to 32 of them; well-known strategies always have the same colour.
+
+    Example:
+        >>> [look.tone.variable for look in looks(["ddp", "LocalSGD(period=8)", "DecentLaM()"])]
+        ['--series-0', '--series-2', '--series-6']
+    """
     taken: list[int] = []
     for recipe in recipes:
-        home = _HOMES.get(family(recipe))
-        taken.append(home if home is not None and home not in taken else -1)
-    free = [slot for slot in _by_need(len(recipes)) if slot not in taken]
-    slots = [slot if slot >= 0 else free.pop(0) for slot in taken]
-    return [_look(slot) for slot in slots]
-
-
-def _by_need(count: int) -> list[int]:
-    """Slots for those without a home: colours nobody calls home first, then the others, then dashed ones."""
-    homes = sorted(_HOMES.values())
-    spare = [slot for slot in range(len(_SERIES)) if slot not in homes]
-    return [*spare, *homes[1:], homes[0], *range(len(_SERIES), len(_SERIES) + count)]
+        fixed = _FIXED.get(family(recipe))
+        taken.append(fixed if fixed is not None and fixed not in taken else -1)
+    # The others get colours that are nobody's first, then those of strategies that are not here, then dashed lines.
+    reserved = sorted(_FIXED.values())
+    spare = [slot for slot in range(len(_SERIES)) if slot not in reserved]
+    order = [*spare, *reserved[1:], reserved[0], *range(len(_SERIES), len(_SERIES) + len(recipes))]
+    free = [slot for slot in order if slot not in taken]
+    return [_look(slot if slot >= 0 else free.pop(0)) for slot in taken]
 
 
 def _look(slot: int) -> Look:
     turn, place = divmod(slot, len(_SERIES))
-    # The yardstick is the widest, so that a curve that falls upon it leaves its edges to be seen.
-    width = 3.4 if slot == _HOMES["ddp"] else 1.8
+    # The baseline is the widest line, so that its edges stay visible under a curve that coincides with it.
+    width = 3.4 if slot == _FIXED["ddp"] else 1.8
     return Look(_SERIES[place], _MARKERS[place], _LINES[turn % len(_LINES)], width)

@@ -1,6 +1,6 @@
-"""A drawing with its words, as a PNG on light paper and as an SVG that follows the page's colours.
+"""A figure with its title and captions, as a PNG in light colours and as an SVG that follows the page's colours.
 
-Figures are made and saved without pyplot, so nothing global is touched and no display is needed.
+Figures are made and saved without pyplot, so no global state changes and no display is needed.
 """
 
 import html
@@ -30,7 +30,7 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, its file's stem, its title, a caption for everyone and a description for those who cannot see it."""
+    """A figure, its file's stem, its title, a caption, and a description for screen readers."""
 
     name: str
     figure: Figure
@@ -39,7 +39,7 @@ class Picture:
     description: str
 
     def __post_init__(self) -> None:
-        """Lay the figure out once, so that both forms of it agree."""
+        """Lay the figure out once, so that PNG and SVG are the same."""
         self.figure.draw_without_rendering()
         self.figure.set_layout_engine("none")
 
@@ -50,7 +50,7 @@ class Picture:
         return write_bytes(folder / f"{self.name}.png", content.getvalue())
 
     def svg(self) -> str:
-        """The drawing as an SVG element for an HTML page that defines the palette's CSS variables."""
+        """The figure as an SVG element for an HTML page that defines the palette's CSS variables."""
         content = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "thinwire"}):
             self.figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
@@ -58,7 +58,7 @@ class Picture:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches that finds room for its own labels."""
+    """An empty figure of a size in inches, laid out so that its labels fit."""
     figure = Figure(figsize=(width, height))
     figure.set_layout_engine("constrained", w_pad=0.07, h_pad=0.07)
     FigureCanvasAgg(figure)
@@ -66,7 +66,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
-    """Take away what carries no data: frame and tick marks; keep a quiet grid along `both`, `x` or `y`."""
+    """Remove the frame and the tick marks; keep a light grid along `both`, `x` or `y`."""
     for side in axes.spines.values():
         side.set_visible(False)
     axes.set_facecolor("none")
@@ -81,7 +81,7 @@ def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
 
 
 def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
-    """One legend above everything, in as few rows as its names allow; the figure grows by what it takes."""
+    """One legend above the axes, in as few rows as its names allow; the figure grows by its height."""
     words = [shortened(name, 46) for name in names]
     room = figure.get_figwidth() * 13
     per_row = max(1, min(len(words), int(room // (max(map(len, words)) + 6))))
@@ -101,7 +101,7 @@ def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
 
 
 def key(look: Look) -> Line2D:
-    """The legend's sample of a strategy."""
+    """A strategy's line and marker for the legend."""
     return Line2D(
         [], [], color=look.tone.light, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=5
     )
@@ -114,7 +114,7 @@ def seconds_axis(axes: Axes, longest: float) -> None:
 
 
 def heading(axes: Axes, run: Run, look: Look, *, most: int, note: str = "") -> None:
-    """A run's label of `most` characters above its axes, beside a square of its colour, with a note at the right."""
+    """Write a run's colour and label, cut to `most` characters, above the axes at the left, and a note at the right."""
     _above(axes, "■", 0, look.tone.light)
     _above(axes, shortened(run.label, most), 13, INK.light, weight="bold")
     if note:
@@ -135,28 +135,19 @@ def _above(axes: Axes, words: str, points: float, colour: str, *, weight: str = 
 
 
 def _inlined(document: str, name: str, description: str) -> str:
+    """An SVG document as an element of an HTML page, in the page's colours and typeface."""
     body = document[document.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     box = re.search(r'viewBox="([^"]+)"', body)
-    opening = f'<svg class="picture" viewBox="{box[1] if box else ""}" role="img" aria-label="{_quoted(description)}">'
+    label = html.escape(description, quote=True)
+    opening = f'<svg class="picture" viewBox="{box[1] if box else ""}" role="img" aria-label="{label}">'
     body = re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1)
-    return _coloured(_named_apart(body, name)).strip()
-
-
-def _named_apart(body: str, name: str) -> str:
-    """Names within the drawing made different from those of the page's other drawings."""
+    # Ids must be unique in a page, and matplotlib gives the same ones to every figure.
     body = body.replace("xlink:href", "href")
     body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
     body = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', body)
-    return re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
-
-
-def _coloured(body: str) -> str:
-    """Each colour of the palette exchanged for its variable, and the drawing's typeface for the page's."""
+    body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
     for tone in TONES:
         body = body.replace(tone.light, f"var({tone.variable})")
-    return re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", body)
-
-
-def _quoted(words: str) -> str:
-    return html.escape(words, quote=True)
+    # The page's typeface instead of matplotlib's.
+    return re.sub(r"(font(?:-family)?:[^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1var(--font)", body).strip()

@@ -1,16 +1,17 @@
-"""What a run folder says: its configuration, its metrics, its timeline and its links."""
+"""The contents of a run folder: configuration, summary, metrics, timeline and links."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.report.facts import Facts, text
+from thinwire.report.files import Facts, text
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: the loss is the mean over workers, bytes are cumulative per worker; NaN where unsaid.
+    """One training step; NaN where a figure was not recorded.
 
-    `metrics` holds what the method noticed in this step, by name.
+    The loss is the mean over workers, bytes are cumulative per worker. `metrics` holds the strategy's own metrics of
+    this step by name.
     """
 
     step: int
@@ -25,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One look at held-out data, at the step, second and byte where it was taken; NaN where unsaid."""
+    """One evaluation on held-out data, and the step, seconds and bytes at which it took place; NaN if not recorded."""
 
     step: int
     seconds: float
@@ -36,7 +37,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of one worker's time, in seconds since the common start; kind is compute, talk or wait."""
+    """An interval of one worker's time, in seconds since the common start.
+
+    `kind` is compute, communication or wait. Communication is a message in flight; it may overlap with the others.
+    """
 
     rank: int
     kind: str
@@ -48,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Link:
-    """One worker's interface counters, its payload, and the speed its link was set to (None: unshaped)."""
+    """One worker's interface counters, its payload, and the rate its link was limited to (None: not limited)."""
 
     rank: int
     sent_bytes: float | None
@@ -59,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything one run folder says; `notes` are sentences on what it does not say."""
+    """Everything in one run folder; `notes` are sentences on what is missing there."""
 
     folder: Path
     label: str

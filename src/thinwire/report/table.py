@@ -1,4 +1,4 @@
-"""Summaries side by side, as rows of text, as Markdown and as a table for the terminal."""
+"""The table of summaries: as rows of text, as Markdown, and for the terminal."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thinwire.report import units
-from thinwire.report.facts import Facts, diverged, number, text
+from thinwire.report.files import Facts, diverged, number, text
 from thinwire.report.labels import labels
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "-"
-_RISING = ("accuracy", "bleu", "f1", "score", "auc", "precision", "recall", "matthews")
-_FALLING = ("loss", "perplexity", "error", "bits", "entropy", "nats")
+_HIGHER_IS_BETTER = ("accuracy", "bleu", "f1", "score", "auc", "precision", "recall", "matthews")
+_LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits", "entropy", "nats")
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of the summaries: its key there, its heading, its unit, and which way is better.
+    """One column of the table.
 
     Args:
         key: the summary's key.
         heading: the column's heading.
-        unit: from the number to its text.
-        better: -1 when less is better, 1 when more is, 0 when neither is said.
-        words: what more and less of it are called beside the baseline's; empty where a ratio says nothing.
+        unit: writes the number with its unit.
+        better: -1 where less is better, 1 where more is, 0 where that is not known.
+        words: what more and less of it are called in comparison with the baseline; None where it is not compared.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of one run: its text, whether it is the best of its column, and it against the baseline's."""
+    """One figure of one run: its text, whether it is the best of its column, and its ratio to the baseline's."""
 
     text: str
     best: bool = False
@@ -47,7 +47,7 @@ class Cell:
 
 
 def columns(summaries: Sequence[Facts]) -> list[Column]:
-    """The columns that these summaries need; time to a target only where a target was set."""
+    """The columns for these summaries; time to a target only where a target was set."""
     name = metric_name(summaries)
     timed = ("slower", "faster")
     sized = ("more", "less")
@@ -67,8 +67,14 @@ def columns(summaries: Sequence[Facts]) -> list[Column]:
 def rows(summaries: Sequence[Facts]) -> list[dict[str, str]]:
     """One row per summary: heading to text with its unit, `-` for what was not measured.
 
-    Bytes are per worker and step. Where one summary's strategy is `ddp`, a column `vs ddp` says how many times
-    as fast as it each run makes its steps.
+    Bytes are per worker and step. Where one summary's strategy is `ddp`, the column `vs ddp` has each run's speed in
+    steps relative to it.
+
+    Example:
+        >>> ddp = {"strategy": "ddp", "seconds_per_step": 0.4}
+        >>> local = {"strategy": "LocalSGD(period=8)", "seconds_per_step": 0.1}
+        >>> [(row["strategy"], row["time/step"], row["vs ddp"]) for row in rows([ddp, local])]
+        [('ddp', '400 ms', '1.00×'), ('LocalSGD', '100 ms', '4.0×')]
     """
     shown, against = columns(summaries), speeds(summaries)
     result: list[dict[str, str]] = []
@@ -83,7 +89,7 @@ def rows(summaries: Sequence[Facts]) -> list[dict[str, str]]:
 
 
 def cells(summaries: Sequence[Facts], base: int | None) -> list[list[Cell]]:
-    """One row per summary and one cell per column, the best marked and compared with run number `base`."""
+    """One row per summary and one cell per column, with the best marked, compared with the run at index `base`."""
     return [[_cell(summaries, index, column, base) for column in columns(summaries)] for index in range(len(summaries))]
 
 
@@ -93,7 +99,7 @@ def baseline(summaries: Sequence[Facts]) -> int | None:
 
 
 def best(summaries: Sequence[Facts], key: str, better: int) -> int | None:
-    """Which run has the best figure under a key; None unless two runs have one and they differ."""
+    """The index of the run with the best figure under a key; None unless at least two runs have different ones."""
     known = [(index, value) for index, facts in enumerate(summaries) if (value := number(facts, key)) is not None]
     if not better or len({value for _, value in known}) < 2:
         return None
@@ -101,17 +107,17 @@ def best(summaries: Sequence[Facts], key: str, better: int) -> int | None:
 
 
 def speeds(summaries: Sequence[Facts]) -> list[str] | None:
-    """How many times as fast as the run named `ddp` each run makes its steps; None where there is no such run."""
+    """The speed of each run's steps relative to the run named `ddp`; None where there is no such run."""
     ddp = _ddp(summaries)
     if ddp is None:
         return None
-    yardstick = number(summaries[ddp], "seconds_per_step")
+    reference = number(summaries[ddp], "seconds_per_step")
     own = [number(facts, "seconds_per_step") for facts in summaries]
-    return [units.times(yardstick / value) if yardstick and value else MISSING for value in own]
+    return [units.times(reference / value) if reference and value else MISSING for value in own]
 
 
 def written(summary: Facts, column: Column) -> str:
-    """One figure with its unit; `-` where it was not measured; a target not reached or a NaN is said in words."""
+    """One figure with its unit; `-` if not measured, `not reached` for a target, `not finite` for NaN and infinity."""
     if diverged(summary, column.key):
         return "not finite"
     value = number(summary, column.key)
@@ -122,7 +128,7 @@ def written(summary: Facts, column: Column) -> str:
 
 
 def metric_name(summaries: Sequence[Facts]) -> str | None:
-    """The name of the held-out metric; None where no run has one beside its loss."""
+    """The name of the held-out metric; None where no run has one besides its loss."""
     if all(number(facts, "eval_metric") is None for facts in summaries):
         return None
     names = {text(facts, "metric") for facts in summaries} - {""}
@@ -130,15 +136,26 @@ def metric_name(summaries: Sequence[Facts]) -> str | None:
 
 
 def direction(metric: str) -> int:
-    """1 where a metric of this name is better when higher, -1 when lower, 0 when its name does not say."""
+    """1 where a higher value of the metric with this name is better, -1 where a lower one is, 0 if not known."""
     plain = metric.lower()
-    if any(word in plain for word in _RISING):
+    if any(word in plain for word in _HIGHER_IS_BETTER):
         return 1
-    return -1 if any(word in plain for word in _FALLING) else 0
+    return -1 if any(word in plain for word in _LOWER_IS_BETTER) else 0
 
 
 def markdown(summaries: Sequence[Facts]) -> str:
-    """The rows as a Markdown table, the best of each column in bold; ends with a newline."""
+    """The rows as a Markdown table with the best of each column in bold; ends with a newline.
+
+    Example:
+        >>> summaries = [{"strategy": "ddp", "train_loss": 2.5}, {"strategy": "PushSum()", "train_loss": 2.25}]
+        >>> for line in markdown(summaries).splitlines():
+        ...     first, *_, loss, _ = line.split(" | ")
+        ...     print(first, loss)
+        | strategy train loss
+        | --- ---:
+        | ddp 2.500
+        | PushSum **2.250**
+    """
     table, marked = rows(summaries), _marked(summaries)
     if not table:
         return ""
@@ -151,7 +168,7 @@ def markdown(summaries: Sequence[Facts]) -> str:
 
 
 def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
-    """The rows as a table for the terminal, the best of each column in bold green."""
+    """The rows as a table for the terminal, with the best of each column in bold green."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -200,7 +217,7 @@ def _marked(summaries: Sequence[Facts]) -> set[tuple[int, str]]:
 
 
 def _bests(summaries: Sequence[Facts], column: Column) -> set[int]:
-    """The best of a column and those that read the same."""
+    """The indices of the best of a column and of those with the same text."""
     first = best(summaries, column.key, column.better)
     if first is None:
         return set()

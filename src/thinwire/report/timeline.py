@@ -1,4 +1,4 @@
-"""Who computes, talks and waits: one lane pair per worker, over the same stretch of time for every run."""
+"""Timelines: when each worker computes, waits and has messages in flight, over the same length of time for all runs."""
 
 import math
 from bisect import bisect_left
@@ -9,19 +9,21 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from thinwire.report import units
-from thinwire.report.palette import COMPUTE, MUTED, PAPER, TALK, WAIT, Look, Tone
+from thinwire.report.palette import COMMUNICATION, COMPUTE, MUTED, PAPER, WAIT, Look, Tone
 from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, plain, seconds_axis
 from thinwire.report.runs import Collection, Run, Span
 
 _STEPS_OF_THE_SLOWEST = 3
 _STEPS_OF_THE_FASTEST = 10
 _SHORTEST_SECONDS = 1e-6
+# Intervals closer than this fraction of the picture's width cannot be told apart, and are drawn as one.
 _FINEST = 1 / 1500
+_LEGEND = ((COMPUTE, "compute"), (WAIT, "wait"), (COMMUNICATION, "communication"))
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a run, in seconds since its common start."""
+    """A part of a run, in seconds since its common start."""
 
     start: float
     end: float
@@ -33,14 +35,14 @@ class Window:
 
 
 def timeline_pictures(collection: Collection, styles: Sequence[Look]) -> dict[int, Picture]:
-    """One picture for each run that recorded a timeline, by the run's place."""
+    """One picture for each run that recorded a timeline, by the run's index."""
     recorded = {index: run for index, run in enumerate(collection.runs) if run.spans}
     length = common_length([run.spans for run in recorded.values()])
     return {index: _picture(run, styles[index], index, length) for index, run in recorded.items()}
 
 
 def common_length(timelines: Iterable[Sequence[Span]]) -> float:
-    """Seconds to show of every run: three mean steps of the slowest or ten of the fastest, whichever is longer."""
+    """Seconds to show of every run: three mean steps of the slowest run or ten of the fastest, whichever is longer."""
     means = [_mean_step(spans) for spans in timelines]
     if not means:
         return 0.0
@@ -48,10 +50,10 @@ def common_length(timelines: Iterable[Sequence[Span]]) -> float:
 
 
 def window(spans: Sequence[Span], length: float) -> Window:
-    """The stretch of this length that is most like the whole record.
+    """The window of this length that is most typical of the whole timeline.
 
-    It begins where the first worker begins to compute, has a message in it if the run has any, its share of waiting
-    is near that of the whole record, and little of it is blank, as it is while a run is evaluated.
+    It begins where the first worker begins a step, contains a message if the run has any, has about the same fraction
+    of waiting as the whole timeline, and has few gaps, such as those of evaluations.
     """
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     if last - first <= length:
@@ -59,21 +61,22 @@ def window(spans: Sequence[Span], length: float) -> Window:
     starts = [start for start in step_starts(spans) if start + length <= last] or [first]
     whole = Window(first, last)
     usual = _share(spans, whole, ("wait",)) / max(_share(spans, whole, ("wait", "compute")), _SHORTEST_SECONDS)
-    talks = sorted(span.start for span in spans if span.kind == "talk")
+    messages = sorted(span.start for span in spans if span.kind == "communication")
 
-    def unlike(start: float) -> tuple[bool, float]:
+    def difference(start: float) -> tuple[bool, float]:
         seen = Window(start, start + length)
-        place = bisect_left(talks, start)
-        silent = bool(talks) and (place == len(talks) or talks[place] >= seen.end)
-        waiting, blank = _share(spans, seen, ("wait",)), 1 - _share(spans, seen, ("wait", "compute"))
-        return silent, round(abs(waiting - usual) + blank, 3)
+        place = bisect_left(messages, start)
+        without_message = bool(messages) and (place == len(messages) or messages[place] >= seen.end)
+        waiting, gaps = _share(spans, seen, ("wait",)), 1 - _share(spans, seen, ("wait", "compute"))
+        # Rounded, so that the earliest of equally typical windows is taken.
+        return without_message, round(abs(waiting - usual) + gaps, 3)
 
-    best = min(starts[:: max(1, len(starts) // 60)], key=unlike)
+    best = min(starts[:: max(1, len(starts) // 60)], key=difference)
     return Window(best, best + length)
 
 
 def step_starts(spans: Sequence[Span]) -> list[float]:
-    """When the first worker of the record began each of its steps, in order."""
+    """When the worker of lowest rank began each of its steps, in order."""
     rank = min(span.rank for span in spans)
     starts: dict[int, float] = {}
     for span in spans:
@@ -90,7 +93,7 @@ def _mean_step(spans: Sequence[Span]) -> float:
 
 
 def _share(spans: Sequence[Span], seen: Window, kinds: tuple[str, ...]) -> float:
-    """The share of a window that its workers spend in these ways; 0 for a window of no length."""
+    """The fraction of a window that its workers spend in intervals of these kinds; 0 for an empty window."""
     ranks = len({span.rank for span in spans})
     parts = (max(0.0, min(s.end, seen.end) - max(s.start, seen.start)) for s in spans if s.kind in kinds)
     return sum(parts) / (ranks * seen.seconds) if seen.seconds else 0.0
@@ -112,7 +115,7 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
     return Picture(
         name=f"timeline-{index + 1}",
         figure=figure,
-        title=f"{run.label}: who computes, talks and waits",
+        title=f"{run.label}: compute, communication and waiting",
         caption=note,
         description=f"Timeline of {len(ranks)} workers under {run.label}: {note}.",
     )
@@ -122,15 +125,15 @@ def _worker(axes: Axes, row: int, spans: Sequence[Span], seen: Window) -> None:
     lanes: tuple[tuple[str, Tone, float, float], ...] = (
         ("wait", WAIT, row - 0.36, 0.5),
         ("compute", COMPUTE, row - 0.36, 0.5),
-        ("talk", TALK, row + 0.19, 0.15),
+        ("communication", COMMUNICATION, row + 0.19, 0.15),
     )
     for kind, tone, bottom, height in lanes:
-        stretches = stretches_of([span for span in spans if span.kind == kind], seen)
-        axes.broken_barh(stretches, (bottom, height), facecolor=tone.light, edgecolor=PAPER.light, linewidth=0.35)
+        bars = intervals([span for span in spans if span.kind == kind], seen)
+        axes.broken_barh(bars, (bottom, height), facecolor=tone.light, edgecolor=PAPER.light, linewidth=0.35)
 
 
-def stretches_of(spans: Sequence[Span], seen: Window) -> list[tuple[float, float]]:
-    """Spans cut to a window as (start, length) from its start, those too close to tell apart made one."""
+def intervals(spans: Sequence[Span], seen: Window) -> list[tuple[float, float]]:
+    """Spans cut to a window, as (start, length) in seconds from its start; those too close to tell apart are joined."""
     merged: list[list[float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         start, end = max(span.start, seen.start) - seen.start, min(span.end, seen.end) - seen.start
@@ -149,7 +152,7 @@ def _frame(axes: Axes, ranks: Sequence[int], seen: Window) -> None:
     axes.set_ylim(len(ranks) - 0.45, -0.6)
     seconds_axis(axes, seen.seconds)
     axes.legend(
-        handles=[Patch(color=t.light, label=w) for t, w in ((COMPUTE, "compute"), (WAIT, "wait"), (TALK, "talk"))],
+        handles=[Patch(color=tone.light, label=words) for tone, words in _LEGEND],
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
         ncols=3,

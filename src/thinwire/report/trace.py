@@ -9,14 +9,14 @@ from thinwire.report.files import write_text
 from thinwire.report.folder import read_spans
 from thinwire.report.runs import Span
 
-_LANES = {"compute": 0, "talk": 100, "wait": 200}
+_LANES = {"compute": 0, "communication": 100, "wait": 200}
 
 
 def write_trace(run_folder: Path) -> Path:
-    """Write `trace.json` beside the timeline it is made from, and return its path.
+    """Write a run's timeline as `trace.json` into its folder, and return the path.
 
-    Workers are processes; compute, talk and wait are their threads. Messages that travel at the same time get
-    a lane each, for the format allows no overlap within one.
+    Workers are shown as processes, and compute, communication and wait as their threads. Messages that are in flight
+    at the same time get one thread each, because the format allows no overlap within a thread.
 
     Raises:
         ConfigError: the folder has no timeline, or an empty one.
@@ -32,7 +32,7 @@ def write_trace(run_folder: Path) -> Path:
 
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """The trace events of a timeline: names for processes and threads, then one complete event per span."""
+    """The trace events of a timeline: names for processes and threads, then one event per span."""
     placed = _placed(spans)
     names: list[dict[str, object]] = []
     for rank in sorted({span.rank for span in spans}):
@@ -46,7 +46,7 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
 
 
 def _placed(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Each span with the first lane of its kind that is free when it starts."""
+    """Each span with a lane: the first of its kind that is free when the span starts."""
     busy: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[Span, int]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and the unit that fits."""
+"""Numbers as text: three significant digits and a fitting unit."""
 
 _BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
@@ -49,7 +49,7 @@ def score(value: float) -> str:
 
 
 def mark(value: float) -> str:
-    """A value somebody chose, as they would write it: 2.0, 1.75."""
+    """A value that was chosen, such as a target, without needless digits: 2.0, 1.75."""
     return f"{value:.1f}" if value == round(value, 1) else f"{value:g}"
 
 
@@ -61,20 +61,20 @@ def times(ratio: float) -> str:
 
 
 def tick(value: float, longest: float) -> str:
-    """A duration on an axis that reaches to `longest` seconds: one unit for all of it, no needless zeros."""
+    """A duration on an axis that ends at `longest` seconds: the same unit for all marks, no needless zeros."""
     if value == 0:
         return "0"
     return f"{value * 1e3:.6g} ms" if longest < 2 else f"{value:.6g} s"
 
 
 def share(part: float) -> str:
-    """A part of one as a percentage; a small one keeps a digit."""
+    """A fraction of one as a percentage; below 10 % with one decimal."""
     percent = 100 * part
     return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
 
 
 def count(value: float) -> str:
-    """A whole number with its thousands apart: 1,234,567."""
+    """A whole number with thousands separators: 1,234,567."""
     return f"{round(value):,}"
 
 
