@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.tasks.data.cache import cache_folder, cached
 from thinwire.tasks.data.decode import progress
-from thinwire.tasks.data.words import UNKNOWN, Vocabulary, tokens
+from thinwire.tasks.data.vocabulary import UNKNOWN, Vocabulary, tokens
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_an_array_is_made_once_and_made_anew_when_its_file_is_damaged(cache: Path) -> None:
+def test_an_array_is_computed_once_and_again_when_its_file_is_damaged(cache: Path) -> None:
     calls: list[int] = []
 
     def make() -> np.ndarray:
@@ -37,7 +37,7 @@ def test_an_array_is_made_once_and_made_anew_when_its_file_is_damaged(cache: Pat
     assert [path.name for path in cache.iterdir()] == ["numbers.npy"]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_not_needed(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     assert cached("numbers", lambda: np.arange(3, dtype=np.uint8)).tolist() == [0, 1, 2]
 
@@ -52,7 +52,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
         ("linux", {"THINWIRE_CACHE": "/mine"}, "/mine"),
     ],
 )
-def test_the_cache_lies_where_the_system_keeps_caches(
+def test_the_cache_is_in_the_system_s_folder_for_caches(
     platform: str, variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)

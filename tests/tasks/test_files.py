@@ -16,7 +16,7 @@ import torch
 
 from thinwire import tasks
 from thinwire.errors import ConfigError
-from thinwire.tasks.data.words import UNKNOWN
+from thinwire.tasks.data.vocabulary import UNKNOWN
 from thinwire.tasks.translation import bleu, corpus_bleu, translate
 
 FAKE_HUB = """
@@ -161,14 +161,14 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         tasks.load("mnist", data=tmp_path)
 
 
-def test_pictures_and_labels_that_do_not_match_are_refused(tmp_path: Path) -> None:
+def test_images_and_labels_that_do_not_match_are_refused(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     write_idx(tmp_path / "mnist/train-labels-idx1-ubyte.gz", np.arange(39))
-    with pytest.raises(ConfigError, match=r"pictures of shape \(40, 28, 28\), and its labels ask for \(39, 28, 28\)"):
+    with pytest.raises(ConfigError, match=r"images of shape \(40, 28, 28\), and its labels need \(39, 28, 28\)"):
         tasks.load("mnist", data=tmp_path)
 
 
-def test_half_a_set_of_files_is_not_mended_by_downloading(tmp_path: Path, online: None) -> None:
+def test_half_a_set_of_files_is_not_completed_by_downloading(tmp_path: Path, online: None) -> None:
     write_mnist(tmp_path)
     (tmp_path / "mnist/train-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(ConfigError, match=r"train-labels-idx1-ubyte.gz is missing"):
@@ -183,7 +183,7 @@ def test_cifar10_is_decoded_once_and_kept(tmp_path: Path, cache: Path, monkeypat
     assert pixels.shape == (40, 3, 32, 32)
     assert torch.equal(((pixels * 0.251 + 0.473) * 255).mean((1, 2, 3)).round().long() % 10, labels)
     assert sorted(path.suffix for path in cache.iterdir()) == [".npy", ".npy"]
-    monkeypatch.setattr("thinwire.tasks.pictures.decode", None)
+    monkeypatch.setattr("thinwire.tasks.classification.decode", None)
     assert tasks.load("cifar10", data=tmp_path).fingerprint() == task.fingerprint()
 
 
@@ -192,7 +192,7 @@ def test_both_halves_of_cifar10_are_read_where_they_are_there(tmp_path: Path) ->
     assert total_of(tasks.load("cifar10", data=tmp_path)) == 50
 
 
-def test_cifar10_pictures_that_are_no_pictures_are_refused(tmp_path: Path) -> None:
+def test_cifar10_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
     write_cifar10(tmp_path, train_part1=10, test=10)
     np.savez(
         tmp_path / "cifar10/test.npz",
@@ -208,14 +208,14 @@ def test_cifar10_pictures_that_are_no_pictures_are_refused(tmp_path: Path) -> No
         tasks.load("cifar10", data=tmp_path)
 
 
-def test_pictures_without_pillow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_without_pillow_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(tmp_path, train_part1=10, test=10)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"pictures are decoded by Pillow: pip install 'thinwire\[data\]'"):
+    with pytest.raises(ConfigError, match=r"images are decoded by Pillow: pip install 'thinwire\[data\]'"):
         tasks.load("cifar10", data=tmp_path)
 
 
-def test_training_pictures_are_shifted_and_mirrored_but_held_out_ones_are_not(tmp_path: Path) -> None:
+def test_training_images_are_shifted_and_mirrored_but_held_out_ones_are_not(tmp_path: Path) -> None:
     write_cifar10(tmp_path, train_part1=20, test=10)
     task = tasks.load("cifar10", data=tmp_path)
     images = task.data.train  # type: ignore[attr-defined]
@@ -234,7 +234,7 @@ def test_training_pictures_are_shifted_and_mirrored_but_held_out_ones_are_not(tm
     assert set(slopes) == {-1, 1}
 
 
-def test_shakespeare_is_dealt_by_speaker(tmp_path: Path) -> None:
+def test_shakespeare_is_split_by_speaker(tmp_path: Path) -> None:
     speeches = "".join(f"SPEAKER {'ABCD'[n % 4]}:\nLine {n} of a play, {'ABCD'[n % 4] * 20}\n\n" for n in range(400))
     write(tmp_path / "text/tinyshakespeare.txt", speeches.encode())
     task = tasks.load("shakespeare", data=tmp_path)
@@ -253,7 +253,7 @@ def test_text_without_speeches_is_refused(tmp_path: Path) -> None:
         tasks.load("shakespeare", data=tmp_path)
 
 
-def test_wikitext2_says_which_split_it_was_trained_on(tmp_path: Path) -> None:
+def test_the_title_of_wikitext2_names_the_split_for_training(tmp_path: Path) -> None:
     article = " = Article {} = \n \n" + " Some words about it .\n" * 30 + " = = Section = = \n" + " More words .\n" * 30
     whole = " \n" + "".join(article.format(n) for n in range(5))
     for part in ("valid", "test"):
@@ -289,7 +289,7 @@ def test_agnews_holds_a_fifth_out_where_only_the_test_file_is_there(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b'"7","a","b"\n' * 9, b'"1","a"\n' * 9, b"\xff\xfe\n" * 9, b""])
-def test_rows_that_are_no_news_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_rows_that_are_not_news_are_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "agnews/test.csv", content)
     with pytest.raises(ConfigError, match=r"agnews/test.csv.*anew"):
         tasks.load("agnews", data=tmp_path)
@@ -307,7 +307,7 @@ def test_a9a_is_read_from_a_libsvm_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["+1 124:1", "+1 0:1", "+1 3", "yes 3:1", "+1 3:x"])
-def test_lines_that_are_no_libsvm_are_refused(tmp_path: Path, line: str) -> None:
+def test_lines_that_are_not_libsvm_are_refused(tmp_path: Path, line: str) -> None:
     write(tmp_path / "libsvm/a9a.gz", gzip.compress(f"{line}\n".encode()))
     with pytest.raises(ConfigError, match=r"a9a.gz cannot be read"):
         tasks.load("a9a", data=tmp_path)
@@ -339,7 +339,7 @@ def test_sides_of_different_length_are_refused(tmp_path: Path) -> None:
         tasks.load("multi30k", data=tmp_path)
 
 
-def test_an_unknown_word_is_never_translated_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_word_always_counts_as_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_multi30k(tmp_path)
     task = tasks.load("multi30k", data=tmp_path)
     target = torch.from_numpy(task.data.test.target).long()[:, 1:]  # type: ignore[attr-defined]
@@ -372,7 +372,7 @@ def test_bleu_agrees_with_sums_by_hand(found: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mnist", (1, 28, 28)), ("cifar10", (3, 32, 32))])
-def test_pictures_are_downloaded_where_there_are_no_files(online: None, name: str, shape: Sequence[int]) -> None:
+def test_images_are_downloaded_where_there_are_no_files(online: None, name: str, shape: Sequence[int]) -> None:
     task = tasks.load(name)
     pixels, labels = first_batch(task, 40)
     assert pixels.shape == (40, *shape)

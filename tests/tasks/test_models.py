@@ -1,4 +1,4 @@
-"""Models: what their names promise, and first parameters that a generator alone decides."""
+"""Models: sizes that match their names, and initial parameters that depend on a generator alone."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def count(network: Callable[[], Network]) -> int:
 
 
 @pytest.mark.parametrize("size", ["0.5m", "1m", "6m", "25m"])
-def test_a_gpt_has_the_parameters_its_name_says_within_a_tenth(size: str) -> None:
+def test_a_gpt_has_the_parameters_of_its_name_within_a_tenth(size: str) -> None:
     assert count(partial(GPT, GPT_SIZES[size])) == pytest.approx(1e6 * float(size[:-1]), rel=0.1)
 
 
-def test_the_largest_gpt_is_the_trunk_of_gpt2_small() -> None:
+def test_the_largest_gpt_has_the_blocks_of_gpt2_small() -> None:
     with torch.device("meta"):
         model = build(partial(GPT, GPT_SIZES["124m"]), seed=0)
     trunk = sum(parameter.numel() for parameter in (*model.blocks.parameters(), *model.norm.parameters()))
@@ -50,7 +50,7 @@ def test_the_largest_gpt_is_the_trunk_of_gpt2_small() -> None:
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(8, 77_850), (20, 272_282)])
-def test_a_resnet_has_as_many_layers_as_its_name_says(depth: int, parameters: int) -> None:
+def test_a_resnet_has_the_layers_of_its_name(depth: int, parameters: int) -> None:
     model = build(partial(ResNet, depth), seed=0)
     deep = [
         m for m in model.modules() if isinstance(m, nn.Linear) or (isinstance(m, nn.Conv2d) and m.padding == (1, 1))
@@ -60,7 +60,7 @@ def test_a_resnet_has_as_many_layers_as_its_name_says(depth: int, parameters: in
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_generator_decides_every_parameter_and_buffer(name: str) -> None:
+def test_every_parameter_and_buffer_comes_from_the_generator(name: str) -> None:
     model = NETWORKS[name]()
     for tensor in model.state_dict().values():
         tensor.fill_(77)
@@ -88,7 +88,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_gpt_hears_the_past_and_not_the_future() -> None:
+def test_a_gpt_attends_to_the_past_and_not_to_the_future() -> None:
     model = build(partial(GPT, TINY, context=8), seed=0)
     symbols = torch.arange(8)[None]
     changed = symbols.clone()
@@ -99,19 +99,19 @@ def test_a_gpt_hears_the_past_and_not_the_future() -> None:
 
 
 @pytest.mark.parametrize("name", ["bag", "text"])
-def test_padding_says_nothing(name: str) -> None:
+def test_padding_changes_nothing(name: str) -> None:
     model = build(NETWORKS[name], seed=0)
     short = torch.tensor([[3, 1, 4]])
     torch.testing.assert_close(model(F.pad(short, (0, 3))), model(short))
 
 
-def test_padding_of_the_source_says_nothing_to_a_translator() -> None:
+def test_padding_of_the_source_changes_nothing_for_a_translator() -> None:
     model = build(NETWORKS["translator"], seed=0)
     source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])
     torch.testing.assert_close(model(F.pad(source, (0, 3)), target), model(source, target))
 
 
-def test_a_translator_hears_its_own_past_and_the_whole_source() -> None:
+def test_a_translator_attends_to_its_own_past_and_the_whole_source() -> None:
     model = build(NETWORKS["translator"], seed=0)
     source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 6]])
     before = model(source, target)

@@ -1,4 +1,4 @@
-"""Draws that are functions of their keys, and deals that give every example to exactly one worker."""
+"""Random draws that are functions of their keys, and splits that give every example to exactly one worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from thinwire.tasks.data.passages import Document, Passages, passages
 from thinwire.tasks.data.split import split_shards
 
 
-def census(n: int, *, classes: int = 10, groups: int = 20, minimum: int = 1) -> Census:
+def examples(n: int, *, classes: int = 10, groups: int = 20, minimum: int = 1) -> Census:
     numbers = np.arange(n)
     return Census(np.ones(n, np.int64), minimum, labels=numbers % classes, groups=numbers % groups)
 
 
-def dealt(shards: tuple[Shard, ...]) -> list[int]:
+def all_indices(shards: tuple[Shard, ...]) -> list[int]:
     return sorted(int(index) for shard in shards for index in shard.indices)
 
 
@@ -41,42 +41,42 @@ def drawn(data: ExampleSet, shard: Shard, step: int, batch_size: int, seed: int 
     minimum=some.integers(1, 4),
     seed=some.integers(-(2**40), 2**64),
 )
-def test_a_dirichlet_deal_gives_every_example_to_exactly_one_worker(
+def test_a_dirichlet_split_gives_every_example_to_exactly_one_worker(
     n: int, workers: int, alpha: float, classes: int, minimum: int, seed: int
 ) -> None:
-    facts = census(n, classes=classes, minimum=minimum)
+    facts = examples(n, classes=classes, minimum=minimum)
     if n < workers * minimum:
         with pytest.raises(ConfigError, match="use fewer workers"):
             split_shards(facts, workers, split=f"dirichlet({alpha})", seed=seed)
         return
     shards = split_shards(facts, workers, split=f"dirichlet({alpha})", seed=seed)
-    assert dealt(shards) == list(range(n))
+    assert all_indices(shards) == list(range(n))
     assert all(shard.units == len(shard) >= minimum for shard in shards)
 
 
 @given(n=some.integers(30, 200), workers=some.integers(1, 10), split=some.sampled_from(["iid", "label", "group"]))
-def test_every_deal_gives_every_example_to_exactly_one_worker(n: int, workers: int, split: str) -> None:
-    shards = split_shards(census(n), workers, split=split, seed=0)
-    assert dealt(shards) == list(range(n))
+def test_every_split_gives_every_example_to_exactly_one_worker(n: int, workers: int, split: str) -> None:
+    shards = split_shards(examples(n), workers, split=split, seed=0)
+    assert all_indices(shards) == list(range(n))
     if split != "group":
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 @pytest.mark.parametrize("split", ["iid", "label", "group", "dirichlet(0.3)"])
-def test_a_deal_depends_on_its_seed_alone(split: str) -> None:
-    first, again, other = (split_shards(census(99), 4, split=split, seed=seed) for seed in (1, 1, 2))
+def test_a_split_depends_on_its_seed_alone(split: str) -> None:
+    first, again, other = (split_shards(examples(99), 4, split=split, seed=seed) for seed in (1, 1, 2))
     assert [shard.indices.tolist() for shard in first] == [shard.indices.tolist() for shard in again]
     assert [shard.indices.tolist() for shard in first] != [shard.indices.tolist() for shard in other]
 
 
-def test_a_deal_by_label_gives_each_of_ten_workers_one_of_ten_classes() -> None:
-    facts = census(200)
+def test_a_split_by_label_gives_each_of_ten_workers_one_of_ten_classes() -> None:
+    facts = examples(200)
     assert facts.labels is not None
     for shard in split_shards(facts, 10, split="label", seed=0):
         assert len(np.unique(facts.labels[shard.indices])) == 1
 
 
-def test_a_deal_by_group_keeps_groups_whole_and_balances_the_weights() -> None:
+def test_a_split_by_group_keeps_groups_whole_and_balances_the_weights() -> None:
     groups = np.repeat(np.arange(30), np.arange(1, 31))
     facts = Census(np.full(len(groups), 7), groups=groups)
     shards = split_shards(facts, 4, split="group", seed=0)
@@ -86,11 +86,11 @@ def test_a_deal_by_group_keeps_groups_whole_and_balances_the_weights() -> None:
     assert max(sizes) - min(sizes) <= 7 * 5
 
 
-def test_a_small_alpha_makes_workers_unlike_and_a_large_one_alike() -> None:
-    facts = census(4000)
+def test_a_small_alpha_makes_shards_differ_and_a_large_one_makes_them_alike() -> None:
+    facts = examples(4000)
 
     def commonest(alpha: float) -> float:
-        """The share of its most frequent class in a worker's examples, on average."""
+        """The fraction of its most frequent class in a worker's examples, on average."""
         assert facts.labels is not None
         shards = split_shards(facts, 8, split=f"dirichlet({alpha})", seed=0)
         return float(np.mean([np.bincount(facts.labels[s.indices]).max() / len(s) for s in shards]))
@@ -117,11 +117,11 @@ def test_a_split_that_cannot_be_is_refused(split: str, message: str) -> None:
 
 def test_too_many_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"workers=0: data is split across at least 1 worker"):
-        split_shards(census(10), 0, split="iid", seed=0)
+        split_shards(examples(10), 0, split="iid", seed=0)
     with pytest.raises(ConfigError, match=r"workers=11, split='iid': worker 10 would hold 0 examples.* fewer workers"):
-        split_shards(census(10), 11, split="iid", seed=0)
+        split_shards(examples(10), 11, split="iid", seed=0)
     with pytest.raises(ConfigError, match=r"split='group': 6 workers, but only 5 groups; use fewer workers"):
-        split_shards(census(100, groups=5), 6, split="group", seed=0)
+        split_shards(examples(100, groups=5), 6, split="group", seed=0)
 
 
 @given(n=some.integers(1, 40), batch_size=some.integers(1, 50), epochs=some.integers(1, 3), seed=some.integers(0, 99))
@@ -150,12 +150,12 @@ def test_streams_differ_by_every_part_of_their_key() -> None:
     assert Stream((2**64,)).words(0, 2).tolist() == Stream((0,)).words(0, 2).tolist()
 
 
-def test_a_stream_is_the_same_wherever_it_is_entered() -> None:
+def test_a_stream_is_the_same_from_every_position() -> None:
     stream = Stream((3, 1, 4))
     assert stream.words(5, 10).tolist() == stream.words(0, 15)[5:].tolist()
 
 
-def test_words_are_spread_evenly() -> None:
+def test_random_words_are_uniform() -> None:
     counts = np.bincount(Stream((7,)).below(10, 0, 100_000), minlength=10)
     assert abs(counts - 10_000).max() < 500
     ones = np.unpackbits(Stream((8,)).words(0, 10_000).view(np.uint8)).mean()
@@ -170,7 +170,7 @@ def test_a_sample_is_some_of_the_numbers_ascending(count: int, limit: int | None
     assert all(0 <= number < count for number in found)
 
 
-def test_a_sample_does_not_keep_time_with_a_cycle_of_classes() -> None:
+def test_a_sample_has_all_classes_of_a_file_that_repeats_them_in_order() -> None:
     assert len(np.unique(sample(10_000, 200) % 10)) == 10
 
 
@@ -204,7 +204,7 @@ def test_windows_read_a_workers_own_passages_and_nothing_else(split: str) -> Non
                 assert window[1:] == following[:-1]
 
 
-def test_every_byte_of_a_shard_is_read_sooner_or_later() -> None:
+def test_windows_can_begin_anywhere_in_a_shard() -> None:
     data = prose(1, 20)
     (shard,) = split_shards(data.census, 1, split="iid", seed=0)
     starts = Stream((0, 0, 0x7E87)).below(shard.units - 16, 0, 5000)
@@ -224,7 +224,7 @@ def test_text_shorter_than_a_window_is_refused() -> None:
         passages([some_lines], [a_line], context=16, nbytes=40)
 
 
-def test_held_out_windows_lie_side_by_side() -> None:
+def test_held_out_windows_follow_each_other() -> None:
     data = prose(1, 10)
     held = data.held.tobytes()
     windows = [bytes(row) for inputs, _ in data.held_out(None) for row in inputs.tolist()]

@@ -1,4 +1,4 @@
-"""What every task promises to a training loop, shown on the two that need no files."""
+"""What a training loop may expect of every task, on the two tasks that need no files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return list(model.state_dict().values())
 
 
-def test_an_unknown_task_is_told_the_names_and_the_closest_one() -> None:
+def test_an_unknown_task_is_refused_with_the_names_and_the_closest_one() -> None:
     with pytest.raises(ConfigError, match=r"task='minst': unknown; the tasks are text, digits, .* mean 'mnist'\?"):
         tasks.load("minst")
 
@@ -53,7 +53,7 @@ def test_every_name_is_a_task() -> None:
 
 
 @pytest.mark.parametrize("name", FROM_FILES)
-def test_without_a_folder_the_message_says_how_to_name_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_error_shows_how_to_name_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THINWIRE_DATA", raising=False)
     monkeypatch.setattr("thinwire.tasks.data.hub.installed", lambda: False)
     with pytest.raises(ConfigError, match=rf"THINWIRE_DATA is not set, and task '{name}' reads .*; set THINWIRE_DATA="):
@@ -126,7 +126,7 @@ def test_a_model_on_the_meta_device_takes_no_memory(task: Task) -> None:
     assert all(tensor.is_meta for tensor in parameters(model))
 
 
-def test_an_unknown_size_is_told_the_sizes(digits: Task) -> None:
+def test_an_unknown_size_is_refused_with_the_sizes(digits: Task) -> None:
     with pytest.raises(ConfigError, match=r"size='huge': task 'digits' has the sizes mlp, cnn, logistic"):
         digits.model("huge", seed=0)
 
@@ -162,7 +162,7 @@ def test_the_loss_is_the_mean_cross_entropy(digits: Task) -> None:
     assert torch.equal(digits.loss(model, (pixels, labels)), F.cross_entropy(model(pixels), labels))
 
 
-def test_evaluation_puts_every_module_back_into_its_mode(digits: Task) -> None:
+def test_evaluation_restores_the_mode_of_every_module(digits: Task) -> None:
     model = digits.model("cnn", seed=0)
     model.get_submodule("head").eval()
     before = [module.training for module in model.modules()]
@@ -187,7 +187,7 @@ def test_a_failing_evaluation_leaves_training_mode_on(digits: Task) -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_limited_evaluation_is_always_the_same_and_near_the_whole(digits: Task) -> None:
+def test_a_limited_evaluation_is_always_the_same_and_near_the_full_one(digits: Task) -> None:
     model = digits.model(seed=0)
     some = digits.evaluate(model, limit=100)
     assert some == digits.evaluate(model, limit=100)
@@ -201,7 +201,7 @@ def test_a_limit_below_one_is_refused(digits: Task) -> None:
         digits.evaluate(digits.model(seed=0), limit=0)
 
 
-def test_a_batch_of_nothing_is_refused(digits: Task) -> None:
+def test_a_batch_size_of_zero_is_refused(digits: Task) -> None:
     with pytest.raises(ConfigError, match=r"batch_size=0: must be at least 1"):
         digits.batch(digits.shards(1)[0], 0, batch_size=0, seed=0, rank=0)
 
@@ -211,7 +211,7 @@ def test_equal_data_has_one_fingerprint_and_other_data_another(task: Task, libra
     assert text(nbytes=1_000_000).fingerprint() != library.fingerprint()
 
 
-def test_library_text_is_as_long_as_asked_and_holds_whole_packages_out(library: Task) -> None:
+def test_library_text_has_the_requested_length_and_holds_out_whole_packages(library: Task) -> None:
     (everything,) = library.shards(1)
     (half,) = text(nbytes=2_000_000).shards(1)
     assert 3_000_000 < everything.units < 4_000_000
@@ -223,7 +223,7 @@ def test_too_little_library_text_is_refused() -> None:
         text(nbytes=5)
 
 
-def test_a_python_without_its_sources_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_its_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError, match=r"holds no library sources, .* task 'shakespeare'"):
         tasks.load("text")
@@ -254,7 +254,7 @@ def test_an_epoch_reads_as_much_as_the_shard_holds(task: Task) -> None:
     assert (steps - 1) * 16 * read < shard.units <= steps * 16 * read
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match=r"task 'digits' comes with scikit-learn: pip install 'thinwire\[data\]'"):
         tasks.load("digits")

@@ -1,14 +1,14 @@
-"""Real tasks: data, models of named sizes, a loss and a measure.
+"""Real tasks: data, models of named sizes, a loss and a metric.
 
 `text` and `digits` need no files. The others read the folder that THINWIRE_DATA names; `mnist`, `cifar10` and `agnews`
-are downloaded instead where the `datasets` library is installed and the folder has none of their files.
+are downloaded instead if the `datasets` library is installed and the folder has none of their files.
 
     mnist        mnist/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz
     cifar10      cifar10/{train_part1,test}.npz: all JPEG bytes joined (`jpeg`), where each begins (`offsets`), `labels`
     shakespeare  text/tinyshakespeare.txt
     wikitext2    text/wikitext2.{train,valid,test}.txt; the first may be missing
     agnews       agnews/{train,test}.csv; the first may be missing
-    multi30k     multi30k/{train,test_2016_flickr}.{en,de}.gz, a sentence a line
+    multi30k     multi30k/{train,test_2016_flickr}.{en,de}.gz, one sentence per line
     a9a          libsvm/a9a.gz
 """
 
@@ -18,12 +18,10 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 from thinwire.tasks.base import IGNORED, Defaults, Evaluation, Measure, Task
-from thinwire.tasks.census import a9a
+from thinwire.tasks.classification import a9a, agnews, cifar10, digits, mnist
 from thinwire.tasks.data.base import Batch, Shard
 from thinwire.tasks.data.files import Folder
 from thinwire.tasks.language import shakespeare, text, wikitext2
-from thinwire.tasks.news import agnews
-from thinwire.tasks.pictures import cifar10, digits, mnist
 from thinwire.tasks.translation import multi30k
 
 __all__ = [
@@ -52,7 +50,12 @@ _TASKS: dict[str, Callable[[Folder], Task]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The tasks that `load` knows, those that need no files first."""
+    """The names of all tasks, those that need no files first.
+
+    Example:
+        >>> names()
+        ('text', 'digits', 'mnist', 'cifar10', 'shakespeare', 'wikitext2', 'agnews', 'multi30k', 'a9a')
+    """
     return tuple(_TASKS)
 
 
@@ -65,6 +68,11 @@ def load(name: str, *, data: Path | None = None) -> Task:
 
     Raises:
         ConfigError: for an unknown name, a missing folder or file, or one that cannot be read.
+
+    Example:
+        >>> task = load("digits")
+        >>> task.sizes, task.metric
+        (('mlp', 'cnn', 'logistic'), 'accuracy')
     """
     if name not in _TASKS:
         close = difflib.get_close_matches(name, _TASKS, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""A task: real data, models of named sizes, a loss, a measure, and settings that work."""
+"""A task: real data, models of named sizes, a loss, a metric, and optimizer settings that work."""
 
 import hashlib
 import math
@@ -16,9 +16,9 @@ from thinwire.tasks.data.split import split_shards
 from thinwire.tasks.models.base import Network, build
 
 IGNORED = -100
-"""A target that does not count: padding."""
+"""The target of padding, which counts neither in the loss nor in the metric."""
 
-
+# Learning rates for tasks that have no settings of their own for an optimizer.
 _USUAL_RATES = {
     "sgd": 0.1,
     "adamw": 1e-3,
@@ -31,14 +31,17 @@ _USUAL_RATES = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings that train a task well on one worker.
+    """Optimizer settings that train a task well on one worker.
 
     Args:
         optimizer: "sgd" (with momentum), "adamw", "lamb", "onebit-lamb", "onebit-adam" or "zero-one-adam".
         lr: learning rate, constant.
-        batch_size: examples (for a language model: windows) a step and worker.
-        momentum: of sgd.
-        weight_decay: as the optimizer means it.
+        batch_size: examples per step and worker; for a language model, windows of text.
+        momentum: momentum of sgd.
+        weight_decay: weight decay, as the optimizer defines it.
+
+    Raises:
+        ConfigError: an unknown optimizer, or a value out of its range.
     """
 
     optimizer: str = "sgd"
@@ -62,12 +65,12 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model does on held-out data.
+    """A model's results on held-out data.
 
     Args:
-        loss: mean, in nats.
-        metric: the task's own measure.
-        targets: bytes, words or examples it was measured on.
+        loss: mean loss in nats.
+        metric: the task's own metric.
+        targets: how many bytes, words or examples both were measured on.
     """
 
     loss: float
@@ -77,12 +80,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of a model, from sums over held-out targets.
+    """A metric of a model, computed from sums over held-out targets.
 
     Args:
-        name: for people and tables.
+        name: as tables show it.
         higher_is_better: the direction.
-        of: from (summed loss in nats, targets hit, targets) to the measure.
+        of: from (summed loss in nats, correct predictions, targets) to the metric.
     """
 
     name: str
@@ -90,7 +93,7 @@ class Measure:
     of: Callable[[float, int, int], float]
 
 
-def _share(_: float, hits: int, targets: int) -> float:
+def _fraction(_: float, hits: int, targets: int) -> float:
     return hits / targets
 
 
@@ -98,25 +101,36 @@ def _bits(loss: float, _: int, targets: int) -> float:
     return loss / targets / math.log(2)
 
 
-ACCURACY = Measure("accuracy", True, _share)
-TOKEN_ACCURACY = Measure("token_accuracy", True, _share)
+ACCURACY = Measure("accuracy", True, _fraction)
+TOKEN_ACCURACY = Measure("token_accuracy", True, _fraction)
 BITS_PER_BYTE = Measure("bits_per_byte", False, _bits)
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something real to learn.
+    """A data set with models of named sizes, a loss, a metric and optimizer settings.
 
-    A batch is a tuple of tensors on the CPU: what the model is called with, then, last, the targets (int64, classes
-    or symbols; `IGNORED` where there is none). `loss` and `evaluate` move it to the model's device.
+    A batch is a tuple of tensors on the CPU: the arguments of the model, then the targets (int64 classes or symbols;
+    `IGNORED` for padding). `loss` and `evaluate` move it to the model's device.
 
     Args:
-        name: as `load` knows it.
-        title: what was loaded, in words, with what must be said when a result is quoted.
-        measure: the task's own.
-        networks: what makes the model of each named size, the default size first.
-        data: examples.
+        name: its name for `load`.
+        title: what was loaded, in words, with everything that belongs to a quoted result.
+        measure: the task's metric.
+        networks: by size, a function that makes the model; the default size first.
+        data: the examples.
         settings: settings for each optimizer, the default first.
+
+    Example:
+        >>> from thinwire import tasks
+        >>> task = tasks.load("digits")
+        >>> shard = task.shards(2)[0]
+        >>> pixels, labels = task.batch(shard, step=0, batch_size=32, seed=0, rank=0)
+        >>> pixels.shape, labels.shape
+        (torch.Size([32, 1, 8, 8]), torch.Size([32]))
+        >>> model = task.model(seed=0)
+        >>> task.evaluate(model).targets
+        359
     """
 
     name: str
@@ -132,7 +146,7 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The name of the measure."""
+        """The name of the metric."""
         return self.measure.name
 
     @property
@@ -142,16 +156,16 @@ class Task:
 
     @property
     def default_size(self) -> str:
-        """The size for a first look."""
+        """The size of the model unless another one is chosen."""
         return self.sizes[0]
 
     @property
     def defaults(self) -> Defaults:
-        """The settings for a first look."""
+        """The optimizer settings unless others are chosen."""
         return self.settings[0]
 
     def defaults_for(self, optimizer: str) -> Defaults:
-        """Settings for one optimizer: the task's own where it has them.
+        """Settings for one optimizer: the task's own if it has them, otherwise its default ones with a usual rate.
 
         Raises:
             ConfigError: there is no such optimizer.
@@ -162,13 +176,13 @@ class Task:
         return replace(self.defaults, optimizer=optimizer, lr=_USUAL_RATES.get(optimizer, 0.1))
 
     def model(self, size: str | None = None, *, seed: int) -> Network:
-        """A model whose parameters depend on its size and the seed alone; the global generator is not touched.
+        """A model whose parameters depend on its size and the seed alone; the global generator is not used.
 
         Under `torch.device("meta")` it has shapes and no memory.
 
         Args:
             size: one of `sizes`; None is the default size.
-            seed: of the first parameters.
+            seed: seed of the initial parameters.
 
         Raises:
             ConfigError: for an unknown size.
@@ -179,15 +193,15 @@ class Task:
         return build(self.networks[named], seed=seed)
 
     def shards(self, workers: int, *, split: str = "iid", seed: int = 0) -> tuple[Shard, ...]:
-        """Deal the training data out, every example to exactly one worker; the deal is the same on every rank.
+        """Split the training data among workers: every example goes to exactly one, and all ranks get the same split.
 
         Args:
             workers: how many shards.
             split: "iid", "dirichlet(ALPHA)", "label" or "group".
-            seed: of the deal.
+            seed: seed of the split.
 
         Raises:
-            ConfigError: for an unknown split, one this data does not allow, or too many workers.
+            ConfigError: for an unknown split, one that this data does not allow, or too many workers.
         """
         return split_shards(self.data.census, workers, split=split, seed=seed)
 
@@ -196,30 +210,33 @@ class Task:
 
         Args:
             shard: the worker's own.
-            step: 0 and on.
-            batch_size: examples or windows.
-            seed: of the order.
-            rank: so that workers with equal shards see them in orders of their own.
+            step: counted from 0.
+            batch_size: examples, or windows of text.
+            seed: seed of the order.
+            rank: of the worker; workers with equal shards draw in different orders.
+
+        Raises:
+            ConfigError: a batch size below 1.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
         return self.data.batch(shard, step, batch_size=batch_size, seed=seed, rank=rank)
 
     def steps_per_epoch(self, shard: Shard, batch_size: int) -> int:
-        """Steps that read as much as the shard holds."""
+        """How many steps read as much data as the shard has."""
         return self.data.steps_per_epoch(shard, batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean cross entropy in nats, a scalar."""
-        logits, targets = _answers(model, batch)
+        logits, targets = _logits_and_targets(model, batch)
         return F.cross_entropy(logits, targets, ignore_index=IGNORED)
 
     def evaluate(self, model: nn.Module, *, limit: int | None = None) -> Evaluation:
-        """Measure on held-out data, in evaluation mode and without gradients; every module's mode is put back.
+        """Evaluate on held-out data, in evaluation mode and without gradients; every module's mode is restored.
 
         Args:
-            model: anything that answers as the task's own models do.
-            limit: held-out examples (or windows) looked at, chosen by chance but always the same; None is all.
+            model: a module that is called like the task's own models.
+            limit: how many held-out examples or windows to use, a random sample that is always the same; None is all.
 
         Raises:
             ConfigError: if the limit is below 1.
@@ -229,15 +246,15 @@ class Task:
         loss, hits, targets = 0.0, 0, 0
         with evaluating(model):
             for batch in self.data.held_out(limit):
-                logits, wanted = _answers(model, batch)
-                counted = wanted != IGNORED
-                loss += float(F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum"))
-                hits += int((logits.argmax(-1) == wanted)[counted].sum())
+                logits, expected = _logits_and_targets(model, batch)
+                counted = expected != IGNORED
+                loss += float(F.cross_entropy(logits, expected, ignore_index=IGNORED, reduction="sum"))
+                hits += int((logits.argmax(-1) == expected)[counted].sum())
                 targets += int(counted.sum())
         return Evaluation(loss / targets, self.measure.of(loss, hits, targets), targets)
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that differ when the data does, for ranks to compare before they start."""
+        """A hash of the data, 16 hexadecimal digits, which ranks compare before they start."""
         (everything,) = self.shards(1)
         digest = hashlib.blake2b(f"{self.title} {everything.units}".encode(), digest_size=8)
         for tensor in self.batch(everything, 0, batch_size=256, seed=0, rank=0):
@@ -247,7 +264,7 @@ class Task:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Evaluation mode and inference mode; afterwards every module is in the mode it was in."""
+    """Put a model into evaluation mode and torch into inference mode; afterwards restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -258,7 +275,8 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = mode
 
 
-def _answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def _logits_and_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Both flattened to one row per target."""
     device = next(model.parameters()).device
     *inputs, targets = (tensor.to(device) for tensor in batch)
     logits: Tensor = model(*inputs)

@@ -15,7 +15,7 @@ from thinwire.tasks.data.passages import Document, passages
 from thinwire.tasks.models.gpt import GPT, GPT_SIZES
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
-# Tables of numbers and generated text: half the bytes of some versions, and nothing to learn a language from.
+# Tables of numbers and generated text: half the bytes of some Python versions, and no language to learn.
 _TABLES = {"encodings", "pydoc_data"}
 _SPEAKER = re.compile(rb"^([A-Z][^\n:]{0,40}):\n", re.MULTILINE)
 _ARTICLE = re.compile(rb"^ = ([^=\n]+) = $", re.MULTILINE)
@@ -29,13 +29,13 @@ _SETTINGS = (
 def text(folder: Folder | None = None, *, context: int = 128, nbytes: int = 4_000_000) -> Task:
     """Source text of the running interpreter's standard library; the group of a file is its top-level package.
 
-    Tests and tables are left out. A tenth of the packages, chosen by a hash of their names, is held out whole. Of all
-    files, those that come first by a hash of their paths are read until `nbytes` is reached.
+    Tests and tables are left out. A tenth of the packages, chosen by a hash of their names, is held out. Files are read
+    in the order of a hash of their paths, until `nbytes` is reached.
 
     Args:
-        folder: not used: there is nothing to download.
-        context: bytes the model reads at once.
-        nbytes: bytes read, held-out ones included, at least 1,000,000; 12,000,000 is all of it.
+        folder: not used, because nothing is read from it.
+        context: bytes in a window.
+        nbytes: bytes to read, with the held-out ones, at least 1,000,000; 12,000,000 is the whole library.
 
     Raises:
         ConfigError: if the interpreter carries no sources, or `nbytes` is too small.
@@ -55,7 +55,7 @@ def text(folder: Folder | None = None, *, context: int = 128, nbytes: int = 4_00
 
 
 def shakespeare(folder: Folder, *, context: int = 128) -> Task:
-    """Plays of Shakespeare, from text/tinyshakespeare.txt; the group of a speech is its speaker.
+    """Plays of Shakespeare, from text/tinyshakespeare.txt; the group of a passage is its speaker.
 
     The last tenth is held out.
     """
@@ -69,7 +69,7 @@ def shakespeare(folder: Folder, *, context: int = 128) -> Task:
 def wikitext2(folder: Folder, *, context: int = 128) -> Task:
     """Wikipedia articles, from text/wikitext2.{train,valid,test}.txt; the group of a passage is its article.
 
-    The test split is held out. Where the train split is not there, the validation split is trained on.
+    The test split is held out. If there is no train split, the validation split is for training.
     """
     whole = folder.has("text/wikitext2.train.txt")
     source = folder.file(f"text/wikitext2.{'train' if whole else 'valid'}.txt")
@@ -108,7 +108,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _sections(whole: bytes, heading: re.Pattern[bytes], missing: str) -> list[Document]:
-    """Cut before each heading; what comes before the first goes with it."""
+    """Cut before each heading; text before the first heading belongs to the first section."""
     found = list(heading.finditer(whole))
     if not found:
         raise ConfigError(f"{missing}; copy it anew")

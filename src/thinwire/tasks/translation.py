@@ -13,10 +13,10 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.tasks.base import IGNORED, TOKEN_ACCURACY, Defaults, Task, evaluating
-from thinwire.tasks.data.base import Batch, Census, Indices, Words, sample
+from thinwire.tasks.data.base import Batch, Census, Indices, RandomBits, sample
 from thinwire.tasks.data.examples import ExampleSet, padded, trimmed
 from thinwire.tasks.data.files import Folder, lines, read
-from thinwire.tasks.data.words import BEGIN, END, PADDING, UNKNOWN, Vocabulary, tokens
+from thinwire.tasks.data.vocabulary import BEGIN, END, PADDING, UNKNOWN, Vocabulary, tokens
 from thinwire.tasks.models.sentences import Translator
 
 _LENGTH = 48
@@ -24,7 +24,7 @@ _LENGTH = 48
 
 @dataclass(frozen=True, eq=False)
 class SentencePairs:
-    """Sentences and their translations, as token numbers, 0 for padding.
+    """Sentences and their translations, as token numbers with 0 for padding.
 
     Args:
         source: int32, [n, length], each ended by `END`.
@@ -39,15 +39,15 @@ class SentencePairs:
     def __len__(self) -> int:
         return len(self.source)
 
-    def take(self, rows: Indices, draws: Words | None = None) -> Batch:
-        """int64 source [batch, source], target [batch, length], and the same one word on, `IGNORED` after its end."""
+    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
+        """int64 source [batch, source], target [batch, length], and the next words, `IGNORED` for padding."""
         target = trimmed(self.target, rows)
         following = target[:, 1:].masked_fill(target[:, 1:] == 0, IGNORED)
         return trimmed(self.source, rows), target[:, :-1], following
 
 
 def multi30k(folder: Folder) -> Task:
-    """29,000 captions, from multi30k/{train,test_2016_flickr}.{en,de}.gz; the test set of 2016 is held out."""
+    """29,000 captions in two languages, from multi30k/{train,test_2016_flickr}.{en,de}.gz; the latter is held out."""
     train, test = (_sentences(folder, part) for part in ("train", "test_2016_flickr"))
     source, target = (Vocabulary.of((pair[side] for pair in train), size=8_000, occurrences=3) for side in (0, 1))
     kept, held = (_pairs(pairs, source, target) for pairs in (train, test))
@@ -62,32 +62,36 @@ def multi30k(folder: Folder) -> Task:
 
 
 def bleu(task: Task, model: Translator, *, limit: int | None = 200) -> float:
-    """BLEU, 0 to 100, of greedy translations of held-out sentences: lower-case words, one reference.
+    """BLEU, 0 to 100, of greedy translations of held-out sentences: lower-case words, one reference each.
 
-    A word that is not in the vocabulary is never translated right.
+    A word that is not in the vocabulary always counts as a mistake.
 
     Args:
         task: `multi30k`.
-        model: one of its own.
-        limit: sentences looked at; None is all of them.
+        model: one of the task's models.
+        limit: how many sentences to translate; None is all.
+
+    Raises:
+        ConfigError: the task does not translate.
     """
     data = task.data
     if not (isinstance(data, ExampleSet) and isinstance(data.test, SentencePairs)):
         raise ConfigError(f"task {task.name!r} does not translate; BLEU is for task 'multi30k'")
     table = data.test
     rows = sample(len(table), limit)
-    found: list[list[str]] = []
+    translations: list[list[str]] = []
     for first in range(0, len(rows), data.evaluation_batch):
         source = table.take(rows[first : first + data.evaluation_batch])[0]
-        said = translate(model, source)
-        said = said.masked_fill(said == UNKNOWN, PADDING)
-        found += [table.vocabulary.sentence(numbers) for numbers in said.tolist()]
-    wanted = [table.vocabulary.sentence(numbers[1:]) for numbers in table.target[rows].tolist()]
-    return corpus_bleu(found, wanted)
+        output = translate(model, source)
+        # The reference has <unknown> too, and equal ones must not count as a match.
+        output = output.masked_fill(output == UNKNOWN, PADDING)
+        translations += [table.vocabulary.sentence(numbers) for numbers in output.tolist()]
+    references = [table.vocabulary.sentence(numbers[1:]) for numbers in table.target[rows].tolist()]
+    return corpus_bleu(translations, references)
 
 
 def translate(model: Translator, source: Tensor, *, length: int = _LENGTH) -> Tensor:
-    """The likeliest next word, again and again: int64 [batch, source] to [batch, at most length - 1]."""
+    """Greedy decoding, int64 [batch, source] to [batch, at most length - 1]: each time the most likely next word."""
     with evaluating(model):
         source = source.to(next(model.parameters()).device)
         encoded = model.encode(source)
@@ -98,31 +102,36 @@ def translate(model: Translator, source: Tensor, *, length: int = _LENGTH) -> Te
     return words[:, 1:]
 
 
-def corpus_bleu(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
-    """BLEU, 0 to 100 (Papineni et al. 2002): shared runs of one to four words, and a penalty for being short.
+def corpus_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    """BLEU, 0 to 100 (Papineni et al. 2002): precision of n-grams of 1 to 4 words, with a penalty for brevity.
 
     Args:
-        found: translations.
-        wanted: one reference for each.
+        translations: as words.
+        references: one for each translation.
+
+    Example:
+        >>> corpus_bleu(["a b c d e".split()], ["a b c d e".split()])
+        100.0
     """
-    precisions = [_shared(found, wanted, words) for words in (1, 2, 3, 4)]
+    precisions = [_precision(translations, references, n) for n in (1, 2, 3, 4)]
     if min(precisions) == 0:
         return 0.0
-    said, asked = (sum(map(len, sentences)) for sentences in (found, wanted))
-    return 100 * math.exp(min(0.0, 1 - asked / said) + sum(map(math.log, precisions)) / 4)
+    length, expected = (sum(map(len, sentences)) for sentences in (translations, references))
+    return 100 * math.exp(min(0.0, 1 - expected / length) + sum(map(math.log, precisions)) / 4)
 
 
-def _shared(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]], words: int) -> float:
+def _precision(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]], n: int) -> float:
+    """The fraction of the translations' n-grams that are in the references, each counted as often as it is there."""
     hits = total = 0
-    for mine, reference in zip(found, wanted, strict=True):
-        runs, allowed = _runs(mine, words), _runs(reference, words)
-        hits += (runs & allowed).total()
-        total += runs.total()
+    for translation, reference in zip(translations, references, strict=True):
+        found, allowed = _ngrams(translation, n), _ngrams(reference, n)
+        hits += (found & allowed).total()
+        total += found.total()
     return hits / total if total else 0.0
 
 
-def _runs(sentence: Sequence[str], words: int) -> Counter[tuple[str, ...]]:
-    return Counter(zip(*(sentence[offset:] for offset in range(words)), strict=False))
+def _ngrams(sentence: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(sentence[offset:] for offset in range(n)), strict=False))
 
 
 def _sentences(folder: Folder, part: str) -> list[tuple[list[str], list[str]]]:

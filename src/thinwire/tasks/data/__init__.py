@@ -1,1 +1,1 @@
-"""Where examples come from, how they are drawn and how they are dealt out to workers."""
+"""Examples: reading them, drawing batches of them, and splitting them among workers."""

@@ -1,7 +1,7 @@
-"""Batches, shards and draws: the vocabulary that every data set shares.
+"""Batches, shards and random draws, as every data set uses them.
 
-Draws are counter based: the i-th word of a stream is a function of (key, i) alone, so a batch is a function of
-(shard, step, batch size, seed, rank) and a resumed run needs no sampler state.
+Random numbers are counter-based: the i-th number of a stream is a function of (key, i) alone. So a batch is a function
+of (shard, step, batch size, seed, rank), and a resumed run needs no sampler state.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Batch = tuple[Tensor, ...]
-"""What the model is called with, then, last, the targets."""
+"""The arguments of the model, then the targets."""
 Indices = NDArray[np.int64]
-Words = NDArray[np.uint64]
+RandomBits = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,8 +26,8 @@ class Shard:
     """One worker's part of the training data.
 
     Args:
-        indices: the examples (for a language model: passages) that are this worker's own, ascending.
-        units: how much that is: examples, or bytes for a language model.
+        indices: the worker's examples, ascending; for a language model, its passages of text.
+        units: how much data that is: examples, or bytes for a language model.
     """
 
     indices: Indices
@@ -39,14 +39,14 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Census:
-    """What a split may look at: one entry for each training example.
+    """The properties of training examples that a split uses: arrays with one entry per example.
 
     Args:
-        weights: units in each example: ones, or bytes of each passage.
-        minimum: units that a shard needs to be worth training on.
-        unit: the word for a unit in messages.
-        labels: the class of each example, where there is one.
-        groups: the speaker or package of each example, where there is one.
+        weights: units of data in each example: ones, or the bytes of each passage.
+        minimum: the fewest units that a shard may have.
+        unit: the word for a unit in errors.
+        labels: the class of each example, if it has one.
+        groups: the speaker, package or article of each example, if it has one.
     """
 
     weights: Indices
@@ -60,11 +60,11 @@ class Census:
 
 
 class Data(Protocol):
-    """Training examples to draw from, and held-out ones to measure on."""
+    """Training examples to draw batches from, and held-out ones for evaluation."""
 
     @property
     def census(self) -> Census:
-        """What a split may look at."""
+        """The properties of the training examples."""
         ...
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
@@ -72,7 +72,7 @@ class Data(Protocol):
         ...
 
     def steps_per_epoch(self, shard: Shard, batch_size: int) -> int:
-        """Steps after which every unit of the shard was drawn once, or would have been on average."""
+        """Steps after which every unit of the shard was drawn once, exactly or on average."""
         ...
 
     def held_out(self, limit: int | None) -> Iterator[Batch]:
@@ -82,10 +82,15 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless stream of random 64-bit words; equal keys give equal streams, on every machine.
+    """A counter-based random generator of 64-bit words; equal keys give equal words on every machine.
 
     Args:
-        key: what the stream is for: seed, rank, purpose.
+        key: identifies the stream: seed, rank, and a number for its purpose.
+
+    Example:
+        >>> stream = Stream((0, 1))
+        >>> stream.below(10, 0, 6).tolist() == stream.below(10, 0, 3).tolist() + stream.below(10, 3, 3).tolist()
+        True
     """
 
     key: tuple[int, ...]
@@ -97,34 +102,36 @@ class Stream:
             origin = int(_mix(np.array([(origin * _GOLDEN + part) & _MASK], np.uint64))[0])
         object.__setattr__(self, "origin", origin)
 
-    def words(self, first: int, count: int) -> Words:
-        """The words at positions `first` to `first + count - 1`."""
+    def words(self, first: int, count: int) -> RandomBits:
+        """The random words at positions `first` to `first + count - 1`, uint64."""
         start = np.array([(self.origin + first * _GOLDEN) & _MASK], np.uint64)
         return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
     def permutation(self, n: int) -> Indices:
-        """The numbers 0 to n - 1 in an order of the stream's own."""
+        """A random permutation of the numbers 0 to n - 1."""
         return np.argsort(self.words(0, n), kind="stable")
 
     def below(self, bound: int, first: int, count: int) -> Indices:
-        """`count` whole numbers in [0, bound), from position `first` on."""
+        """`count` random integers in [0, bound), from position `first` on."""
+        # The bias of the modulo is below bound / 2^64.
         return (self.words(first, count) % np.uint64(bound)).astype(np.int64)
 
     def generator(self) -> np.random.Generator:
-        """NumPy's own generator, keyed by the stream, for draws that are not uniform."""
+        """A generator of NumPy's, seeded by the stream, for draws that are not uniform."""
         return np.random.Generator(np.random.Philox(key=self.words(0, 2)))
 
 
 def sample(count: int, limit: int | None) -> Indices:
-    """At most `limit` of the numbers 0 to count - 1, ascending, always the same.
+    """A random sample of at most `limit` of the numbers 0 to count - 1, ascending, always the same one.
 
-    They are chosen by chance: files are often ordered in a cycle of classes, which even steps would keep time with.
+    It is random because files often repeat their classes in a fixed order: numbers at equal distances could all fall
+    on one class.
     """
     return np.sort(Stream((0x10C,)).permutation(count)[:limit])
 
 
-def _mix(words: Words) -> Words:
-    # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit moves every output bit.
+def _mix(words: RandomBits) -> RandomBits:
+    # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit affects every output bit.
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

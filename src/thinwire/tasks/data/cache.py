@@ -1,4 +1,4 @@
-"""Arrays worked out once and kept in the user's cache folder."""
+"""Arrays that are computed once and kept in the user's cache folder."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def cache_folder() -> Path:
-    """THINWIRE_CACHE, or `thinwire` in the folder that the system keeps for caches."""
+    """The folder that THINWIRE_CACHE names, or `thinwire` in the system's folder for caches."""
     if named := os.environ.get("THINWIRE_CACHE"):
         return Path(named)
     if sys.platform == "win32":
@@ -22,13 +22,13 @@ def cache_folder() -> Path:
 
 
 def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """The array of this name, mapped from its file, made and written first if it is not there.
+    """The array of this name, memory-mapped from its file, which is written first if it does not exist.
 
-    Where the folder cannot be written, the array is made anew each time.
+    If the folder cannot be written to, the array is computed each time.
 
     Args:
-        name: must change whenever what `make` returns would.
-        make: works the array out.
+        name: of the file; must change whenever the result of `make` would.
+        make: computes the array.
     """
     path = cache_folder() / f"{name}.npy"
     found = _mapped(path)

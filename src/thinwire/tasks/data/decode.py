@@ -1,4 +1,4 @@
-"""From compressed pictures to arrays of pixels."""
+"""Compressed images as arrays of pixels."""
 
 import io
 import sys
@@ -13,21 +13,21 @@ from thinwire.errors import ConfigError
 Item = TypeVar("Item")
 
 
-class Picture(Protocol):
-    """What Pillow makes of a file, as far as it is used here."""
+class OpenedImage(Protocol):
+    """The part of Pillow's `Image` that is used here."""
 
-    def convert(self, mode: str) -> "Picture":
-        """The same picture with other channels."""
+    def convert(self, mode: str) -> "OpenedImage":
+        """The same image with other channels."""
         ...
 
 
 def decode(files: Iterable[bytes], count: int, *, title: str) -> NDArray[np.uint8]:
-    """Pixels, uint8 [count, 3, height, width], of compressed pictures of one size.
+    """Pixels, uint8 [count, 3, height, width], of compressed images of one size.
 
     Args:
-        files: the bytes of each picture.
+        files: the bytes of each image.
         count: how many there are.
-        title: what the progress bar says.
+        title: the words before the progress bar.
 
     Raises:
         ConfigError: if Pillow is not installed.
@@ -36,22 +36,22 @@ def decode(files: Iterable[bytes], count: int, *, title: str) -> NDArray[np.uint
     return pixels((opened(file) for file in files), count, mode="RGB", title=title)
 
 
-def pixels(pictures: Iterable[Picture], count: int, *, mode: str, title: str) -> NDArray[np.uint8]:
-    """Pixels, uint8 [count, channels, height, width], of pictures of one size.
+def pixels(images: Iterable[OpenedImage], count: int, *, mode: str, title: str) -> NDArray[np.uint8]:
+    """Pixels, uint8 [count, channels, height, width], of images of one size.
 
     Args:
-        pictures: opened pictures.
+        images: opened images.
         count: how many there are.
         mode: "RGB" for three channels, "L" for one.
-        title: what the progress bar says.
+        title: the words before the progress bar.
     """
-    shown = progress(pictures, count, title=title)
-    table = np.stack([np.asarray(picture.convert(mode), np.uint8) for picture in shown])
+    shown = progress(images, count, title=title)
+    table = np.stack([np.asarray(image.convert(mode), np.uint8) for image in shown])
     return np.ascontiguousarray(np.moveaxis(table.reshape(*table.shape[:3], -1), -1, 1))
 
 
 def progress(items: Iterable[Item], count: int, *, title: str) -> Iterator[Item]:
-    """The same items, with a bar on the standard error while it is a terminal."""
+    """Pass the items on, and draw a progress bar on the standard error if it is a terminal."""
     shown = sys.stderr.isatty()
     done = 0
     for done, item in enumerate(items, start=1):
@@ -68,9 +68,9 @@ def _draw(title: str, done: int, count: int) -> None:
     sys.stderr.flush()
 
 
-def _opener() -> Callable[[bytes], Picture]:
+def _opener() -> Callable[[bytes], OpenedImage]:
     try:
         from PIL import Image
     except ModuleNotFoundError as missing:
-        raise ConfigError("pictures are decoded by Pillow: pip install 'thinwire[data]'") from missing
+        raise ConfigError("images are decoded by Pillow: pip install 'thinwire[data]'") from missing
     return lambda file: Image.open(io.BytesIO(file))

@@ -1,4 +1,4 @@
-"""Sets of separate examples: images, feature rows, sentences."""
+"""Data sets of separate examples: images, feature rows, texts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,31 +10,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.tasks.data.base import Batch, Census, Indices, Shard, Stream, Words, sample
+from thinwire.tasks.data.base import Batch, Census, Indices, RandomBits, Shard, Stream, sample
 
 
 class Table(Protocol):
-    """Rows that can be taken by number."""
+    """Examples that can be taken by index."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """How many examples there are."""
         ...
 
-    def take(self, rows: Indices, draws: Words | None = None) -> Batch:
-        """These rows as a batch; `draws`, one random word a row, asks for augmentation where there is any."""
+    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
+        """These examples as a batch; with `draws`, one random word per example, they are augmented if they can be."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Pictures and their classes.
+    """Images and their classes.
 
     Args:
         pixels: uint8, [n, channels, height, width]; may be a memory map.
         labels: int64, [n].
-        mean: of a channel, in [0, 1]; taken away.
-        deviation: of a channel; divided by.
-        shift: pixels by which augmentation moves a picture, up to, in each direction; it also mirrors it.
+        mean: subtracted from pixels in [0, 1].
+        deviation: standard deviation by which they are then divided.
+        shift: the most pixels by which augmentation shifts an image in each direction; it also mirrors half of them.
+            0 is no augmentation.
     """
 
     pixels: NDArray[np.uint8]
@@ -46,7 +47,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Indices, draws: Words | None = None) -> Batch:
+    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
         """float32 [batch, channels, height, width], and classes [batch]."""
         pixels = self.pixels[rows]
         if draws is not None and self.shift:
@@ -60,7 +61,7 @@ class Rows:
     """Feature rows and their classes.
 
     Args:
-        features: [n, features]; given to the model as float32.
+        features: uint8, [n, features]; the model gets them as float32.
         labels: int64, [n].
     """
 
@@ -70,7 +71,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Indices, draws: Words | None = None) -> Batch:
+    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
         """float32 [batch, features], and classes [batch]."""
         return torch.from_numpy(self.features[rows]).float(), torch.from_numpy(self.labels[rows])
 
@@ -90,22 +91,22 @@ class Texts:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Indices, draws: Words | None = None) -> Batch:
+    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
         """int64 [batch, longest], and classes [batch]."""
         return trimmed(self.numbers, rows), torch.from_numpy(self.labels[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
-    """Examples drawn epoch by epoch, each once an epoch, in an order of the epoch's own.
+    """Examples that are drawn once per epoch, in another random order each epoch.
 
-    Every batch is full: the last of an epoch goes on into the next epoch's order.
+    Every batch is full: the last batch of an epoch continues with the next epoch's order.
 
     Args:
-        train: rows to train on.
-        test: rows held out.
-        census: what a split may look at; classes at least, where there are any.
-        evaluation_batch: rows measured at a time.
+        train: examples to train on.
+        test: held-out examples.
+        census: the properties of the training examples.
+        evaluation_batch: examples per batch of an evaluation.
     """
 
     train: Table
@@ -114,7 +115,7 @@ class ExampleSet:
     evaluation_batch: int = 256
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
-        """Draws `step * batch_size` and on, of the endless row of epochs."""
+        """The examples at positions `step * batch_size` and following in the sequence of all epochs."""
         first = step * batch_size
         positions = np.arange(first, first + batch_size)
         epochs = positions // len(shard)
@@ -130,14 +131,14 @@ class ExampleSet:
         return -(-len(shard) // batch_size)
 
     def held_out(self, limit: int | None) -> Iterator[Batch]:
-        """Test rows, without augmentation."""
+        """Held-out examples, without augmentation."""
         rows = sample(len(self.test), limit)
         for first in range(0, len(rows), self.evaluation_batch):
             yield self.test.take(rows[first : first + self.evaluation_batch])
 
 
 def labelled(train: Images | Rows | Texts, test: Images | Rows | Texts) -> ExampleSet:
-    """A set whose census is its classes."""
+    """A data set in which every training example has a class and weight 1."""
     return ExampleSet(train, test, Census(np.ones(len(train), np.int64), labels=train.labels))
 
 
@@ -146,8 +147,8 @@ def _order(n: int, seed: int, rank: int, epoch: int) -> Indices:
     return Stream((seed, rank, 0xE90C, epoch)).permutation(n)
 
 
-def _jitter(pixels: NDArray[np.uint8], draws: Words, shift: int) -> NDArray[np.uint8]:
-    """Move each picture by up to `shift` pixels, its edge repeated, and mirror every second one."""
+def _jitter(pixels: NDArray[np.uint8], draws: RandomBits, shift: int) -> NDArray[np.uint8]:
+    """Shift each image by up to `shift` pixels, with its edge repeated, and mirror about half of them."""
     n, _, height, width = pixels.shape
     span = np.uint64(2 * shift + 1)
     down = (draws % span).astype(np.int64)[:, None] - shift
@@ -161,7 +162,7 @@ def _jitter(pixels: NDArray[np.uint8], draws: Words, shift: int) -> NDArray[np.u
 
 
 def padded(sentences: list[list[int]], length: int) -> NDArray[np.int32]:
-    """Token numbers, [n, length], cut or filled up with 0."""
+    """Token numbers, [n, length]: sentences cut to this length, or padded with 0."""
     table = np.zeros((len(sentences), length), np.int32)
     for row, sentence in zip(table, sentences, strict=True):
         row[: len(sentence)] = sentence[:length]

@@ -1,4 +1,4 @@
-"""Reading the documented files: where they lie, and what is in them."""
+"""The data files: finding them in the data folder, and reading their formats."""
 
 import gzip
 import os
@@ -22,11 +22,11 @@ _BROKEN = (OSError, EOFError, ValueError, KeyError, IndexError, zlib.error, stru
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of data files, which may not be there.
+    """The folder of data files, which need not exist.
 
     Args:
-        task: who asks, for messages.
-        path: given by the caller; None means the environment variable THINWIRE_DATA.
+        task: the task that reads it, for errors.
+        path: the folder; None means the one that the environment variable THINWIRE_DATA names.
     """
 
     task: str
@@ -39,29 +39,29 @@ class Folder:
         return self.path or (Path(named) if named else None)
 
     def has(self, *names: str) -> bool:
-        """Whether any of these files is there."""
+        """Whether any of these files exists."""
         root = self.root
         return root is not None and any((root / name).is_file() for name in names)
 
     def lacks(self, *names: str) -> bool:
-        """Whether none of these files is there, so that they may be had in another way.
+        """Whether none of these files exists, so that they may be downloaded instead.
 
         Raises:
-            ConfigError: if a folder was named that is not there.
+            ConfigError: a folder was named that does not exist.
         """
         if self.root is not None and not self.root.is_dir():
             raise ConfigError(self._no_folder(names[0]))
         return not self.has(*names)
 
     def file(self, name: str, *, otherwise: str = "") -> Path:
-        """The path of a file that must be there.
+        """The path of a file that must exist.
 
         Args:
-            name: relative to the folder.
-            otherwise: another way out, for the message.
+            name: its path within the folder.
+            otherwise: another fix, which the error names too.
 
         Raises:
-            ConfigError: naming the path, the rule and the fix.
+            ConfigError: the file or the folder does not exist, or no folder was named.
         """
         root = self.root
         if root is None:
@@ -86,7 +86,11 @@ class Folder:
 
 
 def read(path: Path, reader: Callable[[Path], Content]) -> Content:
-    """What `reader` makes of the file; anything it stumbles over is a ConfigError that names the file."""
+    """The content of the file as `reader` returns it.
+
+    Raises:
+        ConfigError: the reader failed; the message names the file.
+    """
     try:
         return reader(path)
     except ConfigError:
@@ -121,7 +125,7 @@ def libsvm(path: Path, features: int) -> tuple[NDArray[np.uint8], Indices]:
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a gzipped UTF-8 text, without their ends."""
+    """The lines of a gzipped UTF-8 text, without line ends."""
     return gzip.decompress(path.read_bytes()).decode("utf-8").rstrip("\n").split("\n")
 
 

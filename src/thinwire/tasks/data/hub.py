@@ -1,4 +1,4 @@
-"""Sets downloaded by the `datasets` library, for machines that are online."""
+"""Data sets that the `datasets` library downloads, for machines that are online."""
 
 import importlib
 import importlib.util
@@ -12,18 +12,18 @@ from thinwire.tasks.data.base import Indices
 
 
 class Rows(Protocol):
-    """A split, as far as it is used here."""
+    """The part of a data set's split that is used here."""
 
     def __len__(self) -> int:
         """How many rows it has."""
         ...
 
     def __iter__(self) -> Iterator[dict[str, object]]:
-        """Its rows, each by column."""
+        """Its rows, each as values by column."""
         ...
 
     def select_columns(self, column_names: list[str]) -> "Rows":
-        """The same rows with these columns alone."""
+        """The same rows with only these columns."""
         ...
 
 
@@ -31,25 +31,27 @@ OFFER = ", or pip install 'thinwire[hub]' on a machine that is online"
 
 
 def installed() -> bool:
-    """Whether the library is there."""
+    """Whether the `datasets` library is installed."""
     return importlib.util.find_spec("datasets") is not None
 
 
 def download(name: str, split: str) -> Rows:
-    """One split of a set, by its name on the hub; the library keeps what it downloaded.
+    """One split of a data set, by its name on the hub; the library caches what it downloads.
 
     Raises:
-        ConfigError: if it cannot be had.
+        ConfigError: it cannot be downloaded.
     """
     library = importlib.import_module("datasets")
     try:
         return cast(Rows, library.load_dataset(name, split=split))
-    except Exception as error:  # the library lets through the errors of whatever transport it uses
+    # Every exception, because the library raises those of whatever transport it uses.
+    except Exception as error:
         raise ConfigError(
             f"{name} ({split}) cannot be downloaded ({error}); go online, or let THINWIRE_DATA name a folder with it"
         ) from error
 
 
 def labels(rows: Rows) -> Indices:
-    """The classes of all rows; no picture is decoded for it."""
+    """The classes of all rows."""
+    # Without the other columns, because iterating over images would decode them.
     return np.array([row["label"] for row in rows.select_columns(["label"])], np.int64)

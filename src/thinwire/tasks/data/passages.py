@@ -1,4 +1,4 @@
-"""Long text read through a window: passages that belong to a speaker, a package or an article."""
+"""Long text read in windows: passages that belong to a speaker, a package or an article."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Document:
     """A piece of text.
 
     Args:
-        group: whose it is: a package, a speaker, an article.
+        group: the package, speaker or article that it belongs to.
         text: its bytes.
     """
 
@@ -28,15 +28,15 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Passages:
-    """Random windows of a worker's passages, joined in the order of the text.
+    """Random windows of a worker's passages, which are joined in the order of the text.
 
     Args:
-        text: uint8, everything to train on.
-        bounds: [n + 1], where each passage begins, and the end.
-        groups: [n], whose passage each is.
-        held: uint8, the text held out.
-        context: bytes the model reads at once.
-        evaluation_batch: windows measured at a time.
+        text: uint8, all text to train on.
+        bounds: [n + 1], where each passage begins, and the end of the last.
+        groups: [n], the group of each passage.
+        held: uint8, the held-out text.
+        context: bytes in a window.
+        evaluation_batch: windows per batch of an evaluation.
     """
 
     text: Bytes
@@ -59,7 +59,7 @@ class Passages:
         object.__setattr__(self, "census", census)
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
-        """int64 [batch, context] twice: the window, and the window one byte later."""
+        """Two tensors, int64 [batch, context]: the windows, and the same windows one byte later."""
         begins, lengths = self.bounds[shard.indices], self.census.weights[shard.indices]
         ends = np.cumsum(lengths)
         stream = Stream((seed, rank, 0x7E87))
@@ -73,7 +73,7 @@ class Passages:
         return -(-shard.units // (batch_size * self.context))
 
     def held_out(self, limit: int | None) -> Iterator[Batch]:
-        """Windows side by side; `limit` counts windows."""
+        """Windows that follow each other without overlap; `limit` counts windows."""
         starts = sample((len(self.held) - 1) // self.context, limit) * self.context
         for first in range(0, len(starts), self.evaluation_batch):
             some = starts[first : first + self.evaluation_batch]
@@ -81,12 +81,12 @@ class Passages:
 
 
 def passages(train: Sequence[Document], held: Sequence[Document], *, context: int, nbytes: int) -> Passages:
-    """Cut documents at line ends into passages of about `nbytes`, to be dealt out to workers.
+    """Cut documents at line ends into passages of about `nbytes`, which can be split among workers.
 
     Args:
         train: documents to train on, in order.
-        held: documents held out, in order.
-        context: bytes the model reads at once.
+        held: held-out documents, in order.
+        context: bytes in a window.
         nbytes: a passage ends with the line in which it reaches this length, or with its document.
     """
     names = sorted({document.group for document in train})

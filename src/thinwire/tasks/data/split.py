@@ -1,8 +1,7 @@
-"""How training data is dealt out to workers: every example to exactly one of them."""
+"""Splits of the training data among workers: every example goes to exactly one of them."""
 
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,27 +13,38 @@ _DIRICHLET = re.compile(r"dirichlet\(\s*([^()\s]+)\s*\)")
 
 
 def split_shards(census: Census, workers: int, *, split: str, seed: int) -> tuple[Shard, ...]:
-    """Deal the examples out: each to exactly one worker, the same deal on every rank.
+    """Split the examples: each goes to exactly one worker, and every rank gets the same split.
 
-    `iid` deals at random into equal parts. `dirichlet(alpha)` draws, for each class (or group, where there are no
-    classes), the workers' shares from Dirichlet(alpha): small alpha, unlike workers; shards differ in size.
-    `label` sorts by class and cuts into equal parts. `group` keeps each group whole and balances the sizes.
+    `iid` splits at random into equal parts. `dirichlet(alpha)` draws each worker's fraction of each class (or group,
+    if there are no classes) from Dirichlet(alpha): with a small alpha workers have different classes, and shards differ
+    in size. `label` sorts by class and cuts into equal parts. `group` keeps each group on one worker and balances the
+    sizes.
 
     Args:
-        census: what is known of each example.
+        census: the properties of the examples.
         workers: how many shards.
         split: the rule, one of `SPLITS`.
-        seed: of the deal.
+        seed: random seed.
 
     Raises:
         ConfigError: for an unknown split, one that this data does not allow, or too many workers.
+
+    Example:
+        >>> examples = Census(np.ones(6, np.int64), minimum=1, labels=np.array([0, 1, 2, 0, 1, 2]))
+        >>> [shard.indices.tolist() for shard in split_shards(examples, 3, split="label", seed=0)]
+        [[0, 3], [1, 4], [2, 5]]
     """
     if workers < 1:
         raise ConfigError(f"workers={workers}: data is split across at least 1 worker")
-    parts = _deal(census, workers, split, Stream((seed, 0x5B117)))
-    _feed(parts, census)
+    parts = _parts(census, workers, split, Stream((seed, 0x5B117)))
+    _fill_small_parts(parts, census)
     shards = tuple(Shard(np.sort(part), int(census.weights[part].sum())) for part in parts)
-    _check(shards, census, split)
+    for rank, shard in enumerate(shards):
+        if shard.units < census.minimum:
+            raise ConfigError(
+                f"workers={len(shards)}, split={split!r}: worker {rank} would hold {shard.units} {census.unit}, "
+                f"and it needs at least {census.minimum}; use fewer workers"
+            )
     return shards
 
 
@@ -56,7 +66,7 @@ def dirichlet_alpha(split: str) -> float | None:
     return alpha
 
 
-def _deal(census: Census, workers: int, split: str, stream: Stream) -> list[Indices]:
+def _parts(census: Census, workers: int, split: str, stream: Stream) -> list[Indices]:
     order = stream.permutation(len(census))
     alpha = dirichlet_alpha(split)
     if alpha is not None:
@@ -91,40 +101,31 @@ def _by_dirichlet(categories: Indices, order: Indices, workers: int, alpha: floa
 
 
 def _by_group(groups: Indices, weights: Indices, order: Indices, workers: int) -> list[Indices]:
-    """The heaviest group first, each to the worker that has least so far; ties in the order of the deal."""
+    """Greedy balancing: the largest group first, each to the worker with the least data; ties in random order."""
     names, first = np.unique(groups[order], return_index=True)
     if len(names) < workers:
         raise ConfigError(f"split='group': {workers} workers, but only {len(names)} groups; use fewer workers")
-    heft = np.bincount(groups, weights=weights)[names]
+    sizes = np.bincount(groups, weights=weights)[names]
     owner = np.zeros(int(names.max()) + 1, np.int64)
     loads = np.zeros(workers)
-    for index in np.lexsort((first, -heft)):
-        lightest = int(loads.argmin())
-        owner[names[index]] = lightest
-        loads[lightest] += heft[index]
+    for index in np.lexsort((first, -sizes)):
+        least = int(loads.argmin())
+        owner[names[index]] = least
+        loads[least] += sizes[index]
     return [np.flatnonzero(owner[groups] == worker) for worker in range(workers)]
 
 
-def _feed(parts: list[Indices], census: Census) -> None:
-    """Give shards that got too little to train on an example or two from the largest shard.
+def _fill_small_parts(parts: list[Indices], census: Census) -> None:
+    """Move examples from the largest part to parts that are too small to train on.
 
-    A small alpha may leave a worker with nothing at all. Each gift lessens what is lacking, so this ends.
+    A small alpha may leave a worker without any example. Each move makes the shortage smaller, so this ends.
     """
     sizes = [int(census.weights[part].sum()) for part in parts]
     while min(sizes) < census.minimum:
-        poor, rich = sizes.index(min(sizes)), sizes.index(max(sizes))
-        gift = parts[rich][-1:]
-        weight = int(census.weights[gift].sum())
-        if sizes[rich] - weight < census.minimum:
+        smallest, largest = sizes.index(min(sizes)), sizes.index(max(sizes))
+        moved = parts[largest][-1:]
+        weight = int(census.weights[moved].sum())
+        if sizes[largest] - weight < census.minimum:
             return
-        parts[rich], parts[poor] = parts[rich][:-1], np.concatenate([parts[poor], gift])
-        sizes[rich], sizes[poor] = sizes[rich] - weight, sizes[poor] + weight
-
-
-def _check(shards: Sequence[Shard], census: Census, split: str) -> None:
-    for rank, shard in enumerate(shards):
-        if shard.units < census.minimum:
-            raise ConfigError(
-                f"workers={len(shards)}, split={split!r}: worker {rank} would hold {shard.units} {census.unit}, "
-                f"and it needs at least {census.minimum}; use fewer workers"
-            )
+        parts[largest], parts[smallest] = parts[largest][:-1], np.concatenate([parts[smallest], moved])
+        sizes[largest], sizes[smallest] = sizes[largest] - weight, sizes[smallest] + weight

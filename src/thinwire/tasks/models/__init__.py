@@ -1,1 +1,1 @@
-"""Models of named sizes, whose first parameters are a function of the size and a seed alone."""
+"""Models of named sizes, whose initial parameters are a function of the size and a seed alone."""

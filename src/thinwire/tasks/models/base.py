@@ -1,6 +1,6 @@
-"""What the models are made of: seeded building, first parameters, attention.
+"""Parts of the models: building with a seed, initialisation, attention.
 
-No model here draws random numbers once it is built: none has dropout.
+No model here has dropout, so none draws random numbers after it is built.
 """
 
 from abc import ABC, abstractmethod
@@ -18,22 +18,22 @@ class Network(nn.Module, ABC):
 
     @abstractmethod
     def initialise_(self, generator: Generator) -> None:
-        """Fill every parameter and buffer; what they held before does not matter."""
+        """Set every parameter and buffer, whatever it held before."""
 
 
 Built = TypeVar("Built", bound=Network)
 
 
 def build(network: Callable[[], Built], *, seed: int) -> Built:
-    """Make a network whose parameters are a function of `seed` alone, and leave the global generator alone.
+    """Make a network whose parameters are a function of `seed` alone, without using the global generator.
 
-    It is made without memory first, so that no constructor draws anything. It ends up on the default device; if that
-    is the meta device, it stays without memory.
+    The network is on the default device; on the meta device it has no memory.
 
     Args:
         network: makes it.
-        seed: of its first parameters.
+        seed: seed of its initial parameters.
     """
+    # First on the meta device, where the initialisation in torch's constructors draws nothing.
     target = torch.empty(0).device
     with torch.device("meta"):
         model = network()
@@ -45,7 +45,7 @@ def build(network: Callable[[], Built], *, seed: int) -> Built:
 
 
 def kaiming_(module: nn.Module, generator: Generator) -> None:
-    """He et al.'s normal weights, which keep the size of signals through ReLUs; norms start as the identity."""
+    """Initialise with He et al.'s normal weights, which preserve variance through ReLUs; norms are the identity."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
             init.kaiming_normal_(part.weight, nonlinearity="relu", generator=generator)
@@ -55,16 +55,16 @@ def kaiming_(module: nn.Module, generator: Generator) -> None:
 
 
 def transformer_(module: nn.Module, generator: Generator, *, residuals: int) -> None:
-    """LeCun's normal weights, which keep the size of signals through linear layers, around a stream of size one.
+    """Initialise a transformer with LeCun's normal weights, which preserve variance through linear layers.
 
-    Embeddings have deviation 1, so that the stream says from the first step on which symbol it is at; what is
-    added to it starts smaller with its depth, as in GPT-2; the head is small, so that at first all answers are equally
-    likely.
+    Embeddings have standard deviation 1, so that the residual stream carries its symbol from the first step on. Layers
+    that add to the stream start smaller the more of them there are, as in GPT-2. The head is small, so that at first
+    all symbols are about equally likely.
 
     Args:
-        module: its linear layers named `out` write to the stream, the one named `head` reads the answer off it.
-        generator: of the draws.
-        residuals: additions to the stream from its beginning to its end.
+        module: linear layers named `out` add to the residual stream, the one named `head` computes the logits.
+        generator: random generator.
+        residuals: how many layers add to the stream.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
@@ -80,10 +80,10 @@ def transformer_(module: nn.Module, generator: Generator, *, residuals: int) -> 
 
 
 class Positions(nn.Module):
-    """A learned vector for each position, added to the stream.
+    """A learned vector for each position, added to the residual stream.
 
     Args:
-        length: positions known; longer input is an error of torch's.
+        length: the longest input; a longer one is an error of torch's.
         width: of the stream.
     """
 
@@ -97,11 +97,11 @@ class Positions(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of a stream to itself, or to a memory.
+    """Multi-head self-attention, or cross-attention to a memory.
 
     Args:
-        width: of the stream.
-        heads: must divide the width.
+        width: of the residual stream.
+        heads: how many; must divide the width.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -121,16 +121,19 @@ class Attention(nn.Module):
         """[batch, length, width] and [batch, memory, width] to [batch, length, width].
 
         Args:
-            stream: who asks.
-            memory: who is asked; None is the stream itself.
-            mask: bool, [batch, 1, 1, memory], False where nothing is to be heard.
-            causal: no position hears a later one.
+            stream: gives the queries.
+            memory: gives the keys and values; None is the stream itself.
+            mask: bool, [batch, 1, 1, memory], False at positions that are not attended to.
+            causal: no position attends to a later one.
         """
-        query, key, value = (self._split(part) for part in self._project(stream, memory))
-        heard = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-        return self.out(heard.transpose(1, 2).flatten(2))
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self._project(stream, memory)
+        )
+        values = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        return self.out(values.transpose(1, 2).flatten(2))
 
     def _project(self, stream: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
+        """Query, key and value; one weight for all three, of which cross-attention uses two parts."""
         if memory is None:
             return self.projection(stream).chunk(3, dim=-1)
         width = stream.shape[-1]
@@ -138,12 +141,9 @@ class Attention(nn.Module):
         query = F.linear(stream, weight[:width], bias[:width])
         return query, *F.linear(memory, weight[width:], bias[width:]).chunk(2, dim=-1)
 
-    def _split(self, stream: Tensor) -> Tensor:
-        return stream.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide in between, with a GELU.
+    """Two linear layers with a GELU between them, where it is four times as wide.
 
     Args:
         width: of the stream.
@@ -160,12 +160,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the stream, each after a layer norm of its input.
+    """A pre-norm block: attention and feed-forward, each with a layer norm of its input, each added to the stream.
 
     Args:
-        width: of the stream.
-        heads: must divide the width.
-        causal: no position hears a later one.
+        width: of the residual stream.
+        heads: of the attention; must divide the width.
+        causal: no position attends to a later one.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
@@ -184,4 +184,5 @@ class Block(nn.Module):
 
 def _reset_norm_(part: nn.Module) -> None:
     if isinstance(part, nn.LayerNorm | nn.BatchNorm2d):
-        part.reset_parameters()  # ones and zeros: nothing is drawn
+        # Ones and zeros, which draw nothing.
+        part.reset_parameters()

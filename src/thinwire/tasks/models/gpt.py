@@ -10,12 +10,15 @@ from thinwire.tasks.models.base import Block, Network, Positions, transformer_
 
 @dataclass(frozen=True)
 class GPTSize:
-    """How large a GPT is: about 12 x layers x width^2 parameters.
+    """The size of a GPT, which has about 12 x layers x width^2 parameters.
 
     Args:
-        layers: blocks.
+        layers: how many blocks.
         width: of the residual stream.
         heads: of each attention; must divide the width.
+
+    Raises:
+        ConfigError: a value below 1, or heads that do not divide the width.
     """
 
     layers: int
@@ -34,17 +37,17 @@ GPT_SIZES = {
     "25m": GPTSize(layers=8, width=512, heads=8),
     "124m": GPTSize(layers=12, width=768, heads=12),
 }
-"""By name. The first four count what they say, within a tenth, over bytes. `124m` is the trunk of GPT-2 small, which
-has 124 M parameters with its vocabulary of 50,257 tokens and 1,024 positions; over bytes it has 85 M."""
+"""By name, which is the number of parameters of a byte model within 10 %. Only `124m` is named after GPT-2 small, whose
+blocks it has: 124 M parameters with GPT-2's 50,257 tokens and 1,024 positions, 85 M as a byte model."""
 
 
 class GPT(Network):
-    """Pre-norm transformer, learned positions, GELU, a head of its own.
+    """A pre-norm transformer with learned positions, GELU, and a head that is not tied to the embedding.
 
     Args:
         size: layers, width and heads.
-        context: bytes it reads at once.
-        vocabulary: symbols.
+        context: the longest input, in bytes.
+        vocabulary: how many symbols.
     """
 
     def __init__(self, size: GPTSize, *, context: int = 128, vocabulary: int = 256) -> None:
@@ -63,5 +66,5 @@ class GPT(Network):
         return self.head(self.norm(stream))
 
     def initialise_(self, generator: Generator) -> None:
-        """As `transformer_` says."""
+        """See `transformer_`."""
         transformer_(self, generator, residuals=2 * len(self.blocks))

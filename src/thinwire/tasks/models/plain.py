@@ -13,8 +13,8 @@ class Logistic(Network):
     """Multinomial logistic regression, a convex problem.
 
     Args:
-        features: numbers in an example.
-        classes: to tell apart.
+        features: how many numbers an example has.
+        classes: how many.
     """
 
     def __init__(self, features: int, classes: int) -> None:
@@ -35,7 +35,7 @@ class BinaryLogistic(Network):
     """Logistic regression for two classes with one weight for each feature, not two.
 
     Args:
-        features: numbers in an example.
+        features: how many numbers an example has.
     """
 
     def __init__(self, features: int) -> None:
@@ -75,18 +75,18 @@ class Perceptron(Network):
         return last(x)
 
     def initialise_(self, generator: Generator) -> None:
-        """He et al.'s weights."""
+        """See `kaiming_`."""
         kaiming_(self, generator)
 
 
 class Convolutional(Network):
-    """Two convolutions, each halving the picture, and two linear layers.
+    """Two convolutions, each followed by pooling that halves the image, and two linear layers.
 
     Args:
-        channels: of a picture.
-        side: of a picture, a multiple of 4.
+        channels: of an image.
+        side: of an image, a multiple of 4.
         width: channels of the first convolution; the second has twice as many.
-        classes: to tell apart.
+        classes: how many.
     """
 
     def __init__(self, *, channels: int, side: int, width: int, classes: int) -> None:
@@ -103,5 +103,5 @@ class Convolutional(Network):
         return self.head(F.relu(self.hidden(x.flatten(1))))
 
     def initialise_(self, generator: Generator) -> None:
-        """He et al.'s weights."""
+        """See `kaiming_`."""
         kaiming_(self, generator)

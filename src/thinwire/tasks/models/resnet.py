@@ -1,4 +1,4 @@
-"""Small residual networks for pictures of 32 x 32 (He et al. 2016, section 4.2), with BatchNorm."""
+"""Small residual networks for images of 32 x 32 (He et al. 2016, section 4.2), with BatchNorm."""
 
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
@@ -38,8 +38,8 @@ class ResNet(Network):
 
     Args:
         depth: layers with weights on the longest path: 8, 14, 20 and so on.
-        channels: of a picture.
-        classes: to tell apart.
+        channels: of an image.
+        classes: how many.
     """
 
     def __init__(self, depth: int, *, channels: int = 3, classes: int = 10) -> None:
@@ -61,7 +61,7 @@ class ResNet(Network):
         return self.head(hidden.mean((2, 3)))
 
     def initialise_(self, generator: Generator) -> None:
-        """He et al.'s weights; every residual block starts as its shortcut."""
+        """See `kaiming_`; every residual block starts as its shortcut, because its last norm is zero."""
         kaiming_(self, generator)
         for block in self.blocks:
             assert isinstance(block, Residual)

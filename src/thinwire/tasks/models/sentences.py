@@ -9,9 +9,9 @@ class WordBag(Network):
     """The mean of a text's word vectors, and a linear layer.
 
     Args:
-        vocabulary: words.
+        vocabulary: how many words.
         width: of a word vector.
-        classes: to tell apart.
+        classes: how many.
     """
 
     def __init__(self, vocabulary: int, width: int, classes: int) -> None:
@@ -31,15 +31,15 @@ class WordBag(Network):
 
 
 class TextTransformer(Network):
-    """A transformer that hears the whole text, the mean of its stream, and a linear layer.
+    """A transformer without a causal mask, the mean of its output over the words, and a linear layer.
 
     Args:
-        vocabulary: words.
+        vocabulary: how many words.
         width: of the stream.
-        layers: blocks.
+        layers: how many blocks.
         heads: must divide the width.
-        length: words it reads at most.
-        classes: to tell apart.
+        length: the longest text, in words.
+        classes: how many.
     """
 
     def __init__(self, vocabulary: int, *, width: int, layers: int, heads: int, length: int, classes: int) -> None:
@@ -54,11 +54,11 @@ class TextTransformer(Network):
         """int64 [batch, length] to logits [batch, classes]."""
         stream = self.positions(self.embedding(words))
         for block in self.blocks:
-            stream = block(stream, _heard(words))
+            stream = block(stream, _not_padding(words))
         return self.head(_mean(self.norm(stream), words))
 
     def initialise_(self, generator: Generator) -> None:
-        """As `transformer_` says."""
+        """See `transformer_`."""
         transformer_(self, generator, residuals=2 * len(self.blocks))
 
 
@@ -80,7 +80,7 @@ class CrossBlock(nn.Module):
         self.forward_part = FeedForward(width)
 
     def forward(self, stream: Tensor, source: Tensor, mask: Tensor) -> Tensor:
-        """[batch, length, width] to the same, hearing [batch, source, width]; `mask` as for `Attention`."""
+        """[batch, length, width] to the same, with attention to [batch, source, width]; `mask` as for `Attention`."""
         stream = stream + self.attend_self(self.norm_self(stream), causal=True)
         stream = stream + self.attend_source(self.norm_source(stream), source, mask=mask)
         return stream + self.forward_part(self.norm_forward(stream))
@@ -90,12 +90,12 @@ class Translator(Network):
     """A pre-norm encoder-decoder transformer (Vaswani et al. 2017).
 
     Args:
-        source: words of the source language.
-        target: words of the target language.
+        source: how many words the source language has.
+        target: how many words the target language has.
         width: of the streams.
         layers: blocks of the encoder, and of the decoder.
         heads: must divide the width.
-        length: words it reads and writes at most.
+        length: the longest sentence, in words.
     """
 
     def __init__(self, source: int, target: int, *, width: int, layers: int, heads: int, length: int) -> None:
@@ -118,25 +118,27 @@ class Translator(Network):
         """int64 [batch, source] to [batch, source, width]."""
         stream = self.source_positions(self.source(source))
         for block in self.encoder:
-            stream = block(stream, _heard(source))
+            stream = block(stream, _not_padding(source))
         return self.encoder_norm(stream)
 
     def decode(self, encoded: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        """What `encode` gave, and the words so far, to logits [batch, length, target words]."""
+        """The output of `encode`, the source and the words so far, to logits [batch, length, target words]."""
         stream = self.target_positions(self.target(target))
         for block in self.decoder:
-            stream = block(stream, encoded, _heard(source))
+            stream = block(stream, encoded, _not_padding(source))
         return self.head(self.decoder_norm(stream))
 
     def initialise_(self, generator: Generator) -> None:
-        """As `transformer_` says."""
+        """See `transformer_`."""
         transformer_(self, generator, residuals=3 * len(self.decoder))
 
 
-def _heard(words: Tensor) -> Tensor:
+def _not_padding(words: Tensor) -> Tensor:
+    """The attention mask, bool [batch, 1, 1, length]."""
     return (words != 0)[:, None, None, :]
 
 
 def _mean(stream: Tensor, words: Tensor) -> Tensor:
+    """The mean over words that are not padding, [batch, width]."""
     weights = (words != 0).unsqueeze(-1).to(stream.dtype)
     return (stream * weights).sum(1) / weights.sum(1).clamp(min=1)

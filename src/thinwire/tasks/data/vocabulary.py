@@ -1,4 +1,4 @@
-"""Words and their numbers."""
+"""Tokens of text, and the vocabulary that gives them numbers."""
 
 import re
 from collections import Counter
@@ -17,10 +17,15 @@ def tokens(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words with a number each, from 4 on; 0 to 3 are padding, begin, end and unknown.
+    """Words with numbers from 4 on; 0 to 3 are padding, begin, end and unknown.
 
     Args:
         words: the words by number.
+
+    Example:
+        >>> vocabulary = Vocabulary.of([tokens("the cat, the dog")], size=6, occurrences=1)
+        >>> vocabulary.numbers(tokens("The dog"))
+        [4, 3]
     """
 
     words: tuple[str, ...]
@@ -34,9 +39,9 @@ class Vocabulary:
         """The most frequent words of the sentences; ties in alphabetical order.
 
         Args:
-            sentences: tokens.
-            size: numbers given out at most, the special ones included.
-            occurrences: rarer words stay unknown.
+            sentences: as tokens.
+            size: the most numbers that are used, with the four special ones.
+            occurrences: how often a word must occur; rarer ones are unknown.
         """
         counts = Counter(token for sentence in sentences for token in sentence)
         frequent = sorted((-count, word) for word, count in counts.items() if count >= occurrences)
@@ -50,7 +55,7 @@ class Vocabulary:
         return [self._number.get(token, UNKNOWN) for token in sentence]
 
     def sentence(self, numbers: Iterable[int]) -> list[str]:
-        """The tokens up to the end mark."""
+        """The tokens of these numbers, up to the end mark."""
         found: list[str] = []
         for number in numbers:
             if number == END:
