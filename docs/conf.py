@@ -1,4 +1,4 @@
-"""The documentation site: MyST pages, the library's own docstrings, mathematics that needs no network."""
+"""The documentation site: MyST pages, docstrings by autodoc, and mathematics as MathML."""
 
 import sys
 from pathlib import Path

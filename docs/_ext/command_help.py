@@ -16,15 +16,15 @@ WIDTH = "84"
 
 
 class CommandHelp(SphinxDirective):
-    """The program's own help, then a section for each of its commands."""
+    """The help of the program, then a section with the help of each command."""
 
     def run(self) -> list[nodes.Node]:
-        """A literal block, and sections with one each."""
-        return [self._block(ask()), *(self._section(name) for name in installed())]
+        """The help as literal blocks, in a section for each command."""
+        return [self._block(help_of()), *(self._section(name) for name in installed())]
 
     def _section(self, name: str) -> nodes.Node:
         title = f"thinwire {name}"
-        section = nodes.section("", nodes.title(title, title), self._block(ask(name)), names=[title])
+        section = nodes.section("", nodes.title(title, title), self._block(help_of(name)), names=[title])
         self.state.document.note_implicit_target(section)
         return section
 
@@ -34,7 +34,7 @@ class CommandHelp(SphinxDirective):
         return block
 
 
-def ask(*command: str) -> str:
+def help_of(*command: str) -> str:
     """The help as plain text.
 
     Raises:

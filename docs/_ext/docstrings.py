@@ -1,4 +1,4 @@
-"""The library's docstrings as autodoc wants them: `$x$`, `$$x$$` and `` `name` `` become roles and directives."""
+"""Mathematics in docstrings for autodoc: `$x$` and `$$x$$` become roles and directives. Links to public names."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from sphinx.util.typing import ExtensionMetadata
 
 PUBLIC = ("thinwire", "thinwire.tasks", "thinwire.emulate", "thinwire.report")
 WIDEST = 150
-"""Characters of TeX beyond which formulas that stand side by side get lines of their own."""
+"""Formulas side by side that have more characters of TeX than this are put on separate lines."""
 
 _BLOCK = re.compile(r"[ \t]*\$\$(.+?)\$\$", re.DOTALL)
 _INLINE = re.compile(r"(?<![\\$])\$([^$]+?)\$(?!\$)", re.DOTALL)
@@ -35,7 +35,7 @@ def _process(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
-    """Follow a name from the module that defines it to the place where it is public."""
+    """Resolve a reference to a name in the module that defines it, as a link to where the name is public."""
     home, _, name = str(node.get("reftarget", "")).rpartition(".")
     if not home.startswith("thinwire."):
         return None
@@ -46,7 +46,8 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
-    """Come before napoleon, which listens at the usual priority of 500."""
+    """Connect the handlers."""
+    # Before napoleon, whose priority is 500.
     app.connect("autodoc-process-docstring", _process, priority=400)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Mathematics as MathML, made from TeX when the site is built: it reads well offline and without JavaScript."""
+"""Mathematics as MathML, converted from TeX when the site is built, so that pages need no network and no JavaScript."""
 
 import re
 
@@ -20,9 +20,9 @@ def convert(tex: str, *, block: bool) -> str:
     """The MathML of one formula.
 
     Raises:
-        SphinxError: a command that the converter does not know.
+        SphinxError: the converter does not know a command.
     """
-    # The converter would take the two digits of \\tfrac13 for one number.
+    # The converter would read the two digits of \\tfrac13 as one number.
     braced = _SHORT_FRACTION.sub(r"\\\1{\2}{\3}", tex)
     # Browsers size fences by themselves, and the converter does not know these two.
     braced = _SIZE.sub("", braced).replace(r"\dots", r"\ldots")
@@ -39,7 +39,7 @@ def visit_inline(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def visit_block(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """A formula of its own."""
+    """A formula on its own line."""
     translator.body.append(translator.starttag(node, "div", CLASS="formula", role="math"))
     if node["number"]:
         translator.body.append(f'<span class="eqno">({get_node_equation_number(translator, node)})</span>')

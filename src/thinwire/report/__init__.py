@@ -1,24 +1,45 @@
 """Reports of run folders: an HTML page, plots, tables and traces.
 
 This package reads JSON files and imports nothing of training. Drawings need matplotlib and the terminal's table needs
-rich; both are imported where they are used.
+rich; both are imported where they are used. Names are imported when they are first used, so that help on the command
+line, which needs `units` only, does not wait for the rest.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
-from thinwire.report.folder import read
-from thinwire.report.runs import Collection, Run
-from thinwire.report.table import markdown, rich_table, rows
-from thinwire.report.trace import write_trace
 
 if TYPE_CHECKING:
+    from thinwire.report.folder import read
     from thinwire.report.page import Written
+    from thinwire.report.runs import Collection, Run
+    from thinwire.report.table import markdown, rich_table, rows
+    from thinwire.report.trace import write_trace
+
+_PLACES = {
+    "Collection": "runs",
+    "Run": "runs",
+    "markdown": "table",
+    "read": "folder",
+    "rich_table": "table",
+    "rows": "table",
+    "write_trace": "trace",
+}
 
 __all__ = ["Collection", "Run", "markdown", "read", "rich_table", "rows", "write_report", "write_trace"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from where it is defined, once."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'thinwire.report' has no attribute {name!r}")
+    value: object = getattr(import_module(f"thinwire.report.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def write_report(folder: Path) -> Written:
@@ -30,7 +51,6 @@ def write_report(folder: Path) -> Written:
     Raises:
         ConfigError: there is no such folder, it holds no run, it cannot be written to, or matplotlib is missing.
     """
-    # matplotlib is an extra, and its import takes a second.
     try:
         from thinwire.report.page import write
     except ModuleNotFoundError as missing:
