@@ -136,7 +136,7 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not gzip", "cannot be read .*it is damaged or not what its name says: copy it anew"),
+        (b"not gzip", "cannot be read .*it is damaged or not what its name says: copy it again"),
         (gzip.compress(struct.pack(">HBB2I", 0, 8, 2, 5, 5)), "cannot be read"),
         (
             gzip.compress(struct.pack(">HBBI", 0, 13, 1, 1) + b"1234"),
@@ -291,7 +291,7 @@ def test_agnews_holds_a_fifth_out_where_only_the_test_file_is_there(tmp_path: Pa
 @pytest.mark.parametrize("content", [b'"7","a","b"\n' * 9, b'"1","a"\n' * 9, b"\xff\xfe\n" * 9, b""])
 def test_rows_that_are_not_news_are_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "agnews/test.csv", content)
-    with pytest.raises(ConfigError, match=r"agnews/test.csv.*anew"):
+    with pytest.raises(ConfigError, match=r"agnews/test.csv.*again"):
         tasks.load("agnews", data=tmp_path)
 
 

@@ -152,9 +152,9 @@ def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The card in words: headings, each with its (name, words) lines."""
     alike = "the same in every step" if card.period == 1 else f"repeating after {card.period} steps"
     yield f"{'One worker' if card.rank == 0 else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
-    kept = card.memory_bytes_per_parameter
-    each = ", ".join(f"{name} {_number(value)}" for name, value in kept.items())
-    total = nbytes(sum(kept.values()) * card.parameters)
+    memory = card.memory_bytes_per_parameter
+    each = ", ".join(f"{name} {_number(value)}" for name, value in memory.items())
+    total = nbytes(sum(memory.values()) * card.parameters)
     yield (
         "Memory",
         [

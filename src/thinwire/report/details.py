@@ -22,7 +22,14 @@ def details(collection: Collection, styles: Sequence[Look]) -> str:
     if not any(configs):
         return '<p class="empty">No config.json was found, so how the runs were made is not known.</p>'
     known = [config for config in configs if config]
-    shared = _shared(known) if len(known) > 1 else {}
+    shared: dict[str, object] = {}
+    if len(known) > 1:
+        first, *others = known
+        shared = {
+            key: value
+            for key, value in first.items()
+            if key not in _ELSEWHERE and all(key in other and other[key] == value for other in others)
+        }
     parts = [_run(run, look, shared) for run, look in zip(collection.runs, styles, strict=True)]
     opened = parts[0].replace("<details>", "<details open>", 1) if len(parts) == 1 else "".join(parts)
     head = "<h3>The same for all</h3>" if shared else ""
@@ -54,41 +61,24 @@ def _address(words: str) -> str | None:
     return f"https://arxiv.org/abs/{number_found[1]}" if number_found else None
 
 
-def _shared(configs: Sequence[Facts]) -> dict[str, object]:
-    first, *others = configs
-    return {
-        key: value
-        for key, value in first.items()
-        if key not in _ELSEWHERE and all(key in other and other[key] == value for other in others)
-    }
-
-
 def _run(run: Run, look: Look, shared: Mapping[str, object]) -> str:
+    """The folded part of one run: command, papers, and what is not shared."""
     own = {key: value for key, value in run.config.items() if key not in shared and key not in _ELSEWHERE}
+    # Figures of the whole run, which the summary table does not have.
+    steps, seconds = number(run.summary, "steps"), number(run.summary, "seconds")
+    own |= {"steps taken": units.count(steps)} if steps is not None else {}
+    own |= {"time taken": units.seconds(seconds)} if seconds is not None else {}
     recipe = "" if run.strategy == run.label else f"<code>{escape(run.strategy)}</code>"
     command = text(run.config, "command")
     command = f'<p class="label">Command</p><pre>{escape(command)}</pre>' if command else ""
-    return (
-        f"<details><summary>{swatch(look)}{escape(run.label)}{recipe}</summary>"
-        f"{command}{_papers(run)}{_listed({**own, **_totals(run)})}</details>"
-    )
-
-
-def _totals(run: Run) -> dict[str, object]:
-    """Figures of the whole run that the summary table does not have."""
-    steps, seconds = number(run.summary, "steps"), number(run.summary, "seconds")
-    return {
-        **({"steps taken": units.count(steps)} if steps is not None else {}),
-        **({"time taken": units.seconds(seconds)} if seconds is not None else {}),
-    }
-
-
-def _papers(run: Run) -> str:
     lines = [
         f'<a href="{escape(address)}" rel="noreferrer">{escape(title)}</a>' if address else escape(title)
         for title, address in papers(run.config)
     ]
-    return f'<p class="label">Paper</p><p class="papers">{"<br>".join(lines)}</p>' if lines else ""
+    paper = f'<p class="label">Paper</p><p class="papers">{"<br>".join(lines)}</p>' if lines else ""
+    return (
+        f"<details><summary>{swatch(look)}{escape(run.label)}{recipe}</summary>{command}{paper}{_listed(own)}</details>"
+    )
 
 
 def _listed(facts: Mapping[str, object]) -> str:

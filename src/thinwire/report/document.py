@@ -21,6 +21,10 @@ def document(title: str, command: str, main: str, *, below: str = "", foot: str 
         foot: HTML at the end.
     """
     words = escape(title)
+    light = _declared({tone.variable: tone.light for tone in TONES} | _PAGE_LIGHT)
+    dark = _declared({tone.variable: tone.dark for tone in TONES} | _PAGE_DARK)
+    # Only on screens: paper is light.
+    colours = f":root {{{light}}}\n@media screen and (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
     style = resources.files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -30,7 +34,7 @@ def document(title: str, command: str, main: str, *, below: str = "", foot: str 
 <meta name="color-scheme" content="light dark">
 <title>{words}</title>
 <style>
-{_colours()}
+{colours}
 {style}</style>
 </head>
 <body>
@@ -63,12 +67,6 @@ def figure(picture: Picture, *, titled: bool = False, captioned: bool = True) ->
     words = escape(picture.caption)
     caption = f"<figcaption>{words}</figcaption>" if captioned else f'<figcaption class="unseen">{words}</figcaption>'
     return f"<figure{wide}>{title}{picture.svg()}{caption}</figure>\n"
-
-
-def _colours() -> str:
-    light = _declared({tone.variable: tone.light for tone in TONES} | _PAGE_LIGHT)
-    dark = _declared({tone.variable: tone.dark for tone in TONES} | _PAGE_DARK)
-    return f":root {{{light}}}\n@media screen and (prefers-color-scheme: dark) {{ :root {{{dark}}} }}"
 
 
 def _declared(values: dict[str, str]) -> str:

@@ -104,14 +104,11 @@ def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(dataclasses.replace(run, label=label) for run, label in zip(runs, names, strict=True))
 
 
-def _task(run: Run) -> str:
-    return text(run.summary, "task") or text(run.config, "task") or "an unnamed task"
-
-
 def _title(runs: Sequence[Run]) -> str:
     link = text(runs[0].summary, "link")
+    task = text(runs[0].summary, "task") or text(runs[0].config, "task") or "an unnamed task"
     many = f"{len(runs)} strategies" if len(runs) > 1 else runs[0].label
-    return f"{many} on {_task(runs[0])}" + (f" over {link}" if link else "")
+    return f"{many} on {task}" + (f" over {link}" if link else "")
 
 
 def _step(line: Facts) -> Step | None:

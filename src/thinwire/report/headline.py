@@ -6,7 +6,7 @@ from html import escape
 from thinwire.report import units
 from thinwire.report.files import Facts, number, text
 from thinwire.report.palette import Look
-from thinwire.report.runs import Collection, Run
+from thinwire.report.runs import Collection
 from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
@@ -17,13 +17,16 @@ def setting(collection: Collection) -> str:
     known = {key: value for key, value in collection.runs[0].summary.items() if value is not None}
     config = {**collection.runs[0].config, **known}
     parameters, workers = number(config, "parameters"), number(config, "workers")
+    # From a million on, the exact number is of no use to a reader.
+    large = parameters is not None and parameters >= 999_500
+    size = f"{units.digits((parameters or 0) / 1e6)} million" if large else units.count(parameters or 0)
     parts = [
         text(config, "task") and f"task {text(config, 'task')}",
         text(config, "model") and f"model {text(config, 'model')}",
-        f"{_rounded(parameters)} parameters" if parameters else "",
+        f"{size} parameters" if parameters else "",
         f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "",
         f"link {text(config, 'link')}" if text(config, "link") else "links not limited",
-        _host(config),
+        _host(config.get("host")),
     ]
     spans = "".join(f"<span>{escape(part)}</span>" for part in parts if part)
     return f'<p class="setting">{spans}</p>' if spans else ""
@@ -51,10 +54,11 @@ def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
     """The table of summaries, with the best of each column marked, and figures compared with the baseline's."""
     summaries = collection.summaries
     base = baseline(summaries)
-    body = "".join(
-        _row(run, look, row, index == base)
-        for index, (run, look, row) in enumerate(zip(collection.runs, styles, cells(summaries, base), strict=True))
-    )
+    body = ""
+    for index, (run, look, row) in enumerate(zip(collection.runs, styles, cells(summaries, base), strict=True)):
+        note = "<small>baseline</small>" if index == base else ""
+        head = f'<th scope="row">{swatch(look)}{escape(run.label)}{note}</th>'
+        body += f"<tr>{head}{''.join(map(_cell, row))}</tr>"
     heads = "".join(
         f'<th scope="col">{escape(column.heading.replace("/step", " / step"))}</th>' for column in columns(summaries)
     )
@@ -74,14 +78,8 @@ def swatch(look: Look) -> str:
     return f'<span class="swatch" style="--own: var({look.tone.variable})" aria-hidden="true"></span>'
 
 
-def _rounded(parameters: float) -> str:
-    if parameters >= 999_500:
-        return f"{units.digits(parameters / 1e6)} million"
-    return units.count(parameters)
-
-
-def _host(config: Facts) -> str:
-    host = config.get("host")
+def _host(host: object) -> str:
+    """The machine, as configurations describe it: cores and processor."""
     if not isinstance(host, dict):
         return ""
     cores = host.get("cores")
@@ -181,11 +179,6 @@ def _compared(against: str, collection: Collection) -> str:
     base = baseline(collection.summaries)
     name = collection.runs[base].label if base is not None else ""
     return f"{against} {'as' if against.endswith('same') else 'than'} {name}"
-
-
-def _row(run: Run, look: Look, row: Sequence[Cell], is_base: bool) -> str:
-    note = "<small>baseline</small>" if is_base else ""
-    return f'<tr><th scope="row">{swatch(look)}{escape(run.label)}{note}</th>{"".join(map(_cell, row))}</tr>'
 
 
 def _cell(cell: Cell) -> str:

@@ -19,7 +19,16 @@ _HEADING_LENGTH = {3: 26, 2: 44}
 def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | None:
     """A small chart for each run that counted the bytes of its links, all on one scale; None where no run did."""
     counted = [(run, look) for run, look in zip(collection.runs, styles, strict=True) if run.links]
-    most = max((value for run, _ in counted for link in run.links for value in _values(link)), default=0.0)
+    links = [link for run, _ in counted for link in run.links]
+    most = max(
+        (
+            value
+            for link in links
+            for value in (link.sent_bytes, link.received_bytes, link.payload_sent_bytes)
+            if value is not None
+        ),
+        default=0.0,
+    )
     if most <= 0:
         return None
     per_row = 3 if max(len(run.label) for run, _ in counted) <= _HEADING_LENGTH[3] else 2
@@ -63,11 +72,6 @@ def rates(run: Run) -> str:
     if len(known) == 1:
         return units.rate(known[0])
     return f"{units.rate(known[0])} to {units.rate(known[-1])}"
-
-
-def _values(link: Link) -> list[float]:
-    every = (link.sent_bytes, link.received_bytes, link.payload_sent_bytes)
-    return [value for value in every if value is not None]
 
 
 def _panel(axes: Axes, run: Run, look: Look, *, most: float, room: int) -> None:

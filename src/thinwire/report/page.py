@@ -79,48 +79,32 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
 
 def page(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> str:
     """The whole HTML document."""
+    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words in _PARTS)
+    bodies = (
+        summary_table(collection, styles),
+        _losses([*drawings.losses, *drawings.metrics]),
+        _empty("No step was timed, so its time cannot be split.") if drawings.times is None else figure(drawings.times),
+        _timelines(collection, drawings.timelines),
+        _links(collection, drawings.links),
+        details(collection, styles),
+    )
+    sections = "".join(card(words, body, anchor) for (anchor, words), body in zip(_PARTS, bodies, strict=True))
     return document(
         collection.title,
         "thinwire report",
-        f"""{_notes(collection)}
-{tiles(collection, styles)}
-{"".join(_sections(collection, styles, drawings))}""",
-        below=f"""{setting(collection)}
-{lead(collection)}
-{_navigation()}""",
+        f"{_notes(collection)}\n{tiles(collection, styles)}\n{sections}",
+        below=f'{setting(collection)}\n{lead(collection)}\n<nav aria-label="Sections">{links}</nav>',
         foot="<footer><p>Made by <code>thinwire report</code>. The drawings are also in the folder <code>plots</code>; "
         "the numbers are in each run's <code>summary.json</code> and <code>metrics.jsonl</code>.</p></footer>",
     )
 
 
-def _navigation() -> str:
-    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words in _PARTS)
-    return f'<nav aria-label="Sections">{links}</nav>'
-
-
-def _sections(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> list[str]:
-    bodies = (
-        summary_table(collection, styles),
-        _losses([*drawings.losses, *drawings.metrics]),
-        _times(drawings.times),
-        _timelines(collection, drawings.timelines),
-        _links(collection, drawings.links),
-        details(collection, styles),
-    )
-    return [card(words, body, anchor) for (anchor, words), body in zip(_PARTS, bodies, strict=True)]
-
-
 def _losses(pictures: Sequence[Picture]) -> str:
+    """The first picture in full width, the others in pairs."""
     if not pictures:
         return _empty("No loss was recorded: metrics.jsonl is missing or holds no training step.")
     first, *others = pictures
     return f'{figure(first, titled=True)}<div class="pair">{"".join(figure(p, titled=True) for p in others)}</div>'
-
-
-def _times(picture: Picture | None) -> str:
-    if picture is None:
-        return _empty("No step was timed, so its time cannot be split.")
-    return figure(picture)
 
 
 def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:

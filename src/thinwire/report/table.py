@@ -77,8 +77,9 @@ def rows(summaries: Sequence[Facts]) -> list[dict[str, str]]:
         [('ddp', '400 ms', '1.00×'), ('LocalSGD', '100 ms', '4.0×')]
     """
     shown, against = columns(summaries), speeds(summaries)
+    names = labels([text(facts, "strategy", MISSING) for facts in summaries])
     result: list[dict[str, str]] = []
-    for index, (label, summary) in enumerate(zip(_labels(summaries), summaries, strict=True)):
+    for index, (label, summary) in enumerate(zip(names, summaries, strict=True)):
         row = {"strategy": label}
         for column in shown:
             row[column.heading] = written(summary, column)
@@ -223,10 +224,6 @@ def _bests(summaries: Sequence[Facts], column: Column) -> set[int]:
         return set()
     words = written(summaries[first], column)
     return {index for index, facts in enumerate(summaries) if written(facts, column) == words}
-
-
-def _labels(summaries: Sequence[Facts]) -> list[str]:
-    return labels([text(facts, "strategy", MISSING) for facts in summaries])
 
 
 def _ddp(summaries: Sequence[Facts]) -> int | None:

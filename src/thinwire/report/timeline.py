@@ -110,7 +110,15 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
     plain(axes, grid="x")
     heading(axes, run, look, most=50, note=note)
     for row, rank in enumerate(ranks):
-        _worker(axes, row, [span for span in run.spans if span.rank == rank], seen)
+        # Waiting lies under computing, and messages, which overlap with both, in a lane of their own.
+        lanes: tuple[tuple[str, Tone, float, float], ...] = (
+            ("wait", WAIT, row - 0.36, 0.5),
+            ("compute", COMPUTE, row - 0.36, 0.5),
+            ("communication", COMMUNICATION, row + 0.19, 0.15),
+        )
+        for kind, tone, bottom, height in lanes:
+            bars = intervals([span for span in run.spans if span.rank == rank and span.kind == kind], seen)
+            axes.broken_barh(bars, (bottom, height), facecolor=tone.light, edgecolor=PAPER.light, linewidth=0.35)
     _frame(axes, ranks, seen)
     return Picture(
         name=f"timeline-{index + 1}",
@@ -119,17 +127,6 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
         caption=note,
         description=f"Timeline of {len(ranks)} workers under {run.label}: {note}.",
     )
-
-
-def _worker(axes: Axes, row: int, spans: Sequence[Span], seen: Window) -> None:
-    lanes: tuple[tuple[str, Tone, float, float], ...] = (
-        ("wait", WAIT, row - 0.36, 0.5),
-        ("compute", COMPUTE, row - 0.36, 0.5),
-        ("communication", COMMUNICATION, row + 0.19, 0.15),
-    )
-    for kind, tone, bottom, height in lanes:
-        bars = intervals([span for span in spans if span.kind == kind], seen)
-        axes.broken_barh(bars, (bottom, height), facecolor=tone.light, edgecolor=PAPER.light, linewidth=0.35)
 
 
 def intervals(spans: Sequence[Span], seen: Window) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from thinwire.report.files import write_text
 from thinwire.report.folder import read_spans
 from thinwire.report.runs import Span
 
+# The first thread number of each kind; a worker has up to a hundred lanes of one kind.
 _LANES = {"compute": 0, "communication": 100, "wait": 200}
 
 
@@ -33,20 +34,7 @@ def write_trace(run_folder: Path) -> Path:
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
     """The trace events of a timeline: names for processes and threads, then one event per span."""
-    placed = _placed(spans)
-    names: list[dict[str, object]] = []
-    for rank in sorted({span.rank for span in spans}):
-        names.append(_metadata("process_name", rank, 0, {"name": f"worker {rank}"}))
-        names.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-    for rank, lane, kind in sorted({(span.rank, lane, span.kind) for span, lane in placed}):
-        extra = lane - _LANES[kind]
-        names.append(_metadata("thread_name", rank, lane, {"name": f"{kind} {extra + 1}" if extra else kind}))
-        names.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
-    return names + [_event(span, lane) for span, lane in placed]
-
-
-def _placed(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Each span with a lane: the first of its kind that is free when the span starts."""
+    # Each span gets the first lane of its kind that is free when it starts.
     busy: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[Span, int]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -54,21 +42,30 @@ def _placed(spans: Sequence[Span]) -> list[tuple[Span, int]]:
         lane = next((index for index, end in enumerate(ends) if end <= span.start), len(ends))
         ends[lane : lane + 1] = [span.end]
         placed.append((span, _LANES[span.kind] + lane))
-    return placed
+    events: list[dict[str, object]] = []
+    for rank in sorted({span.rank for span in spans}):
+        events.append(_metadata("process_name", rank, 0, {"name": f"worker {rank}"}))
+        events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
+    for rank, lane, kind in sorted({(span.rank, lane, span.kind) for span, lane in placed}):
+        extra = lane - _LANES[kind]
+        events.append(_metadata("thread_name", rank, lane, {"name": f"{kind} {extra + 1}" if extra else kind}))
+        events.append(_metadata("thread_sort_index", rank, lane, {"sort_index": lane}))
+    for span, lane in placed:
+        events.append(
+            {
+                "name": span.name,
+                "cat": span.kind,
+                "ph": "X",
+                # Microseconds.
+                "ts": round(span.start * 1e6, 3),
+                "dur": round((span.end - span.start) * 1e6, 3),
+                "pid": span.rank,
+                "tid": lane,
+                "args": {"step": span.step},
+            }
+        )
+    return events
 
 
 def _metadata(name: str, rank: int, lane: int, arguments: dict[str, object]) -> dict[str, object]:
     return {"name": name, "ph": "M", "pid": rank, "tid": lane, "args": arguments}
-
-
-def _event(span: Span, lane: int) -> dict[str, object]:
-    return {
-        "name": span.name,
-        "cat": span.kind,
-        "ph": "X",
-        "ts": round(span.start * 1e6, 3),
-        "dur": round((span.end - span.start) * 1e6, 3),
-        "pid": span.rank,
-        "tid": lane,
-        "args": {"step": span.step},
-    }

@@ -44,8 +44,8 @@ def digits(folder: Folder | None = None) -> Task:
     images = np.rint(np.asarray(grey) * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = np.asarray(classes, np.int64)
     order = Stream((0xD161,)).permutation(len(labels))
-    held, kept = np.split(order, [len(labels) // 5])
-    sets = [Images(images[rows], labels[rows], mean=0.3, deviation=0.35) for rows in (kept, held)]
+    held_out, train = np.split(order, [len(labels) // 5])
+    sets = [Images(images[rows], labels[rows], mean=0.3, deviation=0.35) for rows in (train, held_out)]
     networks = {
         "mlp": partial(Perceptron, 64, 64, 10),
         "cnn": partial(Convolutional, channels=1, side=8, width=16, classes=10),
@@ -117,8 +117,8 @@ def a9a(folder: Folder) -> Task:
     """
     path = folder.file("libsvm/a9a.gz")
     features, labels = read(path, partial(libsvm, features=_A9A_FEATURES))
-    held, kept = np.split(Stream((0xA9A,)).permutation(len(labels)), [len(labels) // 5])
-    sets = [Rows(features[rows], labels[rows]) for rows in (kept, held)]
+    held_out, train = np.split(Stream((0xA9A,)).permutation(len(labels)), [len(labels) // 5])
+    sets = [Rows(features[rows], labels[rows]) for rows in (train, held_out)]
     settings = (Defaults("sgd", lr=0.1, batch_size=64, momentum=0.0), Defaults("adamw", lr=3e-3, batch_size=64))
     networks = {"logistic": partial(BinaryLogistic, _A9A_FEATURES)}
     return Task("a9a", "a9a (UCI Adult)", ACCURACY, networks, labelled(*sets), settings)
@@ -163,7 +163,7 @@ def _decoded(joined: Pixels, offsets: Indices, title: str) -> Pixels:
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
-        raise ConfigError(f"{name}: images of shape {shape}, and its labels need {expected}; copy them anew")
+        raise ConfigError(f"{name}: images of shape {shape}, and its labels need {expected}; copy them again")
 
 
 def _agnews_articles(folder: Folder) -> tuple[str, Articles, Articles]:
@@ -176,16 +176,16 @@ def _agnews_articles(folder: Folder) -> tuple[str, Articles, Articles]:
         return "AG News", train, test
     rows = read(folder.file(names[1], otherwise=hub.OFFER), _agnews_rows)
     order = Stream((0xA6,)).permutation(len(rows))
-    held, kept = np.split(order, [len(rows) // 5])
+    held_out, kept = np.split(order, [len(rows) // 5])
     title = "AG News (the test file, split 4 to 1)"
-    return title, [rows[index] for index in kept], [rows[index] for index in held]
+    return title, [rows[index] for index in kept], [rows[index] for index in held_out]
 
 
 def _agnews_rows(path: Path) -> Articles:
     with path.open(encoding="utf-8", newline="") as file:
         rows = [(f"{title} {text}", int(section) - 1) for section, title, text in csv.reader(file)]
     if len(rows) < 5 or not {section for _, section in rows} <= {0, 1, 2, 3}:
-        raise ConfigError(f"{path}: expected rows of section (1 to 4), title and text; copy it anew")
+        raise ConfigError(f"{path}: expected rows of section (1 to 4), title and text; copy it again")
     return rows
 
 

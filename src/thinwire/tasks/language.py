@@ -111,7 +111,7 @@ def _sections(whole: bytes, heading: re.Pattern[bytes], missing: str) -> list[Do
     """Cut before each heading; text before the first heading belongs to the first section."""
     found = list(heading.finditer(whole))
     if not found:
-        raise ConfigError(f"{missing}; copy it anew")
+        raise ConfigError(f"{missing}; copy it again")
     ends = [*(match.start() for match in found[1:]), len(whole)]
     return [
         Document(match[1].strip().decode("utf-8", "replace"), whole[begin:end])

@@ -97,7 +97,7 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
         raise
     except _BROKEN as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}); it is damaged or not what its name says: copy it anew"
+            f"{path} cannot be read ({error}); it is damaged or not what its name says: copy it again"
         ) from error
 
 
