@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ from tests.report.samples import SAMPLES, write_run
 from thinwire.report import read
 from thinwire.report.bars import split
 from thinwire.report.curves import smoothed
+from thinwire.report.folder import read_spans
 from thinwire.report.links import rates, used
 from thinwire.report.runs import Link, Run, Span
 from thinwire.report.timeline import Window, common_length, intervals, step_starts, window
@@ -89,6 +91,12 @@ def test_a_run_reads_back_what_was_written(tmp_path):
     assert [evaluation.step for evaluation in run.evaluations] == [50]
     assert {span.rank for span in run.spans} == {link.rank for link in run.links} == {0, 1, 2}
     assert run.notes == ()
+
+
+def test_intervals_of_unknown_kinds_are_left_out_and_those_of_messages_have_one_name(tmp_path):
+    lines = [{"rank": 0, "kind": kind, "name": "", "start": 0, "end": 1} for kind in ("talk", "communication", "rest")]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [span.kind for span in read_spans(tmp_path)] == ["communication", "communication"]
 
 
 def linked(*links: Link) -> Run:

@@ -76,6 +76,7 @@ def run(settings: Settings, recipes: Sequence[str], folder: Path, *, rounds: int
         watches: list[Watch] = []
 
         def begin(recipe: str, place: int) -> None:
+            # Ends the progress line of the run before.
             contexts.close()
             label = f"[{place + 1}/{rounds * len(recipes)}] {recipe}"
             watches[:] = [contexts.enter_context(Watch(label, settings.steps, settings.seconds))]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.cli.compare import report, run, show, title
 from thinwire.cli.console import err, out
 from thinwire.cli.options import command_line, default_folder
-
-if TYPE_CHECKING:
-    from thinwire.runs import Settings
 
 STRATEGIES = ("ddp", "AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8, momentum=0.5)", "PushSum()")
 Fields = dict[str, Any]
@@ -40,7 +37,29 @@ class Demo:
 
     def __call__(self) -> int:
         """Run the five strategies, print the table, and explain it."""
-        settings = self._settings()
+        from thinwire.emulate import available, parse_links
+        from thinwire.runs import resolve
+
+        # A link that cannot be read is refused even where it would not be used.
+        parse_links(self.link, 4)
+        reason = available()
+        if reason is not None:
+            err.print(f"Slow links cannot be emulated here: {reason}.", markup=False)
+            err.print("The workers use this machine's loopback interface at its full speed.", markup=False)
+        settings = resolve(
+            {
+                "task": "text",
+                "model": "0.5m",
+                "strategy": STRATEGIES[0],
+                "workers": 4,
+                "link": None if reason else self.link,
+                "seconds": self.seconds,
+                "batch_size": 4,
+                "warmup_steps": 10,
+                "eval_limit": 64,
+                "command": command_line(),
+            }
+        )
         folder = self.out or default_folder(settings.task, "demo")
         done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
         page = report(folder)
@@ -49,29 +68,6 @@ class Demo:
         if page is not None:
             out.print(f"\nThe report, with loss curves and a timeline of each worker: {page}", markup=False)
         return 0
-
-    def _settings(self) -> Settings:
-        from thinwire.emulate import available, parse_links
-        from thinwire.runs import resolve
-
-        parse_links(self.link, 4)
-        reason = available()
-        if reason is not None:
-            err.print(f"Slow links cannot be emulated here: {reason}.", markup=False)
-            err.print("The workers use this machine's loopback interface at its full speed.", markup=False)
-        given = {
-            "task": "text",
-            "model": "0.5m",
-            "strategy": STRATEGIES[0],
-            "workers": 4,
-            "link": None if reason else self.link,
-            "seconds": self.seconds,
-            "batch_size": 4,
-            "warmup_steps": 10,
-            "eval_limit": 64,
-            "command": command_line(),
-        }
-        return resolve(given)
 
 
 def conclusions(summaries: Sequence[Fields]) -> str:
@@ -89,6 +85,7 @@ def conclusions(summaries: Sequence[Fields]) -> str:
         f"{_megabytes(base)} per worker and step."
     ]
     for each in others:
+        # Strategies with the same traffic differ only in how they overlap it; they are compared in speed alone.
         if abs(each["payload_bytes_per_worker_per_step"] - base_bytes) <= 0.01 * base_bytes:
             ratio = base_pace / each["seconds_per_step"]
             words.append(f"{_name(each)} sends the same and makes {ratio:.2f} times as many steps in a second.")
@@ -98,6 +95,7 @@ def conclusions(summaries: Sequence[Fields]) -> str:
         return " ".join(words)
     fastest = min(rivals, key=lambda each: each["seconds_per_step"])
     ratio = base_pace / fastest["seconds_per_step"]
+    # Less than 2 % is within the noise of a short run.
     if ratio < 1.02:
         words.append(
             f"Sending less made no steps faster than those of {base['strategy']}: the link is not its bottleneck."

@@ -68,47 +68,40 @@ class Emulate:
         if not self.command:
             raise ConfigError("there is no command to run; write it after --, such as -- python train.py")
         parse_stragglers(self.slow, self.stall, workers=self.workers, seed=self.seed)
+        network: Network | None = Network(parse_links(self.link, self.workers))
+        reason = None if any(str(link) != "none" for link in network.links) else available()
+        if reason is not None:
+            # Only where no link is limited: a limit that cannot be kept is an error.
+            err.print(f"the workers use this machine's network, so no bytes are counted: {reason}", markup=False)
+            network = None
         with ExitStack() as contexts:
-            network = self._network()
             if network is not None:
                 contexts.enter_context(network)
-            workers = contexts.enter_context(self._start(network))
+            workers = contexts.enter_context(
+                Workers(
+                    self.command,
+                    self.workers,
+                    network=network,
+                    environment=straggler_environment(self.slow, self.stall, seed=self.seed),
+                    on_line=self._print_line,
+                    timeout=self.timeout,
+                )
+            )
             exits = workers.wait()
+            # Before the network is left, because its counters end with it.
             traffic = network.traffic() if network else (None,) * self.workers
-        self._show(exits, traffic)
-        if workers.failure is not None:
-            print_error(workers.failure)
-        return 0 if workers.failure is None else 1
-
-    def _network(self) -> Network | None:
-        """The network, or None where it is not needed and not possible: a limited link is never ignored."""
-        network = Network(parse_links(self.link, self.workers))
-        reason = None if any(str(link) != "none" for link in network.links) else available()
-        if reason is None:
-            return network
-        err.print(f"the workers use this machine's network, so no bytes are counted: {reason}", markup=False)
-        return None
-
-    def _start(self, network: Network | None) -> Workers:
-        return Workers(
-            self.command,
-            self.workers,
-            network=network,
-            environment=straggler_environment(self.slow, self.stall, seed=self.seed),
-            on_line=self._print_line,
-            timeout=self.timeout,
-        )
-
-    def _print_line(self, rank: int, stream: Stream, line: str) -> None:
-        console = out if stream == "stdout" and not self.json else err
-        console.print(Text.assemble((f"[{rank}]", COLOURS[rank % len(COLOURS)]), " ", line))
-
-    def _show(self, exits: Sequence[WorkerExit], traffic: Sequence[Traffic | None]) -> None:
         rows = [_row(record, carried) for record, carried in zip(exits, traffic, strict=True)]
         if self.json:
             out.print_json(json_text.dumps({"link": self.link, "workers": rows}))
         else:
             out.print(_table(rows))
+        if workers.failure is not None:
+            print_error(workers.failure)
+        return 0 if workers.failure is None else 1
+
+    def _print_line(self, rank: int, stream: Stream, line: str) -> None:
+        console = out if stream == "stdout" and not self.json else err
+        console.print(Text.assemble((f"[{rank}]", COLOURS[rank % len(COLOURS)]), " ", line))
 
 
 def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, float | str | None]:

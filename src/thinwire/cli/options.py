@@ -45,6 +45,7 @@ def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | No
         elif name == "model":
             options.append((name, Annotated[kind | None, arg(name="model-size")], None))
         else:
+            # Settings hold text, for JSON; as an option it is a path.
             options.append((name, (Path if name == "data" else kind) | None, None))
     return make_dataclass("Options", options, bases=(Options,), namespace={"__doc__": Settings.__doc__}, frozen=True)
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from thinwire.coreset import Coreset
-    from thinwire.coreset.quality import Quality
 
 # How many random subsets the coreset is compared with.
 _RANDOM_DRAWS = 5
@@ -115,7 +114,7 @@ class Select:
             by_chance(chosen.n, len(chosen), labels=classes, like=chosen, seed=self.seed + 1 + draw)
             for draw in range(_RANDOM_DRAWS)
         ]
-        others = [quality(rows, *draw, labels=labels, seed=self.seed) for draw in draws]
+        others = [asdict(quality(rows, *draw, labels=labels, seed=self.seed)) for draw in draws]
         return {
             "data": str(self.data),
             "points": chosen.n,
@@ -128,7 +127,7 @@ class Select:
             "smallest_weight": float(chosen.weights.min()),
             "largest_weight": float(chosen.weights.max()),
             "coreset": asdict(own),
-            "random": _mean(others),
+            "random": {key: sum(each[key] for each in others) / len(others) for key in others[0]},
             "random_draws": _RANDOM_DRAWS,
         }
 
@@ -153,11 +152,6 @@ def _classes(labels: Any) -> Tensor | None:
     import torch
 
     return None if labels is None else torch.from_numpy(np.unique(labels, return_inverse=True)[1])
-
-
-def _mean(measured: list[Quality]) -> Fields:
-    every = [asdict(each) for each in measured]
-    return {key: sum(each[key] for each in every) / len(every) for key in every[0]}
 
 
 def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:

@@ -61,6 +61,7 @@ class Guard:
 
 def main() -> None:
     """Read groups until the launcher is gone, then kill those that are left."""
+    # Only the end of the input ends it: it must outlive the launcher, even if both are asked to stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -118,6 +118,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         """Start all workers."""
+        # Signals first: one that arrives while workers start must not leave any of them behind.
         self._contexts.enter_context(self._signals)
         self._contexts.callback(self._selector.close)
         self._guard = self._contexts.enter_context(Guard())
@@ -222,6 +223,7 @@ class Workers:
     def _read_outputs(self, seconds: float) -> None:
         if not self._selector.get_map():
             time.sleep(seconds)
+        # Outputs are read without blocking, so that a worker that prints much does not delay signals.
         for key, _ in self._selector.select(seconds):
             if not key.data.read():
                 self._close_output(key.data)

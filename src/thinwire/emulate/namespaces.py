@@ -113,6 +113,7 @@ def make_namespaces(count: int, user: bool) -> tuple[int | None, list[int]]:
     held = None
     try:
         if user:
+            # As if this user were not allowed to make network namespaces directly.
             raise PermissionError
         call("unshare", CLONE_NEWNET)
     except PermissionError:
@@ -130,6 +131,7 @@ def enter_user_namespace() -> None:
     """Become root of a new user namespace in which only the current user exists."""
     user, group = os.geteuid(), os.getegid()
     call("unshare", CLONE_NEWUSER)
+    # In this order: an unprivileged process may write gid_map only after it has denied setgroups.
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         Path("/proc/self", name).write_text(text)
 

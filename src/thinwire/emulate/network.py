@@ -92,7 +92,11 @@ class Network:
     def __enter__(self) -> Self:
         """Make the namespaces and the links; takes about 50 ms."""
         with ExitStack() as contexts:
-            self._files = self._build()
+            try:
+                self._files = build(network_plan(self.links, user=self._user_namespace))
+            except CannotBuildError as reason:
+                links = describe_links(self.links)
+                raise ConfigError(f"link {links!r}: this machine cannot emulate a network: {reason}") from None
             for descriptor in itertools.chain.from_iterable(self._files.values()):
                 contexts.callback(os.close, descriptor)
             if "tunnel" in self._files:
@@ -136,13 +140,6 @@ class Network:
         """What each worker has sent and received since the network was entered; takes microseconds."""
         return tuple(now - before for now, before in zip(self._read(), self._before, strict=True))
 
-    def _build(self) -> dict[str, list[int]]:
-        try:
-            return build(network_plan(self.links, user=self._user_namespace))
-        except CannotBuildError as reason:
-            links = describe_links(self.links)
-            raise ConfigError(f"link {links!r}: this machine cannot emulate a network: {reason}") from None
-
     def _start_switch(self, tunnels: list[int]) -> subprocess.Popen[bytes]:
         ports = switch_ports(self.links, tunnels)
         return subprocess.Popen(
@@ -174,6 +171,7 @@ def available() -> str | None:
 
 def _read_counters(descriptor: int) -> Traffic:
     for line in os.pread(descriptor, 1 << 16, 0).decode().splitlines():
+        # The columns of /proc/net/dev: bytes and packets received are 0 and 1, sent 8 and 9.
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
             fields = [int(number) for number in numbers.split()]
@@ -240,6 +238,7 @@ def _ip(namespace: int, lines: list[str], optional: bool = False) -> Step:
 
 
 def _shape(namespace: int, interface: str, bits_per_second: float) -> Step:
+    # tbf drops a packet that is longer than its burst, and a queue that is too short would drop packets of slow links.
     burst = max(2 * _packet_nbytes(bits_per_second), round(bits_per_second / 8 * BURST_SECONDS))
     queue = burst + max(LARGEST_PACKET * 4, round(bits_per_second / 8 * QUEUE_SECONDS))
     words = f"tc qdisc add dev {interface} root tbf rate {bits_per_second:.0f}bit burst {burst} limit {queue}"

@@ -29,6 +29,7 @@ def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[
         workers: how many there are.
         own: variables that replace all others.
     """
+    # With torchrun's variables a worker would look for the rendezvous of torchrun's agent.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     choices = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}

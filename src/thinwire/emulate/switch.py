@@ -21,6 +21,7 @@ HEADER = 10
 NETWORK = bytes([10, 77, 0])
 FIRST_HOST = 1
 LARGEST_READ = (1 << 16) + HEADER
+# Packets read from one worker before the others are looked at, so that a fast sender does not delay them.
 READS_AT_ONCE = 32
 
 
@@ -87,6 +88,7 @@ class Switch:
         port = self.ports[target]
         if not port.bits_per_second:
             return False
+        # An idle port has saved up at most one burst.
         free = max(port.free, now - self.burst_seconds)
         if free - now > self.queue_seconds:
             return True

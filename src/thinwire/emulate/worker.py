@@ -44,7 +44,12 @@ class WorkerExit:
     @property
     def how(self) -> str:
         """The exit code, or the name of the signal, such as `SIGKILL`."""
-        return str(self.code) if self.signal is None else _signal_name(self.signal)
+        if self.signal is None:
+            return str(self.code)
+        # Real-time signals have no names.
+        with suppress(ValueError):
+            return signal.Signals(self.signal).name
+        return f"signal {self.signal}"
 
     def __str__(self) -> str:
         """Such as `worker 2 was ended by SIGKILL`."""
@@ -73,6 +78,7 @@ class Lines:
         except BlockingIOError:
             return True
         *lines, self._rest = (self._rest + piece).split(b"\n")
+        # A line without an end, such as a progress bar, is emitted in pieces rather than kept for ever.
         if len(self._rest) > LONGEST_LINE or not piece:
             lines, self._rest = [*lines, *filter(None, [self._rest])], b""
         for line in lines:
@@ -155,9 +161,3 @@ class Worker:
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -143,6 +143,7 @@ def _fit_bytes(axes: Axes, collection: Collection, measure: Measure) -> None:
     totals = [float(across.max()) for run in collection.runs if len(across := _points(run.steps, measure)[0])]
     sent = [total for total in totals if total > 0]
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    # On a linear axis, a strategy that sends a twentieth of another would end in the first marks.
     if not sent or max(sent) < 20 * min(sent):
         _from_zero(axes)
         axes.xaxis.set_major_locator(MaxNLocator(6))

@@ -52,6 +52,7 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
     runs: list[Run] = []
     notes: list[str] = []
     for subfolder in map(str, names):
+        # The second condition keeps a comparison.json from reading outside its folder.
         if not _is_run(folder / subfolder) or Path(subfolder).name != subfolder:
             notes.append(f"{subfolder} is listed in comparison.json but holds no run, so it is left out.")
             continue

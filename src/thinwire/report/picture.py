@@ -52,6 +52,7 @@ class Picture:
     def svg(self) -> str:
         """The figure as an SVG element for an HTML page that defines the palette's CSS variables."""
         content = io.StringIO()
+        # Text stays text, and ids and metadata do not change from one writing to the next.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "thinwire"}):
             self.figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
         return _inlined(content.getvalue(), self.name, self.description)
@@ -83,6 +84,7 @@ def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
 def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
     """One legend above the axes, in as few rows as its names allow; the figure grows by its height."""
     words = [shortened(name, 46) for name in names]
+    # About 13 characters per inch, and 6 for the sample and the gap.
     room = figure.get_figwidth() * 13
     per_row = max(1, min(len(words), int(room // (max(map(len, words)) + 6))))
     rows = -(-len(words) // per_row)

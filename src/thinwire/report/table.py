@@ -207,6 +207,7 @@ def _against(summary: Facts, base: Facts, column: Column, itself: bool) -> str:
     if column.words is None or itself or not own or not other:
         return ""
     ratio = own / other
+    # Otherwise it would read "1.00x more".
     if 0.995 < ratio < 1.005:
         return "the same"
     more, less = column.words

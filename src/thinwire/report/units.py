@@ -7,6 +7,7 @@ _RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 def digits(value: float) -> str:
     """Three significant digits, never in powers of ten: 0.123, 12.3, 1230."""
     size = abs(value)
+    # The limits are those at which rounding would give a fourth digit.
     if size >= 99.95:
         return f"{value:.0f}"
     if size >= 9.995:

@@ -169,7 +169,10 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -
 def _agnews_articles(folder: Folder) -> tuple[str, Articles, Articles]:
     names = ("agnews/train.csv", "agnews/test.csv")
     if hub.installed() and folder.lacks(*names):
-        train, test = (_agnews_downloaded(split) for split in ("train", "test"))
+        train, test = (
+            [(str(row["text"]), int(str(row["label"]))) for row in hub.download("fancyzhx/ag_news", split)]
+            for split in ("train", "test")
+        )
         return "AG News", train, test
     if folder.has(names[0]):
         train, test = (read(folder.file(name), _agnews_rows) for name in names)
@@ -187,10 +190,6 @@ def _agnews_rows(path: Path) -> Articles:
     if len(rows) < 5 or not {section for _, section in rows} <= {0, 1, 2, 3}:
         raise ConfigError(f"{path}: expected rows of section (1 to 4), title and text; copy it again")
     return rows
-
-
-def _agnews_downloaded(split: str) -> Articles:
-    return [(str(row["text"]), int(str(row["label"]))) for row in hub.download("fancyzhx/ag_news", split)]
 
 
 def _agnews_table(vocabulary: Vocabulary, articles: Articles) -> Texts:

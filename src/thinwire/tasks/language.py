@@ -43,6 +43,7 @@ def text(folder: Folder | None = None, *, context: int = 128, nbytes: int = 4_00
     if nbytes < 1_000_000:
         raise ConfigError(f"nbytes={nbytes}: must be at least 1,000,000, to hold packages to train on and others out")
     root = Path(sysconfig.get_path("stdlib"))
+    # By hashes rather than in order, so that a shorter text is a sample of the whole library.
     documents = _library(root, nbytes)
     if sum(len(document.text) for document in documents) < 1_000_000:
         raise ConfigError(

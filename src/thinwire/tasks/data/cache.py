@@ -39,6 +39,7 @@ def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8
         _write(path, array)
     except OSError:
         return array
+    # The mapped file instead of the array, so that several workers share its memory.
     written = _mapped(path)
     return array if written is None else written
 

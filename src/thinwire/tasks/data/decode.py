@@ -2,8 +2,8 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,12 @@ def decode(files: Iterable[bytes], count: int, *, title: str) -> NDArray[np.uint
     Raises:
         ConfigError: if Pillow is not installed.
     """
-    opened = _opener()
-    return pixels((opened(file) for file in files), count, mode="RGB", title=title)
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as missing:
+        raise ConfigError("images are decoded by Pillow: pip install 'thinwire[data]'") from missing
+    opened = (cast(OpenedImage, Image.open(io.BytesIO(file))) for file in files)
+    return pixels(opened, count, mode="RGB", title=title)
 
 
 def pixels(images: Iterable[OpenedImage], count: int, *, mode: str, title: str) -> NDArray[np.uint8]:
@@ -57,20 +61,8 @@ def progress(items: Iterable[Item], count: int, *, title: str) -> Iterator[Item]
     for done, item in enumerate(items, start=1):
         yield item
         if shown and done % max(count // 100, 1) == 0:
-            _draw(title, done, count)
+            filled = 30 * done // count
+            sys.stderr.write(f"\r{title} [{'#' * filled}{'.' * (30 - filled)}] {done:,} of {count:,}")
+            sys.stderr.flush()
     if shown and done:
         sys.stderr.write("\r\x1b[K")
-
-
-def _draw(title: str, done: int, count: int) -> None:
-    filled = 30 * done // count
-    sys.stderr.write(f"\r{title} [{'#' * filled}{'.' * (30 - filled)}] {done:,} of {count:,}")
-    sys.stderr.flush()
-
-
-def _opener() -> Callable[[bytes], OpenedImage]:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as missing:
-        raise ConfigError("images are decoded by Pillow: pip install 'thinwire[data]'") from missing
-    return lambda file: Image.open(io.BytesIO(file))

@@ -142,6 +142,7 @@ def labelled(train: Images | Rows | Texts, test: Images | Rows | Texts) -> Examp
     return ExampleSet(train, test, Census(np.ones(len(train), np.int64), labels=train.labels))
 
 
+# Cached, because every batch of an epoch needs the order of the whole shard.
 @lru_cache(maxsize=64)
 def _order(n: int, seed: int, rank: int, epoch: int) -> Indices:
     return Stream((seed, rank, 0xE90C, epoch)).permutation(n)
@@ -149,6 +150,7 @@ def _order(n: int, seed: int, rank: int, epoch: int) -> Indices:
 
 def _jitter(pixels: NDArray[np.uint8], draws: RandomBits, shift: int) -> NDArray[np.uint8]:
     """Shift each image by up to `shift` pixels, with its edge repeated, and mirror about half of them."""
+    # All three choices come from one random word: two remainders for the shifts, the top bit for the mirror.
     n, _, height, width = pixels.shape
     span = np.uint64(2 * shift + 1)
     down = (draws % span).astype(np.int64)[:, None] - shift

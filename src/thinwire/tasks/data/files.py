@@ -119,7 +119,12 @@ def libsvm(path: Path, features: int) -> tuple[NDArray[np.uint8], Indices]:
     for number, line in enumerate(lines):
         label, *entries = line.split()
         columns, values = zip(*(entry.split(":") for entry in entries), strict=True) if entries else ((), ())
-        table[number, [_column(column, features) for column in columns]] = [int(value) for value in values]
+        indices = [int(column) for column in columns]
+        for index in indices:
+            # Features are numbered from 1.
+            if not 1 <= index <= features:
+                raise ValueError(f"feature {index}, and they are numbered 1 to {features}")
+        table[number, [index - 1 for index in indices]] = [int(value) for value in values]
         labels[number] = float(label) > 0
     return table, labels
 
@@ -127,10 +132,3 @@ def libsvm(path: Path, features: int) -> tuple[NDArray[np.uint8], Indices]:
 def lines(path: Path) -> list[str]:
     """The lines of a gzipped UTF-8 text, without line ends."""
     return gzip.decompress(path.read_bytes()).decode("utf-8").rstrip("\n").split("\n")
-
-
-def _column(number: str, features: int) -> int:
-    column = int(number)
-    if not 1 <= column <= features:
-        raise ValueError(f"feature {column}, and they are numbered 1 to {features}")
-    return column - 1

@@ -60,6 +60,7 @@ class Passages:
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
         """Two tensors, int64 [batch, context]: the windows, and the same windows one byte later."""
+        # Positions count the worker's own bytes; each is mapped to its passage, and from there into the text.
         begins, lengths = self.bounds[shard.indices], self.census.weights[shard.indices]
         ends = np.cumsum(lengths)
         stream = Stream((seed, rank, 0x7E87))
@@ -98,7 +99,9 @@ def passages(train: Sequence[Document], held: Sequence[Document], *, context: in
         lengths += pieces
         groups += [code[document.group]] * len(pieces)
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int64)
-    text, rest = (_joined(documents) for documents in (train, held))
+    text, rest = (
+        np.frombuffer(b"".join(document.text for document in documents), np.uint8) for documents in (train, held)
+    )
     return Passages(text, bounds, np.array(groups, np.int64), rest, context)
 
 
@@ -111,10 +114,6 @@ def _lengths(text: bytes, nbytes: int) -> list[int]:
         lengths.append(end - begin)
         begin = end
     return lengths
-
-
-def _joined(documents: Sequence[Document]) -> Bytes:
-    return np.frombuffer(b"".join(document.text for document in documents), np.uint8)
 
 
 def _pair(windows: Bytes) -> Batch:

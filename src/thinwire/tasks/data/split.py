@@ -76,6 +76,7 @@ def _parts(census: Census, workers: int, split: str, stream: Stream) -> list[Ind
         return np.array_split(order, workers)
     if split == "label":
         labels = _required(census.labels, split, "classes")
+        # Within a class, in random order.
         return np.array_split(order[np.argsort(labels[order], kind="stable")], workers)
     if split == "group":
         return _by_group(_required(census.groups, split, "groups"), census.weights, order, workers)
@@ -94,6 +95,7 @@ def _by_dirichlet(categories: Indices, order: Indices, workers: int, alpha: floa
     for category in np.unique(categories):
         members = order[categories[order] == category]
         shares = generator.dirichlet(np.full(workers, alpha))
+        # Rounded at the cuts, not at the sizes, so that every example goes to exactly one worker.
         cuts = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
         for part, piece in zip(parts, np.split(members, cuts), strict=True):
             part.append(piece)

@@ -49,6 +49,7 @@ class ResNet(Network):
         blocks: list[Residual] = []
         width_in = WIDTHS[0]
         for width in WIDTHS:
+            # A block has two layers, there are three stages, and two layers lie outside the blocks.
             for _ in range((depth - 2) // 6):
                 blocks.append(Residual(width_in, width, stride=1 if width == width_in else 2))
                 width_in = width
