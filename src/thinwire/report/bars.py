@@ -60,13 +60,20 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         handlelength=1.0,
         handleheight=1.0,
     )
+    words = [
+        f"{run.label}: not measured"
+        if parts is None
+        else f"{run.label}: {units.seconds(parts.total)}, of which {units.seconds(parts.compute)} compute, "
+        f"{units.seconds(parts.exposed)} exposed communication and {units.seconds(parts.other)} other"
+        for run, parts in zip(collection.runs, splits, strict=True)
+    ]
     return Picture(
         name="time-per-step",
         figure=figure,
         title="Where a step's time goes",
         caption="The mean step. Exposed communication is the time a worker waited for messages; communication that "
         "overlaps with computation costs no time and is not in it. Other is the optimizer, the data and the loop.",
-        description=_description(collection, splits),
+        description=f"Stacked bars of the time per step. {'; '.join(words)}.",
     )
 
 
@@ -110,14 +117,3 @@ def _names(axes: Axes, collection: Collection, styles: Sequence[Look]) -> None:
             fontsize=FONT_SIZE + 1,
             color=look.tone.light,
         )
-
-
-def _description(collection: Collection, splits: Sequence[Split | None]) -> str:
-    parts = [
-        f"{run.label}: not measured"
-        if time is None
-        else f"{run.label}: {units.seconds(time.total)}, of which {units.seconds(time.compute)} compute, "
-        f"{units.seconds(time.exposed)} exposed communication and {units.seconds(time.other)} other"
-        for run, time in zip(collection.runs, splits, strict=True)
-    ]
-    return f"Stacked bars of the time per step. {'; '.join(parts)}."

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from thinwire.report import units
-from thinwire.report.files import Facts, number, text
+from thinwire.report.files import number, text
 from thinwire.report.palette import Look
 from thinwire.report.runs import Collection
 from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name
@@ -44,9 +44,28 @@ def lead(collection: Collection) -> str:
 
 def tiles(collection: Collection, styles: Sequence[Look]) -> str:
     """A few large figures: the best run of each kind in a comparison, or those of a single run."""
-    several = len(collection.runs) > 1
-    found = [_tile(collection, styles, *kind) for kind in _kinds(collection, several)]
-    content = "".join(tile for tile in found if tile)
+    summaries = collection.summaries
+    several = len(summaries) > 1
+    base = baseline(summaries)
+    keys = [column.key for column in columns(summaries)]
+    content = ""
+    for words, key, better in _figures(collection, several):
+        index = best(summaries, key, better) if several else 0
+        if index is None or key not in keys or number(summaries[index], key) is None:
+            continue
+        cell = cells(summaries, base)[index][keys.index(key)]
+        run, note = "", ""
+        if several:
+            run = swatch(styles[index]) + escape(collection.runs[index].label)
+        if cell.against:
+            name = collection.runs[base].label if base is not None else ""
+            than = "as" if cell.against.endswith("same") else "than"
+            note = f"<small>{escape(f'{cell.against} {than} {name}')}</small>"
+        shown = words if several else words[:1].upper() + words[1:]
+        content += (
+            f'<li><span class="what">{escape(shown)}</span><span class="figure">{escape(cell.text)}</span>'
+            f'<span class="whose">{run}{note}</span></li>'
+        )
     return f'<ul class="tiles">{content}</ul>' if content else ""
 
 
@@ -129,17 +148,17 @@ def _traffic(collection: Collection, first: int, base: int) -> str:
     return f", sending <strong>{units.times(other / own)} fewer bytes</strong> per step"
 
 
-Kind = tuple[str, str, int]
+Figure = tuple[str, str, int]
 
 
-def _kinds(collection: Collection, several: bool) -> list[Kind]:
+def _figures(collection: Collection, several: bool) -> list[Figure]:
     """The figures to show large: words, the summary's key, and 1 or -1 where more or less is better."""
     metric = metric_name(collection.summaries)
     targeted = any(number(facts, "seconds_to_target") is not None for facts in collection.summaries)
-    scored: Kind = ("held-out loss", "eval_loss", -1)
+    scored: Figure = ("held-out loss", "eval_loss", -1)
     if metric is not None and direction(metric) > 0:
         scored = (f"held-out {metric}", "eval_metric", 1)
-    kinds: list[Kind] = [
+    figures: list[Figure] = [
         *([("to the target loss", "seconds_to_target", -1)] if targeted else []),
         ("per step", "seconds_per_step", -1),
         ("payload per step", _PAYLOAD, -1),
@@ -148,37 +167,8 @@ def _kinds(collection: Collection, several: bool) -> list[Kind]:
     ranked = ("First ", "Fastest ", "Least ", "Best ")[0 if targeted else 1 :]
     return [
         ((word if several else "") + words, key, better)
-        for word, (words, key, better) in zip(ranked, kinds, strict=True)
+        for word, (words, key, better) in zip(ranked, figures, strict=True)
     ]
-
-
-def _tile(collection: Collection, styles: Sequence[Look], words: str, key: str, better: int) -> str:
-    summaries = collection.summaries
-    several = len(summaries) > 1
-    index = best(summaries, key, better) if several else 0
-    cell = None if index is None else _cell_of(summaries, index, key)
-    if index is None or cell is None:
-        return ""
-    whose = swatch(styles[index]) + escape(collection.runs[index].label) if several else ""
-    note = f"<small>{escape(_compared(cell.against, collection))}</small>" if cell.against else ""
-    shown = words if several else words[:1].upper() + words[1:]
-    return (
-        f'<li><span class="what">{escape(shown)}</span><span class="figure">{escape(cell.text)}</span>'
-        f'<span class="whose">{whose}{note}</span></li>'
-    )
-
-
-def _cell_of(summaries: Sequence[Facts], index: int, key: str) -> Cell | None:
-    shown = [column.key for column in columns(summaries)]
-    if key not in shown or number(summaries[index], key) is None:
-        return None
-    return cells(summaries, baseline(summaries))[index][shown.index(key)]
-
-
-def _compared(against: str, collection: Collection) -> str:
-    base = baseline(collection.summaries)
-    name = collection.runs[base].label if base is not None else ""
-    return f"{against} {'as' if against.endswith('same') else 'than'} {name}"
 
 
 def _cell(cell: Cell) -> str:

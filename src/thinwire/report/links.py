@@ -41,7 +41,20 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         axes.set_visible(False)
     for axes, (run, look) in zip(grid.flat, counted, strict=False):
         _panel(axes, run, look, most=most, room=_HEADING_LENGTH[per_row])
-    _legend(grid.flat[0])
+    figure.legend(
+        handles=[
+            Patch(facecolor=INK.light, label="sent (wire)"),
+            Patch(facecolor=INK.light, alpha=0.4, label="received (wire)"),
+            Patch(facecolor=MUTED.light, edgecolor=PAPER.light, label="payload sent (thin)"),
+        ],
+        loc="outside upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=FONT_SIZE,
+        labelcolor=INK.light,
+        handlelength=1.0,
+        handleheight=1.0,
+    )
     return Picture(
         name="links",
         figure=figure,
@@ -108,25 +121,6 @@ def _tick(link: Link, run: Run) -> str:
     equal = len({other.bits_per_second for other in run.links}) == 1
     rate = "" if equal or not link.bits_per_second else f"\n{units.rate(link.bits_per_second)}"
     return f"worker {link.rank}{rate}"
-
-
-def _legend(axes: Axes) -> None:
-    figure = axes.figure
-    handles = [
-        Patch(facecolor=INK.light, label="sent (wire)"),
-        Patch(facecolor=INK.light, alpha=0.4, label="received (wire)"),
-        Patch(facecolor=MUTED.light, edgecolor=PAPER.light, label="payload sent (thin)"),
-    ]
-    figure.legend(
-        handles=handles,
-        loc="outside upper left",
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-        labelcolor=INK.light,
-        handlelength=1.0,
-        handleheight=1.0,
-    )
 
 
 def _description(collection: Collection) -> str:
