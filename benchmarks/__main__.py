@@ -40,10 +40,10 @@ def against_ddp(link: str | None, workers: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def paired_row(name: str, yardstick: str, found: dict[str, Any], bar: str) -> Row:
+def paired_row(name: str, baseline: str, found: dict[str, Any], bar: str) -> Row:
     """One line of the table: the ratio's median and quartiles, by the clock and by CPU time."""
     thinwire = found["contenders"]["thinwire"]
-    wall, cpu = thinwire[f"speed_vs_{yardstick}"], thinwire[f"cpu_speed_vs_{yardstick}"]
+    wall, cpu = thinwire[f"speed_vs_{baseline}"], thinwire[f"cpu_speed_vs_{baseline}"]
     return (name, f"{wall['median']:.3f}", f"{wall['low']:.3f} to {wall['high']:.3f}; CPU {cpu['median']:.3f}", bar)
 
 

@@ -45,9 +45,9 @@ def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int 
             thinwire.attach(model, optimizer, thinwire.AllReduce())
         return step(model, optimizer)
 
-    yardstick = "ddp" if workers > 1 else "bare"
-    seconds = take_turns({name: contender(name) for name in (yardstick, "thinwire")}, rounds=rounds, steps=steps)
-    report(seconds, yardstick=yardstick)
+    baseline = "ddp" if workers > 1 else "bare"
+    seconds = take_turns({name: contender(name) for name in (baseline, "thinwire")}, rounds=rounds, steps=steps)
+    report(seconds, baseline=baseline)
     if dist.is_initialized():
         dist.destroy_process_group()
 

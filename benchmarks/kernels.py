@@ -1,6 +1,6 @@
 """What the kernels cost on one core, beside copying the vector, and beside torch doing the same.
 
-python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only WORDS]
+python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only RECIPE_CLASSES]
 """
 
 from __future__ import annotations

@@ -53,17 +53,17 @@ def together() -> None:
         dist.barrier()
 
 
-def report(turns: Mapping[str, Turns], *, yardstick: str) -> None:
-    """Rank 0 writes medians, and speeds against the yardstick with their quartiles, as JSON."""
+def report(turns: Mapping[str, Turns], *, baseline: str) -> None:
+    """Rank 0 writes medians, and speeds against the baseline with their quartiles, as JSON."""
     if int(os.environ.get("RANK", "0")):
         return
-    base = turns[yardstick]
+    base = turns[baseline]
     rows = {
         name: {
             "median_seconds_per_step": round(statistics.median(turn.wall), 5),
             "median_cpu_seconds_per_step": round(statistics.median(turn.cpu), 5),
-            f"speed_vs_{yardstick}": ratios(base.wall, turn.wall),
-            f"cpu_speed_vs_{yardstick}": ratios(base.cpu, turn.cpu),
+            f"speed_vs_{baseline}": ratios(base.wall, turn.wall),
+            f"cpu_speed_vs_{baseline}": ratios(base.cpu, turn.cpu),
         }
         for name, turn in turns.items()
     }

@@ -17,7 +17,7 @@ import pytest
 
 import thinwire
 from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
-from thinwire.strategies.recipe import WORDS
+from thinwire.strategies.recipe import RECIPE_CLASSES
 
 ROOT = Path(thinwire.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -49,7 +49,6 @@ NEIGHBOURS = {
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.roll_call"),
     ("comm.group", "comm.mailbox.zeromq"),
-    ("comm.mailbox.zeromq", "comm.mailbox.address"),
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),
 }
 # Of strategies, those that are made of another one. Slow momentum's default base is no communication.
@@ -374,7 +373,7 @@ def test_every_recipe_is_a_frozen_dataclass_that_its_repr_makes_again(kind: type
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(recipe, field.name, None)
     assert again(recipe) == recipe
-    assert WORDS[kind.__name__] is kind
+    assert RECIPE_CLASSES[kind.__name__] is kind
     assert kind.__name__ in thinwire.__all__
 
 

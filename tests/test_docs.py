@@ -27,7 +27,7 @@ from examples.own_strategy import run as run_own
 from thinwire import strategies
 from thinwire.emulate.rendezvous import free_port
 from thinwire.runs.recipes import BASELINES, parse_recipe
-from thinwire.strategies.recipe import WORDS
+from thinwire.strategies.recipe import RECIPE_CLASSES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -157,12 +157,12 @@ def test_blocks_that_are_marked_run_one_after_another(
 def test_the_reference_lists_exactly_the_words_of_recipes() -> None:
     words = prose(Path("docs/reference/recipes.md")).partition("## Words")[2].partition("## Several")[0]
     listed = {word for row in re.findall(r"^\| \w+ \| (`.*) \|$", words, re.MULTILINE) for word in row.split(", ")}
-    assert {word.strip("`") for word in listed} == set(WORDS)
+    assert {word.strip("`") for word in listed} == set(RECIPE_CLASSES)
 
 
 def test_the_reference_lists_exactly_the_yardsticks() -> None:
-    yardsticks = prose(Path("docs/reference/recipes.md")).partition("and yardsticks")[2]
-    listed = {parse_recipe(name) for row in re.findall(r"^\| (`.*?) \|", yardsticks, re.M) for name in names_in(row)}
+    baselines = prose(Path("docs/reference/recipes.md")).partition("and baselines")[2]
+    listed = {parse_recipe(name) for row in re.findall(r"^\| (`.*?) \|", baselines, re.M) for name in names_in(row)}
     assert {type(peer) for peer in listed} == set(BASELINES.values())
 
 

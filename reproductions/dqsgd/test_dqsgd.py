@@ -13,7 +13,7 @@ from reproductions.dqsgd.thread_runs import Learned, learned
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd import claim as sketched_sgd
 from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
-from thinwire.runs.launcher import unheard
+from thinwire.runs.launcher import ignore_event
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.gradients.sketched import SketchedSGD
 from thinwire.strategies.recipe import brief
@@ -134,7 +134,7 @@ def test_accounts_of_threads_count_every_byte() -> None:
 def test_processes_learn_what_threads_do_and_count_the_same_bytes(tmp_path: Path) -> None:
     task, schedule, attended = load("digits"), Schedule(20, 8, 0.2), list[str]()
     strategy = SketchedSGD(0.02, columns=4, rows=1, momentum=0.0, dense_below=128, recovery="sketch")
-    output = RunOutput(tmp_path / "runs", unheard, attended.append)
+    output = RunOutput(tmp_path / "runs", ignore_event, attended.append)
     (found,) = learned_by_processes(task, strategy, schedule, output, workers=2, seeds=1)
     same = learned(task, strategy, schedule, workers=2, seed=0)
     assert attended == [brief(strategy)]

@@ -13,7 +13,7 @@ _DESCRIPTIONS: dict[Any, str] = {int: "a whole number", float: "a number", bool:
 _hints = cache(get_type_hints)
 
 
-def check_kinds(recipe: Any) -> None:
+def check_field_types(recipe: Any) -> None:
     """Check that every field of a dataclass has the type of its annotation.
 
     Raises:

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from tests.problems import Regression, distance, together
 from thinwire import AllReduce, Bf16, Codec, Comm, Fp16, Fp32, run_threads
 from thinwire.codecs.base import State
-from thinwire.reduce.compressed_all_reduce import coded_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_
 
 CASTS = [Bf16(), Fp16()]
 UNIT = {Bf16(): 2.0**-8, Fp16(): 2.0**-11}
@@ -77,6 +77,6 @@ def test_sums_of_sixteen_bits_in_fp32_are_rounded_once() -> None:
     xs = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def run(comm: Comm) -> torch.Tensor:
-        return coded_mean_(comm, xs[comm.rank].clone(), Fp32(), {}).wait()
+        return compressed_mean_(comm, xs[comm.rank].clone(), Fp32(), {}).wait()
 
     assert all(torch.equal(each, xs.float().mean(0).bfloat16()) for each in run_threads(4, run))

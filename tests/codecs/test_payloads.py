@@ -220,7 +220,7 @@ def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> Non
     x = drawn(64)
     for codec in (QSGD(2, 64), QSGD(4, 64), Natural()):
         error = (many(codec, x) - x).square().sum(1).mean()
-        assert error <= 1.05 * codec.expansion * x.square().sum()
+        assert error <= 1.05 * codec.error_bound * x.square().sum()
 
 
 def test_errors_of_independent_draws_average_out_and_those_of_correlated_draws_cancel() -> None:

@@ -269,7 +269,7 @@ def test_waiting_is_timed_and_traced_by_operation_and_step() -> None:
     assert waiting.exposed_seconds > 0.02
     assert late.exposed_seconds < waiting.exposed_seconds
     assert [(i.kind, i.name, i.step) for i in waiting.intervals] == [
-        ("talk", "all_reduce", 5),
+        ("communication", "all_reduce", 5),
         ("wait", "all_reduce", 5),
     ]
     assert all(i.start <= i.end for i in waiting.intervals)

@@ -237,7 +237,7 @@ def test_a_thread_that_fails_ends_the_waits_for_its_messages() -> None:
 
 
 def serve(box: Mailbox, handler: Callable[[Message], bool], src: tuple[int, ...] = (0,)) -> None:
-    box.answer(HANDLED, handler, like=torch.zeros(1), src=src)
+    box.on_message(HANDLED, handler, like=torch.zeros(1), src=src)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -257,7 +257,7 @@ def test_messages_are_handled_while_the_receiver_is_busy(backend: str) -> None:
 
         serve(box, double)
         assert asked.wait(5)
-        box.retry()
+        box.process_deferred()
         return comm.meter.by_operation["send_recv"]
 
     assert between(2, backend, work) == [40.0, 4.0]
@@ -279,11 +279,11 @@ def test_messages_are_deferred_until_their_handler_accepts_them(backend: str) ->
         comm.all_reduce_(torch.zeros(1)).wait()
         assert soon(lambda: len(box._deferred) == 2)  # the topic has no handler yet
         serve(box, lambda message: willing and not seen.append(float(message.content)))
-        box.retry()
+        box.process_deferred()
         assert seen == []
         willing = True
-        box.retry()
-        box.retry()
+        box.process_deferred()
+        box.process_deferred()
         comm.all_reduce_(torch.zeros(1)).wait()
 
     between(2, backend, work)
@@ -344,7 +344,7 @@ def test_messages_that_overtake_each_other_are_put_in_order() -> None:
 def test_messages_that_arrive_twice_are_dropped_and_counted() -> None:
     box = box_of_rank_0()
     seen: list[float] = []
-    box.answer(HANDLED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), src=[1])
+    box.on_message(HANDLED, lambda each: not seen.append(float(each.content)), like=torch.zeros(1), src=[1])
     for number, topic in ((0, 0), (0, 0), (2, HANDLED), (2, HANDLED), (1, 0), (1, 0), (2, HANDLED)):
         box._deliver(message(float(number), topic), number)
     assert received(box) == [0, 1]
@@ -357,13 +357,13 @@ def test_a_message_beyond_the_capacity_shows_that_one_was_lost() -> None:
     box._deliver(message(1.0), 1)
     box._deliver(message(2.0), 2)
     with pytest.raises(CommError, match=r"rank 0: message 0 of rank 1 was lost on the way"):
-        box.retry()
+        box.process_deferred()
 
 
 def test_acknowledgements_that_are_late_or_too_large_add_no_capacity() -> None:
     box = box_of_rank_0()
     edge = box._edges[1]
-    edge.posted, edge.acknowledged = 5, 3
+    edge.sent, edge.acknowledged = 5, 3
     box._on_acknowledgement(1, 2)
     assert edge.acknowledged == 3
     box._on_acknowledgement(1, 99)
@@ -440,7 +440,7 @@ def test_the_meter_counts_messages_and_not_acknowledgements(backend: str) -> Non
     for nbytes, messages, kinds in between(2, backend, work):
         assert nbytes == 3 * 16
         assert messages == 3 + (backend == "zeromq")  # its ranks exchange their addresses
-        assert kinds == [("talk", "message"), ("wait", "message")] * 3
+        assert kinds == [("communication", "message"), ("wait", "message")] * 3
 
 
 def test_counting_has_every_message_at_once_and_counts_both_directions() -> None:
@@ -458,10 +458,10 @@ def test_counting_has_every_message_at_once_and_counts_both_directions() -> None
     expected = box.expect(3, x)
     assert expected.ready
     assert expected.wait().content.shape == x.shape
-    box.answer(HANDLED, lambda each: box.send(each.src, each.content) is None, like=x, src=[0, 2])
-    box.answer(HANDLED + 1, lambda each: False, like=x, src=[0, 2])
-    box.retry()
-    box.retry()
+    box.on_message(HANDLED, lambda each: box.send(each.src, each.content) is None, like=x, src=[0, 2])
+    box.on_message(HANDLED + 1, lambda each: False, like=x, src=[0, 2])
+    box.process_deferred()
+    box.process_deferred()
     assert comm.meter.by_operation == {"send_recv": 20e9}
     n = x.numel()
     assert exchanges[:4] == [(n, (2,), ())] * 3 + [(n, (), (3,))]
@@ -511,11 +511,11 @@ def test_foreign_frames_are_counted_and_damaged_ones_are_an_error() -> None:
         socket.send(b"hello")
         socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=99), copy=True)
         assert soon(lambda: box.foreign_frames == 2)
-        box.retry()
+        box.process_deferred()
         socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=1, checksum=5), copy=True)
         assert soon(lambda: box._fault is not None)
         with pytest.raises(CommError, match=r"rank 0: message 11 of rank 1 is damaged.*changes bytes"):
-            box.retry()
+            box.process_deferred()
         socket.close(linger=0)
         context.term()
         comm.all_reduce_(torch.zeros(1)).wait()

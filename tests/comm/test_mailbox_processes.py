@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import thinwire
 from tests.engine import attach, batches, steps
-from tests.oracles.asynchronous import TwoSides
 from tests.pool import run_processes, start_processes
 from tests.problems import flat, quadratic, train
+from tests.strategies.async_runs import CompleteBipartite
 from thinwire import Comm, CommError, GroupComm, PeerLostError, Strategy
 from thinwire.comm.mailbox.base import Message
 from thinwire.strategies.gossip.ad_psgd import ADPSGD
@@ -38,7 +38,7 @@ def exchange(comm: Comm) -> list[Any]:
         box.send(message.src, 2 * message.content)
         return True
 
-    box.answer(1, twice, like=torch.zeros(3), src=others)
+    box.on_message(1, twice, like=torch.zeros(3), src=others)
     for rank in others:
         box.send(rank, torch.full((50_000,), float(comm.rank)))
     found: list[Any] = [float(box.expect(rank, torch.zeros(50_000)).wait().content.sum()) for rank in others]
@@ -47,7 +47,7 @@ def exchange(comm: Comm) -> list[Any]:
         box.send(rank, torch.arange(3.0) + comm.rank, topic=1)
     found += [box.expect(rank, torch.zeros(3)).wait().content.tolist() for rank in others]
     comm.all_reduce_(torch.zeros(1)).wait()
-    box.retry()
+    box.process_deferred()
     sent = comm.meter.payload_bytes - before
     comm.close_mailbox(owner)
     return [found, sent]
@@ -116,7 +116,7 @@ def conserve(strategy: Strategy, lr: float) -> tuple[list[float], list[float], l
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [(ADPSGD(TwoSides()), 4), (EagerPushSum(staleness=2), 5)], ids=["ad_psgd", "eager"]
+    ("strategy", "size"), [(ADPSGD(CompleteBipartite()), 4), (EagerPushSum(staleness=2), 5)], ids=["ad_psgd", "eager"]
 )
 def test_processes_at_uneven_speeds_keep_the_mean(strategy: Strategy, size: int) -> None:
     for mean, middle, end in run_processes(size, conserve, strategy, 0.0):

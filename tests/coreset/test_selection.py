@@ -67,15 +67,15 @@ def test_greedy_keeps_its_guarantee_against_all_subsets(seed: int) -> None:
 
 def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit(backend: str) -> None:
     x = points(240, d=7)
-    yardstick = select(x, budget=48, method="naive")
-    assert same(select(x, budget=48), dataclasses.replace(yardstick, method="lazy"))
+    baseline = select(x, budget=48, method="naive")
+    assert same(select(x, budget=48), dataclasses.replace(baseline, method="lazy"))
     rows = centred(x)
     unit = unit_of(rows)
     for block in (1, 3, 64, 240):
         facility = CoordinateFacility(TorchNearest(rows / unit), unit, block=block)
         picks = lazy(facility, Goal(48))
-        assert picks.indices == yardstick.indices.tolist()
-    assert alike(select(EuclideanDistances(x), budget=48), yardstick)
+        assert picks.indices == baseline.indices.tolist()
+    assert alike(select(EuclideanDistances(x), budget=48), baseline)
 
 
 def test_a_wrong_guess_of_the_first_pick_does_no_harm(backend: str) -> None:

@@ -19,7 +19,7 @@ from thinwire.cli import main
 from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.matrices import read_matrix
 from thinwire.coreset.projection import projected
-from thinwire.coreset.quality import by_chance, quality
+from thinwire.coreset.quality import quality, random_subset
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def test_quality_of_everything_is_perfect_and_of_a_coreset_better_than_chance() 
     for kinds in (None, labels):
         found = select(x, budget=30, labels=kinds)
         own = quality(x, found.indices, found.weights, labels=kinds)
-        draws = [by_chance(300, 30, labels=kinds, like=found, seed=seed) for seed in range(6)]
+        draws = [random_subset(300, 30, labels=kinds, like=found, seed=seed) for seed in range(6)]
         others = [quality(x, *draw, labels=kinds) for draw in draws]
         assert own.mean_distance < min(other.mean_distance for other in others)
         assert own.gradient_error < float(np.mean([other.gradient_error for other in others]))

@@ -97,7 +97,7 @@ def test_every_method_selects_per_class_and_to_a_cover(method: str) -> None:
 @pytest.mark.parametrize("method", ["lazy", *DRAWING])
 def test_progress_is_reported_and_never_goes_back(method: str) -> None:
     shares: list[float] = []
-    select(points(100), budget=20, labels=torch.arange(100) % 2, method=method, told=shares.append)
+    select(points(100), budget=20, labels=torch.arange(100) % 2, method=method, on_progress=shares.append)
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
 
 

@@ -21,7 +21,7 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.codecs.top_k import TopK
 from thinwire.comm.group import comm_for
 from thinwire.integrations.hooks import DdpHook, ddp_hook, fsdp_hook
-from thinwire.reduce.compressed_all_reduce import coded_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_
 
 STEPS = 6
 
@@ -209,7 +209,7 @@ def test_a_hook_s_mean_is_the_compressed_mean_of_its_bucket() -> None:
         mean = hook(None, bucket).value()
         x = bucket.sent.clone()
         comm.step = 0
-        return mean, coded_mean_(comm, x, Quantize(4, 8), {}, key=draw_key(3, 0)).wait()
+        return mean, compressed_mean_(comm, x, Quantize(4, 8), {}, key=draw_key(3, 0)).wait()
 
     for mean, expected in run_threads(2, body):
         assert torch.equal(mean, expected)

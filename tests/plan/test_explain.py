@@ -29,7 +29,7 @@ from thinwire import (
 )
 from thinwire.cli import main
 from thinwire.plan import Link, explain
-from thinwire.plan.explain import PAYLOAD_SHARE
+from thinwire.plan.card import PAYLOAD_SHARE
 from thinwire.plan.traffic import busiest, cycle
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.topology import Peers
@@ -237,7 +237,7 @@ def test_a_strategy_that_sends_nothing_is_described_as_such(capsys: pytest.Captu
     code, out, _ = run_explain(capsys, "Local", "--parameters", "1e6", "--link", "100mbit")
     assert code == 0
     assert "nothing" in out
-    assert "nobody waits for anybody" in out
+    assert "no worker waits for another" in out
 
 
 def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:

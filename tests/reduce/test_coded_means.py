@@ -25,7 +25,7 @@ from thinwire.codecs.top_k import TopK
 from thinwire.comm.group import comm_for
 from thinwire.comm.threads import Hub, ThreadComm, single_worker
 from thinwire.comm.work import Work
-from thinwire.reduce.compressed_all_reduce import coded_exchange, coded_mean_, two_stage_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, two_stage_mean_
 from thinwire.reduce.stages import TwoStageMean, launched, pieces
 from thinwire.topology import Ring
 
@@ -54,7 +54,7 @@ def run(
     for step in range(first, len(xs)):
         comm.step = step
         x = xs[step, comm.rank].clone()
-        assert coded_mean_(comm, x, codec, state, key=draw_key(0, step), **settings).wait() is x
+        assert compressed_mean_(comm, x, codec, state, key=draw_key(0, step), **settings).wait() is x
         means.append(x)
     return torch.stack(means) if means else xs[:0, 0], state
 
@@ -231,7 +231,7 @@ def test_meta_vectors_are_counted_like_others(codec: Codec) -> None:
     code = ErrorFeedback(codec) if codec.needs_feedback else codec
     real = run_threads(4, lambda comm: (run(comm, vectors(1, 4, 500), code), comm.meter.by_operation)[1])[1]
     comm = CountingComm(1, 4)
-    coded_mean_(comm, torch.empty(500, device="meta"), code, {}, key=0).wait()
+    compressed_mean_(comm, torch.empty(500, device="meta"), code, {}, key=0).wait()
     assert comm.meter.by_operation == real
 
 
@@ -274,7 +274,9 @@ def test_means_in_flight_together_are_skipped_together() -> None:
     def body(comm: Comm) -> tuple[list[Tensor], State]:
         state: State = {}
         code = ErrorFeedback(OneBit(8))
-        works = [coded_mean_(comm, xs[t, comm.rank], code, state, at=40 * t, whole=120, key=t) for t in range(3)]
+        works = [
+            compressed_mean_(comm, xs[t, comm.rank], code, state, offset=40 * t, length=120, key=t) for t in range(3)
+        ]
         return [work.wait() for work in works], state
 
     for means, state in run_threads(2, body):
@@ -310,7 +312,7 @@ def in_parts(comm: Comm, xs: Tensor, cuts: Sequence[slice], state: State) -> Ten
         x = rows[comm.rank].clone()
         key = [draw_key(0, step, offset=cut.start) for cut in cuts]
         works = [
-            coded_mean_(comm, x[cut], ErrorFeedback(OneBit(8)), state, key=k, at=cut.start, whole=x.numel())
+            compressed_mean_(comm, x[cut], ErrorFeedback(OneBit(8)), state, key=k, offset=cut.start, length=x.numel())
             for cut, k in zip(cuts, key, strict=True)
         ]
         for work in works:
@@ -438,7 +440,7 @@ def test_a_changed_byte_is_an_error_on_all_ranks(operation: str, place: int) -> 
         return str(found.value)
 
     for rank, words in enumerate(run_threads(3, body)):
-        assert words.startswith(f"rank {rank}, step 0, coded mean: ")
+        assert words.startswith(f"rank {rank}, step 0, compressed mean: ")
         assert "all ranks must run the same recipe" in words
 
 
@@ -460,7 +462,7 @@ def test_a_compressed_exchange_refuses_payloads_of_another_codec() -> None:
 
     def body(comm: Comm) -> None:
         codec = OneBit(8) if comm.rank else OneBit(8, norm="l2")
-        work = coded_exchange(comm, x[comm.rank], codec, Ring().peers(comm.rank, 2, 0), key=0)
+        work = compressed_exchange(comm, x[comm.rank], codec, Ring().peers(comm.rank, 2, 0), key=0)
         with pytest.raises(CommError, match=f"what rank {1 - comm.rank} sent is of another codec"):
             work.wait()
 
@@ -507,4 +509,4 @@ def test_processes_get_the_means_of_threads() -> None:
     for rank in range(2):
         x, _, words = found[rank][-1]
         assert torch.tensor(x).isnan().all()
-        assert words.startswith(f"rank {rank}, step {5 + rank}, coded mean: what rank {1 - rank} sent is of step")
+        assert words.startswith(f"rank {rank}, step {5 + rank}, compressed mean: what rank {1 - rank} sent is of step")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.problems import Irregular
 from thinwire import Bf16, Comm, Complete, CountingComm, OnePeerExponential, Ring, Topology, run_threads
-from thinwire.reduce.compressed_all_reduce import coded_mean_, gossip_, mean_, mix_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_, gossip_, mean_, mix_
 from thinwire.topology import Peers
 
 SIZES = [1, 2, 3, 5]
@@ -49,7 +49,7 @@ def test_a_mean_with_a_count_divides_by_the_ranks_that_contribute() -> None:
 def test_a_compressed_mean_is_decoded_into_the_vector(n: int) -> None:
     def body(comm: Comm) -> Tensor:
         x = rows(n)[comm.rank].clone()
-        assert coded_mean_(comm, x, Bf16(), {}).wait() is x
+        assert compressed_mean_(comm, x, Bf16(), {}).wait() is x
         return x
 
     means = torch.stack(run_threads(n, body))

@@ -21,7 +21,7 @@ from thinwire.comm.work import Work
 from thinwire.optimizers import base
 from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
-from thinwire.reduce.compressed_all_reduce import coded_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
 
 PARTS = [slice(40, 60), slice(16, 40), slice(0, 16)]
@@ -37,7 +37,9 @@ def drawn(size: int, seed: int = 0) -> Tensor:
 
 def launched(comm: Comm, x: Tensor, codec: Codec, state: State) -> list[Work[Tensor]]:
     """The means of all parts, in flight."""
-    return [coded_mean_(comm, x[part], codec, state, key=part.start, at=part.start, whole=60) for part in PARTS]
+    return [
+        compressed_mean_(comm, x[part], codec, state, key=part.start, offset=part.start, length=60) for part in PARTS
+    ]
 
 
 def test_the_second_stage_of_a_mean_starts_when_the_next_mean_is_launched() -> None:
@@ -148,5 +150,5 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
 
 def test_only_zero_one_adam_has_local_steps() -> None:
     ours, theirs = (set(kind(net().parameters()).param_groups[0]) for kind in (ZeroOneAdam, OneBitAdam))
-    assert ours - theirs == {"reach", "alone"}
+    assert ours - theirs == {"lr_sum", "alone"}
     assert theirs <= ours

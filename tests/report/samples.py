@@ -119,8 +119,10 @@ def _step_spans(step, clock, times, transfer, exposed):
         spans.append({"rank": rank, "kind": "compute", "name": "forward backward", "start": clock, "end": done})
         if transfer:
             half = (end - transfer + end) / 2
-            spans.append({"rank": rank, "kind": "talk", "name": "bucket 1", "start": end - transfer, "end": half})
-            spans.append({"rank": rank, "kind": "talk", "name": "bucket 0", "start": half - 0.002, "end": end})
+            spans.append(
+                {"rank": rank, "kind": "communication", "name": "bucket 1", "start": end - transfer, "end": half}
+            )
+            spans.append({"rank": rank, "kind": "communication", "name": "bucket 0", "start": half - 0.002, "end": end})
             spans.append({"rank": rank, "kind": "wait", "name": "mean", "start": done, "end": end})
     return [{**span, "step": step} for span in spans]
 

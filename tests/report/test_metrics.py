@@ -35,7 +35,7 @@ def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
 
     def work(comm: Comm) -> float:
         r = Replica(workers[comm.rank], torch.empty(0), comm, lr=lambda: 0.1)
-        r.notice_distance(r.x, [workers[(comm.rank + 1) % 8], workers[(comm.rank + 3) % 8]])
+        r.record_distance(r.x, [workers[(comm.rank + 1) % 8], workers[(comm.rank + 3) % 8]])
         return float(r.metrics["consensus_distance"])
 
     assert run_threads(8, work) == pytest.approx([float(truth)] * 8, rel=0.02)
@@ -44,7 +44,7 @@ def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
 def test_a_worker_without_neighbours_records_nothing():
     def work(comm: Comm) -> dict[str, object]:
         r = Replica(torch.ones(3), torch.empty(0), comm, lr=lambda: 0.1)
-        r.notice_distance(r.x, [])
+        r.record_distance(r.x, [])
         return dict(r.metrics)
 
     assert run_threads(1, work) == [{}]

@@ -93,10 +93,10 @@ def test_a_run_reads_back_what_was_written(tmp_path):
     assert run.notes == ()
 
 
-def test_intervals_of_unknown_kinds_are_left_out_and_those_of_messages_have_one_name(tmp_path):
-    lines = [{"rank": 0, "kind": kind, "name": "", "start": 0, "end": 1} for kind in ("talk", "communication", "rest")]
+def test_intervals_of_unknown_kinds_are_left_out(tmp_path):
+    lines = [{"rank": 0, "kind": kind, "name": "", "start": 0, "end": 1} for kind in ("communication", "wait", "rest")]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [span.kind for span in read_spans(tmp_path)] == ["communication", "communication"]
+    assert [span.kind for span in read_spans(tmp_path)] == ["communication", "wait"]
 
 
 def linked(*links: Link) -> Run:

@@ -198,7 +198,7 @@ class Traced:
     """An engine that has recorded some intervals."""
 
     intervals = (
-        Interval("talk", "all_reduce", 11.0, 13.0, 5),
+        Interval("communication", "all_reduce", 11.0, 13.0, 5),
         Interval("wait", "all_reduce", 12.0, 13.0, 5),
         Interval("wait", "evaluation", 15.0, 16.0, 5),
     )
@@ -212,7 +212,7 @@ def test_computation_is_what_is_left_between_waits():
     timeline.end(5, 11.0, 14.0)
     (spans,) = run_threads(1, lambda comm: timeline.gather(comm, 8, last=False))
     found = [(span["kind"], span["start"], span["end"]) for span in spans]
-    assert found == [("compute", 1.0, 2.0), ("talk", 1.0, 3.0), ("wait", 2.0, 3.0), ("compute", 3.0, 4.0)]
+    assert found == [("compute", 1.0, 2.0), ("communication", 1.0, 3.0), ("wait", 2.0, 3.0), ("compute", 3.0, 4.0)]
     assert {span["rank"] for span in spans} == {3}
     assert run_threads(1, lambda comm: timeline.gather(comm, 9, last=True)) == [[]]
 

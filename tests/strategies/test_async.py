@@ -150,11 +150,11 @@ def test_an_active_worker_sends_no_request_before_the_last_answer() -> None:
     passive, active = replicas(strategy, scattered(2))
     for _ in range(5):
         end_step(strategy, active)
-    assert active.comm.mailbox(active)._edges[0].posted == 1  # the other has not ended its first step yet
+    assert active.comm.mailbox(active)._edges[0].sent == 1  # the other has not ended its first step yet
     end_step(strategy, passive)
     for _ in range(3):
         end_step(strategy, active)
-    assert active.comm.mailbox(active)._edges[0].posted == 4
+    assert active.comm.mailbox(active)._edges[0].sent == 4
 
 
 def test_a_request_after_a_flush_waits_for_the_next_step() -> None:

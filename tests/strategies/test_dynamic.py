@@ -18,7 +18,7 @@ from thinwire import Comm, ConfigError, Replica
 from thinwire.codecs.base import draw_key, worker_key
 from thinwire.codecs.quantize import Quantize
 from thinwire.kernels import uniform
-from thinwire.plan.explain import explain
+from thinwire.plan.card import explain
 from thinwire.plan.traffic import DryRun
 from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Rule, Step
 from thinwire.strategies.gradients.bits import square_of
@@ -364,7 +364,7 @@ def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DQSGD(block=12), "block=12: codes are cut at whole bytes"),
+        (lambda: DQSGD(block=12), "block=12: codes fill whole bytes"),
         (lambda: DQSGD(rule=4), "rule must be a FixedBits or a ErrorBound or a BitBudget"),
         (lambda: DQSGD(rule=BitBudget), r"write BitBudget\(\)"),
         (lambda: DQSGD(dither=1), "dither must be True or False"),

@@ -33,7 +33,7 @@ from thinwire import (
     Topology,
     parse,
 )
-from thinwire.plan.explain import explain
+from thinwire.plan.card import explain
 from thinwire.reduce.compressed_all_reduce import mix_
 from thinwire.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
 from thinwire.topology import Peers

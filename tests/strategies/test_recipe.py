@@ -105,7 +105,7 @@ def test_bare_names_and_positional_arguments_are_parsed_too(text: str, recipe: S
         "f'{{open('{trap}')}}'",
         "open('{trap}', 'w')",
         "LocalSGD(period=10**9**9)",
-        "WORDS",
+        "RECIPE_CLASSES",
         "AllReduce; Local",
         "AllReduce\nLocal",
         "import os",

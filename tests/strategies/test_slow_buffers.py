@@ -19,7 +19,7 @@ from tests.problems import Irregular, Regression, distance, flat
 from tests.strategies.local_runs import Make, adamw, begin, ended, go_on, run, sent, sgd
 from thinwire import AllReduce, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy
 from thinwire.replica.flat import lay_out
-from thinwire.replica.moments import Moments, made_anew, moments_of
+from thinwire.replica.moments import Moments, fresh_optimizer, moment_names
 
 DOUBLE = torch.float64
 STEPS = 16
@@ -157,7 +157,7 @@ def test_a_reset_optimizer_continues_as_a_new_one(
     make: Any = kind
     parameters = [nn.Parameter(torch.full((2, 3), 3.0)), nn.Parameter(torch.full((4,), 2.0))]
     used = make(parameters, **settings)
-    assert moments_of(used) == names
+    assert moment_names(used) == names
     for _ in range(3):
         step(used)
     untouched = [parameter.detach().clone() for parameter in parameters]
@@ -210,7 +210,7 @@ def test_optimizers_that_cannot_be_made_anew_are_refused_where_that_would_be_nee
         SlowMo(buffers="reset").check_optimizer(optimizer)
     with pytest.raises(ConfigError, match="LBFGS: what it remembers cannot be told"):
         thinwire.attach(model, torch.optim.LBFGS(model.parameters()), SlowMo(buffers="average"))
-    assert not made_anew(torch.optim.SGD(model.parameters(), lr=0.1)).state
+    assert not fresh_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).state
 
 
 @pytest.mark.parametrize("buffers", ["reset", "average"])

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thinwire.errors import ConfigError
-from thinwire.tasks.data.base import Census, Shard, Stream, sample
+from thinwire.tasks.data.base import ExampleMetadata, Shard, Stream, sample
 from thinwire.tasks.data.examples import ExampleSet, Rows, labelled
 from thinwire.tasks.data.passages import Document, Passages, passages
 from thinwire.tasks.data.split import split_shards
 
 
-def examples(n: int, *, classes: int = 10, groups: int = 20, minimum: int = 1) -> Census:
+def examples(n: int, *, classes: int = 10, groups: int = 20, minimum: int = 1) -> ExampleMetadata:
     numbers = np.arange(n)
-    return Census(np.ones(n, np.int64), minimum, labels=numbers % classes, groups=numbers % groups)
+    return ExampleMetadata(np.ones(n, np.int64), minimum, labels=numbers % classes, groups=numbers % groups)
 
 
 def all_indices(shards: tuple[Shard, ...]) -> list[int]:
@@ -78,7 +78,7 @@ def test_a_split_by_label_gives_each_of_ten_workers_one_of_ten_classes() -> None
 
 def test_a_split_by_group_keeps_groups_whole_and_balances_the_weights() -> None:
     groups = np.repeat(np.arange(30), np.arange(1, 31))
-    facts = Census(np.full(len(groups), 7), groups=groups)
+    facts = ExampleMetadata(np.full(len(groups), 7), groups=groups)
     shards = split_shards(facts, 4, split="group", seed=0)
     owners = [set(groups[shard.indices].tolist()) for shard in shards]
     assert sum(map(len, owners)) == 30
@@ -112,7 +112,7 @@ def test_a_small_alpha_makes_shards_differ_and_a_large_one_makes_them_alike() ->
 )
 def test_a_split_that_cannot_be_is_refused(split: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        split_shards(Census(np.ones(9, np.int64)), 2, split=split, seed=0)
+        split_shards(ExampleMetadata(np.ones(9, np.int64)), 2, split=split, seed=0)
 
 
 def test_too_many_workers_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_passages_end_with_a_line_and_belong_to_one_group() -> None:
 @pytest.mark.parametrize("split", ["iid", "group", "dirichlet(0.5)"])
 def test_windows_read_a_workers_own_passages_and_nothing_else(split: str) -> None:
     data = prose(6, 40)
-    shards = split_shards(data.census, 3, split=split, seed=0)
+    shards = split_shards(data.metadata, 3, split=split, seed=0)
     assert sum(shard.units for shard in shards) == len(data.text)
     for rank, shard in enumerate(shards):
         own = b"".join(data.text[data.bounds[i] : data.bounds[i + 1]].tobytes() for i in shard.indices)
@@ -206,7 +206,7 @@ def test_windows_read_a_workers_own_passages_and_nothing_else(split: str) -> Non
 
 def test_windows_can_begin_anywhere_in_a_shard() -> None:
     data = prose(1, 20)
-    (shard,) = split_shards(data.census, 1, split="iid", seed=0)
+    (shard,) = split_shards(data.metadata, 1, split="iid", seed=0)
     starts = Stream((0, 0, 0x7E87)).below(shard.units - 16, 0, 5000)
     assert (starts.min(), starts.max()) == (0, shard.units - 17)
     assert data.steps_per_epoch(shard, 2) == -(-shard.units // 32)
@@ -215,7 +215,7 @@ def test_windows_can_begin_anywhere_in_a_shard() -> None:
 def test_a_shard_shorter_than_a_window_is_refused() -> None:
     data = prose(2, 10)
     with pytest.raises(ConfigError, match=r"would hold \d+ bytes, and it needs at least 17; use fewer workers"):
-        split_shards(data.census, 50, split="iid", seed=0)
+        split_shards(data.metadata, 50, split="iid", seed=0)
 
 
 def test_text_shorter_than_a_window_is_refused() -> None:

@@ -15,7 +15,7 @@ from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.runs import RunFolder, resolve
 from thinwire.runs.settings import Settings, parse_mesh
-from thinwire.runs.tensor import check_cut
+from thinwire.runs.tensor import check_tensor_parallel
 from thinwire.runs.worker import work
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.tasks import load
@@ -120,4 +120,4 @@ def test_the_command_trains_a_model_that_is_cut(tmp_path: Path, capsys: pytest.C
 def test_chosen_examples_and_blocks_cannot_be_combined() -> None:
     run = replace(settings(4, tensor_parallel="4x1"), coreset="Craig(fraction=0.5)")
     with pytest.raises(ConfigError, match="choosing asks whole models"):
-        check_cut(run, load("text"), AllReduce())
+        check_tensor_parallel(run, load("text"), AllReduce())

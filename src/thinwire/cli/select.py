@@ -91,7 +91,7 @@ class Select:
                 seed=self.seed,
                 neighbours=self.neighbours,
                 parts=self.parts,
-                told=listener,
+                on_progress=listener,
             )
         seconds = time.perf_counter() - start
         rows = torch.from_numpy(features)
@@ -106,12 +106,12 @@ class Select:
         return 0
 
     def _summary(self, rows: Tensor, labels: Tensor | None, chosen: Coreset, seconds: float) -> Fields:
-        from thinwire.coreset.quality import by_chance, quality
+        from thinwire.coreset.quality import quality, random_subset
 
         own = quality(rows, chosen.indices, chosen.weights, labels=labels, seed=self.seed)
         classes = labels if self.per_class else None
         draws = [
-            by_chance(chosen.n, len(chosen), labels=classes, like=chosen, seed=self.seed + 1 + draw)
+            random_subset(chosen.n, len(chosen), labels=classes, like=chosen, seed=self.seed + 1 + draw)
             for draw in range(_RANDOM_DRAWS)
         ]
         others = [asdict(quality(rows, *draw, labels=labels, seed=self.seed)) for draw in draws]

@@ -230,10 +230,10 @@ def _steps(steps: int | None) -> str:
 
 def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
     """By the name of each strategy with a topology: why it refuses this one, or None where it accepts it."""
-    from thinwire.strategies.recipe import WORDS
+    from thinwire.strategies.recipe import RECIPE_CLASSES
 
     refusals: dict[str, str | None] = {}
-    for name, kind in WORDS.items():
+    for name, kind in RECIPE_CLASSES.items():
         if "topology" in {field.name for field in fields(kind)}:
             try:
                 kind(topology=graph).check(workers)

@@ -57,7 +57,7 @@ class Codec(ABC):
         return False
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         r"""A bound of $E|x - C(x)|^2 / |x|^2$; from 1 on, a residual could grow without bound."""
         return 0.0
 

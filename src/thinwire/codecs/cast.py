@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, split_blocks
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALE_BYTES = 4
@@ -141,7 +141,7 @@ class Fp8(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_kinds(self)
+        check_field_types(self)
         if self.block < 1:
             raise ConfigError(f"block={self.block}: must be at least 1 element; 2048 is usual")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _RESIDUAL_NAME = re.compile(r"((?:.*/)?)(?:error|server_error/(\d+)-(\d+))")
 
@@ -51,12 +51,12 @@ class ErrorFeedback(Codec):
 
     def __post_init__(self) -> None:
         """Refuse codecs with which the residual could grow without bound."""
-        check_kinds(self)
+        check_field_types(self)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
-        if self.codec.expansion >= 1:
+        if self.codec.error_bound >= 1:
             raise ConfigError(
-                f"codec={self.codec}: its error can be {self.codec.expansion:.3g} times its input, so the residual "
+                f"codec={self.codec}: its error can be {self.codec.error_bound:.3g} times its input, so the residual "
                 "would grow without bound; it is unbiased, so use it without feedback, or with more bits or smaller "
                 "blocks"
             )

@@ -36,7 +36,7 @@ class Natural(Codec):
     """
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         """Theorem 1 of the paper."""
         return 0.125
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.errors import ConfigError
 from thinwire.kernels import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _SCALE_BYTES = 4
 
@@ -52,7 +52,7 @@ class OneBit(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_kinds(self)
+        check_field_types(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: signs fill whole bytes; use a multiple of 8, such as 2048")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _SCALE_BYTES = 4
 
@@ -49,14 +49,14 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if not 2 <= self.bits <= 8:
             raise ConfigError(f"bits={self.bits}: must lie in 2..8, the sign among them; use OneBit() for one")
         if self.bucket < 8 or self.bucket % 8:
             raise ConfigError(f"bucket={self.bucket}: codes fill whole bytes; use a multiple of 8, such as 512")
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         """Lemma 3.1 of the paper."""
         levels = 2 ** (self.bits - 1) - 1
         return min(self.bucket / levels**2, self.bucket**0.5 / levels)

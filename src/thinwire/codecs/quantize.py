@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single, payload_like, shared_draw
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _SCALE_BYTES = 4
 
@@ -56,14 +56,14 @@ class Quantize(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if not 1 <= self.bits <= 8:
             raise ConfigError(f"bits={self.bits}: must lie in 1..8; use Bf16() for more")
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         """Reached by small elements beside a large one."""
         # With one bit every element becomes plus or minus the largest of its block, however small it is.
         if self.bits == 1:

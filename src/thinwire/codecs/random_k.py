@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import top_k, uniform
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RandomK(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the range."""
-        check_kinds(self)
+        check_field_types(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 
@@ -63,7 +63,7 @@ class RandomK(Codec):
         return not self.unbiased and self.fraction < 1
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         """The variance of the unbiased codec."""
         return 1 / self.fraction - 1 if self.unbiased else 0.0
 

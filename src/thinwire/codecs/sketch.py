@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import heavy, sketch_, unsketch
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 # With fewer, large elements share cells so often that the median of few rows does not recover them.
 _MIN_COLUMNS_PER_ELEMENT = 32
@@ -56,7 +56,7 @@ class Sketch(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.rows < 1 or self.rows % 2 == 0:
             raise ConfigError(f"rows={self.rows}: a median needs an odd number; use 3 or 5")
         if self.kept < 1 or self.columns < _MIN_COLUMNS_PER_ELEMENT * self.kept:

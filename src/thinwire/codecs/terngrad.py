@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single, payload_like, split_blocks
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _BITS, _SCALE_BYTES = 2, 4
 
@@ -46,14 +46,14 @@ class TernGrad(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"clip={self.clip}: must be positive; 2.5 standard deviations is usual")
 
     @property
-    def expansion(self) -> float:
+    def error_bound(self) -> float:
         """Reached by many small elements beside a large one."""
         return self.block**0.5 / 2
 

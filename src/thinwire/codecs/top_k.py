@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import pack_indices, packed_nbytes, top_k, unpack_indices
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _VALUE_BYTES = 4
 
@@ -42,7 +42,7 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         """Check the type and the range."""
-        check_kinds(self)
+        check_field_types(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 

@@ -55,8 +55,8 @@ class CountingComm(Comm):
 class CountingMailbox(Mailbox):
     """A mailbox that counts messages and drops them.
 
-    Every expected message is ready at once. Each `retry` delivers one message on the topic that got its handler first,
-    from the ranks that may send on it, in turn.
+    Every expected message is ready at once. Each `process_deferred` delivers one message on the topic that got its
+    handler first, from the ranks that may send on it, in turn.
     """
 
     def __init__(self, comm: Comm, like: Tensor, capacity: int) -> None:
@@ -73,14 +73,14 @@ class CountingMailbox(Mailbox):
 
         return Work(receive, lambda: True)
 
-    def retry(self) -> None:
+    def process_deferred(self) -> None:
         """Deliver one message on the first topic."""
         for topic, entry in list(self._handlers.items())[:1]:
             src = entry.src[self._delivered % len(entry.src)]
             content = self._counting_comm.send_recv(entry.like, [], [src]).wait()[0]
             self._handle(Message(src, self._comm.step, topic, content))
         self._delivered += 1
-        super().retry()
+        super().process_deferred()
 
     def close(self) -> None:
         """Mark the mailbox as closed; there are no connections."""

@@ -62,7 +62,7 @@ class Hub:
         self.messages: dict[tuple[int, int, int], Tensor] = {}
         self.lost: tuple[int, BaseException] | None = None
 
-    def lose(self, rank: int, reason: BaseException) -> None:
+    def report_failure(self, rank: int, reason: BaseException) -> None:
         """Record that `rank` has failed, so that the waits of all others fail too."""
         with self.changed:
             # The first failure is the cause of the later ones.
@@ -273,7 +273,7 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
             return work(ThreadComm(hub, rank, timeout=timeout))
         except BaseException as error:
             # Any exception must end the others' waits, or they would only end with the timeout.
-            hub.lose(rank, error)
+            hub.report_failure(rank, error)
             raise
 
     with ThreadPoolExecutor(size, thread_name_prefix="thinwire-rank") as pool:

@@ -118,7 +118,7 @@ class Meter:
         """Count one wait, from `start` to `end`, for an operation launched earlier; all in seconds."""
         self.exposed_seconds += end - start
         if self.tracing:
-            self.intervals.append(Interval("talk", operation, launched, end, step))
+            self.intervals.append(Interval("communication", operation, launched, end, step))
             self.intervals.append(Interval("wait", operation, start, end, step))
 
 

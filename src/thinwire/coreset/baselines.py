@@ -14,7 +14,7 @@ from thinwire.coreset.selection import proportional_budgets, select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
 from thinwire.coreset.subset import Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Random(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
@@ -41,7 +41,7 @@ class Stratified(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
@@ -62,7 +62,7 @@ class KCenter(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
@@ -81,7 +81,7 @@ class El2n(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
@@ -98,7 +98,7 @@ class Grand(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
@@ -131,7 +131,7 @@ class Crest(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
         if not 1 <= self.batch <= self.part:
             raise ConfigError(f"batch={self.batch}: must lie in 1..{self.part}, the part that it is chosen from")

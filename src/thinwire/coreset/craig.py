@@ -14,7 +14,7 @@ from thinwire.coreset.selection import select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
 from thinwire.coreset.subset import Coreset, Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Craig(Policy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         self.check()
         if self.bound is not None and not self.bound > 0:
             raise ConfigError(f"bound={self.bound}: a relative error must be positive; 0.3 is usual")

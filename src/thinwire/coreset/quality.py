@@ -66,7 +66,7 @@ def quality(
     )
 
 
-def by_chance(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
+def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
     """Random points, as many as a coreset has, per class where there are labels, with equal weights within a class."""
     draws = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=draws)

@@ -76,7 +76,7 @@ def select(
     eps: float | None = None,
     neighbours: int = 32,
     parts: int = 4,
-    told: Progress | None = None,
+    on_progress: Progress | None = None,
 ) -> Coreset:
     r"""Choose points that represent all, with the number of points that each represents.
 
@@ -109,7 +109,7 @@ def select(
         eps: accuracy of `stochastic` (0.01 unless given) and `streaming` (0.1); less is better and slower.
         neighbours: of each point, for `sparse`; more is nearer to exact.
         parts: of `greedi`; with `comm` every rank is one.
-        told: called repeatedly with the share that is done; with labels by several threads.
+        on_progress: called repeatedly with the share that is done; with labels by several threads.
 
     Returns:
         The coreset, in greedy order, on the CPU.
@@ -123,14 +123,14 @@ def select(
     size = Size(budget, fraction, cover)
     if comm is not None and comm.size > 1:
         shards = Shards(features, _plain(labels), comm)
-        goals = _goals(size, shards.sizes, told)
+        goals = _goals(size, shards.sizes, on_progress)
         earlier = _earlier(warm, shards.members, shards.n, settings)
         found = [shards.solve(i, goal, settings, earlier[i]) for i, goal in enumerate(goals)]
         return _joined(found, shards.members, shards.n, settings)
     points = centred(checked(features)) if isinstance(features, (Tensor, np.ndarray)) else features
     n = len(points) if isinstance(points, Tensor) else points.n
     members = _classes(_plain(labels), n)
-    goals, earlier = _goals(size, [len(each) for each in members], told), _earlier(warm, members, n, settings)
+    goals, earlier = _goals(size, [len(each) for each in members], on_progress), _earlier(warm, members, n, settings)
 
     def one(i: int, threads: int) -> ClassSelection:
         part = points
@@ -175,27 +175,27 @@ def _classes(labels: NDArray[np.generic] | None, n: int) -> list[Tensor]:
     return [torch.from_numpy(part) for part in np.split(order, np.cumsum(np.bincount(codes))[:-1])]
 
 
-def _goals(size: Size, sizes: list[int], told: Progress | None) -> list[Goal]:
+def _goals(size: Size, sizes: list[int], on_progress: Progress | None) -> list[Goal]:
     """The goal of every class: its share of the budget or of the cost."""
     n = sum(sizes)
     budget = size.of(n)
-    callbacks = _class_callbacks(sizes, told)
+    callbacks = _class_callbacks(sizes, on_progress)
     if size.cover is not None:
         return [Goal(own, size.cover * own / n, call) for own, call in zip(sizes, callbacks, strict=True)]
     given = proportional_budgets(sizes, budget) if len(sizes) > 1 else [budget]
     return [Goal(own, None, call) for own, call in zip(given, callbacks, strict=True)]
 
 
-def _class_callbacks(sizes: list[int], told: Progress | None) -> list[Progress | None]:
+def _class_callbacks(sizes: list[int], on_progress: Progress | None) -> list[Progress | None]:
     """For each class a callback that turns its progress into that of the whole selection."""
     done = [0.0] * len(sizes)
 
     def report(i: int, share: float) -> None:
         done[i] = share
-        if told is not None:
-            told(sum(map(operator.mul, done, sizes)) / sum(sizes))
+        if on_progress is not None:
+            on_progress(sum(map(operator.mul, done, sizes)) / sum(sizes))
 
-    return [None if told is None else partial(report, i) for i in range(len(sizes))]
+    return [None if on_progress is None else partial(report, i) for i in range(len(sizes))]
 
 
 def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: MethodSettings) -> list[WarmStart | None]:

@@ -85,8 +85,8 @@ def write(folder: str | Path, content: State) -> Path:
         OSError: the disk refused.
     """
     part = RankFile(Path(folder), 0)
-    part.commit(part.write_aside(content))
-    part.tidy()
+    part.commit(part.stage(content))
+    part.remove_stale()
     return part.home
 
 

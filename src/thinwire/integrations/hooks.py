@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.work import Work
 from thinwire.errors import CheckpointError
-from thinwire.reduce.compressed_all_reduce import coded_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_
 
 Key = tuple[int, ...]
 _RESIDUAL = "error/"
@@ -78,7 +78,7 @@ class DdpHook:
         key = draw_key(self.seed, self.comm.step, offset=self._offset)
         self._offset += x.numel()
         future: Future[Tensor] = Future()
-        self._in_flight.append((future, coded_mean_(self.comm, x, self.codec, state, key=key)))
+        self._in_flight.append((future, compressed_mean_(self.comm, x, self.codec, state, key=key)))
         if bucket.is_last():
             # Waiting earlier would block the backward pass: its thread is the one that calls this hook.
             in_flight, self._in_flight, self._offset = self._in_flight, [], 0
@@ -243,7 +243,7 @@ def fsdp_hook(
     residual = dict[str, Tensor]() if state is None else state
 
     def hook(shard: Tensor) -> None:
-        coded_mean_(comm, shard, codec, residual, key=draw_key(seed, comm.step)).wait()
+        compressed_mean_(comm, shard, codec, residual, key=draw_key(seed, comm.step)).wait()
         comm.step += 1
 
     return hook

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.kernels.adaptive import adam_descend_
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
-from thinwire.optimizers.lamb import check_adaptive, take_in_
+from thinwire.optimizers.lamb import check_adaptive, update_moments_
 from thinwire.replica.flat import copy_each_
 
 
@@ -299,7 +299,7 @@ class FreezingAdam(FreezingOptimizer):
     ) -> None:
         """Adam without bias correction."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
-        take_in_(group, momenta, variances, gradients)
+        update_moments_(group, momenta, variances, gradients)
         adam_step_(group, parameters, momenta, variances)
 
 

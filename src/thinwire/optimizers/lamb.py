@@ -96,7 +96,7 @@ class Lamb(ClosureOptimizer):
         exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
-        take_in_(group, momenta, variances, gradients)
+        update_moments_(group, momenta, variances, gradients)
         directions = directions_of(group, momenta, variances, corrected=group["bias_correction"])
         add_decay_(group, directions, exact)
         ratios, _ = trust_ratios(group, exact, directions)
@@ -110,7 +110,9 @@ class Lamb(ClosureOptimizer):
 # -- the arithmetic, on lists of tensors -------------------------------------------------------------------------------
 
 
-def take_in_(group: dict[str, Any], momenta: list[Tensor], variances: list[Tensor], gradients: list[Tensor]) -> None:
+def update_moments_(
+    group: dict[str, Any], momenta: list[Tensor], variances: list[Tensor], gradients: list[Tensor]
+) -> None:
     """Update both moments with a gradient."""
     beta1, beta2 = group["betas"]
     torch._foreach_lerp_(momenta, gradients, 1 - beta1)  # pyright: ignore

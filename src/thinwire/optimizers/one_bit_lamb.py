@@ -17,8 +17,8 @@ from thinwire.optimizers.lamb import (
     check_trust,
     descend_,
     directions_of,
-    take_in_,
     trust_ratios,
+    update_moments_,
 )
 from thinwire.replica.flat import copy_each_
 
@@ -134,7 +134,7 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         """LAMB, and the mean of its trust ratios."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
-        take_in_(group, momenta, variances, gradients)
+        update_moments_(group, momenta, variances, gradients)
         directions = directions_of(group, momenta, variances)
         add_decay_(group, directions, parameters)
         ratios, known = trust_ratios(group, parameters, directions)

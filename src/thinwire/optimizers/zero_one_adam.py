@@ -24,7 +24,8 @@ class ZeroOneAdam(FreezingAdam):
     $$m \leftarrow \frac{\bar u}{\sum_{k=t'}^t \gamma_k}, \qquad x \leftarrow x' - \frac{\bar u}{\sqrt v + \epsilon},
       \qquad u \leftarrow 0 \quad \text{(synchronised)},$$
 
-    where $\bar u$ is the coded mean of all $u_i$, this step's included; and, with $g$ the mean gradient of all workers,
+    where $\bar u$ is the compressed mean of all $u_i$, this step's included; and, with $g$ the mean gradient of all
+    workers,
 
     $$m \leftarrow \beta_1 m + (1-\beta_1) g, \quad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \quad
       x \leftarrow x - \gamma \frac{m}{\sqrt v + \epsilon} \quad \text{(full)} .$$
@@ -62,7 +63,7 @@ class ZeroOneAdam(FreezingAdam):
     """
 
     # `alone` marks local steps; `reach` is the sum of their learning rates since the last synchronisation.
-    group_defaults: ClassVar[Mapping[str, Any]] = {"reach": 0.0, "alone": False}
+    group_defaults: ClassVar[Mapping[str, Any]] = {"lr_sum": 0.0, "local": False}
 
     def unfreeze(self) -> None:
         """Let the next gradient, which must be equal on all workers, update the variance."""
@@ -72,7 +73,7 @@ class ZeroOneAdam(FreezingAdam):
     def set_local(self, *, local: bool) -> None:
         """Choose whether the next steps are local, until the next synchronisation."""
         for group in self.param_groups:
-            group["alone"] = local
+            group["local"] = local
 
     def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
         """Send the mean momentum since the last synchronisation, each step weighted by its learning rate.
@@ -80,13 +81,13 @@ class ZeroOneAdam(FreezingAdam):
         A mean has the size of one momentum however many steps it covers, so that residuals keep their scale when the
         gaps between synchronisations grow.
         """
-        if group["reach"] == 0.0:
+        if group["lr_sum"] == 0.0:
             # No local step since the last synchronisation: the momentum itself is the mean.
             return
         lr = float(group["lr"])
         torch._foreach_mul_(momenta, lr)  # pyright: ignore
         torch._foreach_add_(momenta, [state["update_sum"] for state in states])  # pyright: ignore
-        torch._foreach_div_(momenta, group["reach"] + lr)  # pyright: ignore
+        torch._foreach_div_(momenta, group["lr_sum"] + lr)  # pyright: ignore
 
     def frozen_step(
         self,
@@ -98,7 +99,7 @@ class ZeroOneAdam(FreezingAdam):
         """Move along this worker's momentum, or from the last synchronised parameters along the mean momentum."""
         copy_each_([state["momentum"] for state in states], momenta)
         lr, variances = float(group["lr"]), [state["variance"] for state in states]
-        if group["alone"]:
+        if group["local"]:
             for parameter, state in zip(parameters, states, strict=True):
                 if "anchor" not in state:
                     state["anchor"], state["update_sum"] = (
@@ -107,21 +108,21 @@ class ZeroOneAdam(FreezingAdam):
                     )
             anchors, sums = ([state[name] for state in states] for name in ("anchor", "update_sum"))
             # The first local step after a synchronisation: later ones return to here.
-            if group["reach"] == 0.0:
+            if group["lr_sum"] == 0.0:
                 copy_each_(anchors, parameters)
                 torch._foreach_zero_(sums)  # pyright: ignore
             torch._foreach_add_(sums, momenta, alpha=lr)  # pyright: ignore
             # The synchronisation replaces the parameters by the anchor, so that weight decay must act on both.
             torch._foreach_mul_(anchors, 1 - lr * group["weight_decay"])  # pyright: ignore
-        elif group["reach"]:
+        elif group["lr_sum"]:
             # The local steps are replaced by one along the mean momentum, whose length is the sum of their lengths.
             denominators = denominators_of(group, variances)
             copy_each_(parameters, [state["anchor"] for state in states])
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
-            torch._foreach_addcdiv_(parameters, momenta, denominators, value=-group["reach"] - lr)  # pyright: ignore
+            torch._foreach_addcdiv_(parameters, momenta, denominators, value=-group["lr_sum"] - lr)  # pyright: ignore
             return
         adam_step_(group, parameters, momenta, variances)
 
     def on_moved(self, group: dict[str, Any]) -> None:
         """Add up the learning rates since the last synchronisation."""
-        group["reach"] = group["reach"] + float(group["lr"]) if group["alone"] else 0.0
+        group["lr_sum"] = group["lr_sum"] + float(group["lr"]) if group["local"] else 0.0

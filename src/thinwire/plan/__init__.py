@@ -1,5 +1,5 @@
 """What a recipe costs, computed before any run."""
 
-from thinwire.plan.explain import Card, Link, Method, explain
+from thinwire.plan.card import Card, Link, Method, explain
 
 __all__ = ["Card", "Link", "Method", "explain"]

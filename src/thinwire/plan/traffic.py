@@ -143,7 +143,7 @@ class DryRun:
         self.strategy = strategy
         self.comm = RecordingComm(rank, workers)
         x = torch.empty(sum(sizes), dtype=dtype, device="meta")
-        self.replica = Replica(x, strategy.room_for_gradient(x), self.comm, lr=lambda: 1.0)
+        self.replica = Replica(x, strategy.gradient_buffer(x), self.comm, lr=lambda: 1.0)
         self._parts: list[slice] = []
         if strategy.sends_gradients and workers > 1:
             tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]

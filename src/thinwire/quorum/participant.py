@@ -211,7 +211,7 @@ class Participant:
             (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8)),
             (_STATE, self._on_state, torch.empty(HEADER_BYTES + self._state_chunk_bytes, dtype=torch.uint8)),
         ):
-            self._box.answer(topic, weak_callback(handler, True), like=like, src=others)
+            self._box.on_message(topic, weak_callback(handler, True), like=like, src=others)
         if side_comm is not None:
             zeros = torch.zeros(self._partition.numel, dtype=self._partition.dtype)
             self._all_reduces.run_in_background(
@@ -310,7 +310,7 @@ class Participant:
             self._idle_at, self._packed, self._round = self._r.step, None, None
             self._all_reduces.flush_meter(self._comm.meter)
         self._computing_since = time.perf_counter()
-        self._box.retry()  # state requests that were put aside
+        self._box.process_deferred()  # state requests that were put aside
 
     def barrier(self) -> None:
         """Wait until all ranks are here; late ranks receive this rank's state meanwhile.
@@ -326,7 +326,7 @@ class Participant:
             for rank in range(self.size):
                 if rank != self.rank:
                     self._send_control(rank, ControlMessage(Kind.BARRIER, self._r.step))
-            self._box.until(
+            self._box.wait_until(
                 lambda: [rank for rank in range(self.size) if self._barriers[rank] < entered],
                 f"all ranks to end step {self._r.step}",
             )
@@ -416,7 +416,7 @@ class Participant:
         lifeline = None if self._endpoint else self._box.expect(self.coordinator_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
-                self._box.retry()
+                self._box.process_deferred()
                 seconds = meanwhile()
                 if ready():
                     return

@@ -249,7 +249,7 @@ def wait_while_possible(r: Replica) -> Wait:
             box = alive.comm.mailbox(alive)
             del alive  # a wait must not keep the replica alive
             # `until` raises if a rank it waits for is gone. The second look reports nobody missing, and so ends it.
-            box.until(lambda: [] if queue else next(first_look, []), "an all-reduce")
+            box.wait_until(lambda: [] if queue else next(first_look, []), "an all-reduce")
         except (CommError, ConfigError):
             return False
         return True

@@ -31,7 +31,7 @@ def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
     return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
 
 
-def coded_mean_(
+def compressed_mean_(
     comm: Comm,
     x: Tensor,
     codec: Codec,
@@ -39,8 +39,8 @@ def coded_mean_(
     *,
     key: int = 0,
     count: int | None = None,
-    at: int = 0,
-    whole: int | None = None,
+    offset: int = 0,
+    length: int | None = None,
 ) -> Work[Tensor]:
     """`mean_` of compressed vectors: one all-reduce if the codec is linear, else two stages.
 
@@ -51,13 +51,15 @@ def coded_mean_(
         state: of the codec.
         key: of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
-        at: where `x` begins in the vector that residuals are kept for.
-        whole: elements of that vector; those of `x` unless given.
+        offset: where `x` begins in the vector that residuals are kept for.
+        length: elements of that vector; those of `x` unless given.
     """
     if not codec.linear:
-        return two_stage_mean_(comm, x, codec, state, key=key, count=count, at=at, whole=whole)
+        return two_stage_mean_(comm, x, codec, state, key=key, count=count, offset=offset, length=length)
     if isinstance(codec, ErrorFeedback):
-        return launched(comm, LinearMean(comm, x, codec.codec, Residuals(state, at, whole), key, count or comm.size))
+        return launched(
+            comm, LinearMean(comm, x, codec.codec, Residuals(state, offset, length), key, count or comm.size)
+        )
     work = mean_(comm, codec.encode(x, state, key), count=count)
     return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
 
@@ -70,8 +72,8 @@ def two_stage_mean_(
     *,
     key: int = 0,
     count: int | None = None,
-    at: int = 0,
-    whole: int | None = None,
+    offset: int = 0,
+    length: int | None = None,
 ) -> Work[Tensor]:
     r"""`mean_` in two compressed stages: each rank (the server of a piece) adds one piece, and encodes the mean again.
 
@@ -94,15 +96,15 @@ def two_stage_mean_(
         state: of the codec: `error`, and `server_error/START-STOP` for this rank's piece.
         key: of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
-        at: where `x` begins in the vector that residuals are kept for.
-        whole: elements of that vector; those of `x` unless given.
+        offset: where `x` begins in the vector that residuals are kept for.
+        length: elements of that vector; those of `x` unless given.
 
     Raises:
         CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
             stage.
     """
     inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
-    residuals = Residuals(state, at, whole) if inner is not codec or codec.needs_feedback else None
+    residuals = Residuals(state, offset, length) if inner is not codec or codec.needs_feedback else None
     return launched(comm, TwoStageMean(comm, x, inner, residuals, key, count or comm.size))
 
 
@@ -133,7 +135,9 @@ def gossip_(comm: Comm, x: Tensor, peers: Peers, observe: Observer | None = None
     return comm.send_recv(x, peers.dst, peers.src).then(mix)
 
 
-def coded_exchange(comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: int) -> Work[tuple[Tensor, list[Tensor]]]:
+def compressed_exchange(
+    comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: int
+) -> Work[tuple[Tensor, list[Tensor]]]:
     """Exchange `x` in compressed form with this step's neighbours, with a header of 16 bytes each.
 
     Args:
@@ -160,7 +164,7 @@ def coded_exchange(comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: in
 
     def decode(src: int, message: Tensor) -> Tensor:
         received, content, problem = unseal(message, header)
-        where = f"rank {comm.rank}, step {comm.step}, coded exchange"
+        where = f"rank {comm.rank}, step {comm.step}, compressed exchange"
         if problem:
             raise CommError(f"{where}: what rank {src} sent {problem}; all ranks must run the same recipe")
         if received.non_finite:

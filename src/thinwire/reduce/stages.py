@@ -243,7 +243,7 @@ class TwoStageMean(StagedMean):
         if self._problem or rejecting:
             reported = f"rank {rejecting[0]} could not decode a payload" if rejecting else ""
             raise CommError(
-                f"rank {self._comm.rank}, step {self._step}, coded mean: {self._problem or reported}; "
+                f"rank {self._comm.rank}, step {self._step}, compressed mean: {self._problem or reported}; "
                 "all ranks must run the same recipe and be at the same step"
             )
         if not self._all_finite:

@@ -41,13 +41,13 @@ class Moments:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the moments that the optimizer has or will have for each parameter; the same on every rank."""
-        return () if self.optimizer is None else moments_of(self.optimizer)
+        return () if self.optimizer is None else moment_names(self.optimizer)
 
     def forget(self) -> None:
         """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
         if self.optimizer is None:
             return
-        new = made_anew(self.optimizer)
+        new = fresh_optimizer(self.optimizer)
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
             if new.state.get(parameter):  # Adagrad fills its state when it is made
@@ -79,7 +79,7 @@ class Moments:
             copy_each_(held, targets)
 
 
-def made_anew(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
+def fresh_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
     """A new optimizer of the same class and hyperparameters.
 
     Args:
@@ -102,7 +102,7 @@ def made_anew(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) 
     return made
 
 
-def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
+def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
     """The names of an optimizer's moments, from one step of a new optimizer of its class on small parameters.
 
     An optimizer that has made no step yet holds none, and ranks that have made some must agree with those that have
@@ -120,7 +120,7 @@ def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
             sample.grad = torch.zeros_like(sample)
             samples.append(sample)
         groups.append({**group, "params": samples})
-    tried = made_anew(optimizer, groups)
+    tried = fresh_optimizer(optimizer, groups)
     try:
         tried.step()
     except (TypeError, RuntimeError) as error:

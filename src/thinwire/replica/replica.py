@@ -132,7 +132,7 @@ class Replica:
         work = self.inflight.pop(name, None)
         return None if work is None else work.wait()
 
-    def notice_distance(self, own: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
+    def record_distance(self, own: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
         """Estimate the consensus distance from vectors that were received anyway, so nothing is sent for it.
 
         `metrics["consensus_distance"]` is the Euclidean distance of one worker's parameters from the mean of all. Two

@@ -58,7 +58,7 @@ def whole_like(part: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def place_of(x: Tensor) -> str:
+def describe_shard(x: Tensor) -> str:
     """Which shard of `x` this rank holds, such as "part 0 of 2 along dimension 0"; empty if it is not sharded."""
     if not is_sharded(x):
         return ""
@@ -67,9 +67,9 @@ def place_of(x: Tensor) -> str:
     return ", ".join(f"part {mesh.get_local_rank(i)} of {mesh.size(i)} along dimension {dim}" for i, dim in cuts)
 
 
-def folder_of(parameters: Iterable[Tensor]) -> str:
+def shard_folder(parameters: Iterable[Tensor]) -> str:
     """The folder of this rank's shards, equal on all ranks that hold the same ones; empty if nothing is sharded."""
-    place = next((place for place in map(place_of, parameters) if place), "")
+    place = next((place for place in map(describe_shard, parameters) if place), "")
     parts = [cut.split(" along ")[0].replace("part ", "").replace(" ", "-") for cut in place.split(", ") if cut]
     return "-".join(["shard", *parts]) if parts else ""
 
@@ -104,14 +104,14 @@ class Shards:
                 copy_each_([local(p) for p in self._parameters], self._views)
 
 
-def unwrap(tree: Any) -> Any:
+def unwrap_dtensors(tree: Any) -> Any:
     """Nested dicts and lists with DTensors replaced by this rank's shards."""
     if isinstance(tree, Tensor):
         return local(tree)
     if isinstance(tree, Mapping):
-        return {key: unwrap(value) for key, value in cast(Mapping[Any, Any], tree).items()}
+        return {key: unwrap_dtensors(value) for key, value in cast(Mapping[Any, Any], tree).items()}
     if isinstance(tree, list):
-        return [unwrap(value) for value in cast(list[Any], tree)]
+        return [unwrap_dtensors(value) for value in cast(list[Any], tree)]
     return tree
 
 

@@ -12,7 +12,7 @@ from thinwire.report.runs import Collection, Evaluation, Link, Run, Span, Step
 
 _FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
 # Kinds of intervals as timeline.jsonl names them, and as they are shown.
-_KINDS = {"compute": "compute", "talk": "communication", "communication": "communication", "wait": "wait"}
+_KINDS = ("compute", "communication", "wait")
 
 
 def read(folder: Path) -> Collection:
@@ -137,8 +137,8 @@ def _spans(lines: Iterable[Facts] | None) -> tuple[Span, ...]:
 
 def _span(line: Facts) -> Span | None:
     rank, start, end = number(line, "rank"), number(line, "start"), number(line, "end")
-    kind = _KINDS.get(text(line, "kind"))
-    if rank is None or start is None or end is None or end < start or kind is None:
+    kind = text(line, "kind")
+    if rank is None or start is None or end is None or end < start or kind not in _KINDS:
         return None
     return Span(int(rank), kind, text(line, "name", kind), start, end, int(number(line, "step") or 0))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from thinwire.errors import ConfigError
 from thinwire.runs.defaults import check_recipe
 from thinwire.runs.folder import Fields, RunFolder
-from thinwire.runs.launcher import Listener, launch, unheard
+from thinwire.runs.launcher import Listener, ignore_event, launch
 from thinwire.runs.optimizer import check_optimizer
 from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
@@ -48,7 +48,7 @@ def compare(
     *,
     rounds: int = 1,
     title: str = "",
-    listener: Listener = unheard,
+    listener: Listener = ignore_event,
     begin: Callable[[str, int], None] = lambda strategy, place: None,
 ) -> Comparison:
     """Run each strategy, once per round, in folders beneath one.

@@ -74,7 +74,7 @@ def examples_of(task: Task) -> ExampleSet:
         ConfigError: it has no separate examples, or they have no classes.
     """
     data = task.data
-    if not isinstance(data, ExampleSet) or data.census.labels is None:
+    if not isinstance(data, ExampleSet) or data.metadata.labels is None:
         raise ConfigError(
             f"coreset with task {task.name!r}: it has no separate examples with a class each to choose among; "
             "use digits, mnist, cifar10, agnews or a9a"
@@ -115,7 +115,7 @@ class ChosenData:
         self.shard = shard
         self.batch_size = batch_size
         self._draws = Stream((seed, rank, 0xA06))
-        labels = self.examples.census.labels
+        labels = self.examples.metadata.labels
         assert labels is not None
         # Only of this shard: what other ranks hold is not known here.
         points = Points(self._read, torch.from_numpy(labels[shard.indices]), model, optimizer)

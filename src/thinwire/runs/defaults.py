@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.runs.coreset import check_policy
 from thinwire.runs.recipes import describe, parse_recipe
 from thinwire.runs.settings import Settings, parse_mesh
-from thinwire.runs.tensor import check_cut
+from thinwire.runs.tensor import check_tensor_parallel
 from thinwire.tasks import Task, load
 
 _STEPS = 200
@@ -45,7 +45,7 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
-    check_cut(settings, task, parse_recipe(settings.strategy))
+    check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
 

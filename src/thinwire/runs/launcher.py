@@ -23,11 +23,11 @@ _KEPT_LINES = 200
 _GRACE_SECONDS = 5.0
 
 
-def unheard(_: Fields) -> None:
+def ignore_event(_: Fields) -> None:
     """Ignore an event."""
 
 
-def launch(settings: Settings, folder: Path, *, listener: Listener = unheard, resume: bool = False) -> Fields:
+def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_event, resume: bool = False) -> Fields:
     """Run all workers of one training run here and return its summary.
 
     No process is left running, also when a worker dies or this process is interrupted or killed.

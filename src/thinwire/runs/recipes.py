@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from thinwire.errors import ConfigError
 from thinwire.runs.baselines import Baseline, Bf16Gradients, PlainDdp, PostLocalSGD, PowerSGD
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import WORDS, brief, parse
+from thinwire.strategies.recipe import RECIPE_CLASSES, brief, parse
 
 Recipe = Strategy | Baseline
 BASELINES: Mapping[str, type[Baseline]] = {
@@ -55,7 +55,7 @@ def parse_recipe(text: str) -> Recipe:
 
 def _closest_baseline(word: str) -> str:
     """The baseline that a word names or nearly names; empty where a name of thinwire's own is closer."""
-    close = get_close_matches(word, [*BASELINES, *(name.lower() for name in WORDS)], n=1, cutoff=0.6)
+    close = get_close_matches(word, [*BASELINES, *(name.lower() for name in RECIPE_CLASSES)], n=1, cutoff=0.6)
     return close[0] if close and close[0] in BASELINES else ""
 
 

@@ -26,7 +26,7 @@ from thinwire.tensor2d.parallelize import parallelize_2d, whole_activation
 from thinwire.worker.worker import attach
 
 
-def check_cut(settings: Settings, task: Task, recipe: object) -> None:
+def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> None:
     """Refuse what cannot train on the settings' mesh, before any worker is started.
 
     Raises:

@@ -40,7 +40,7 @@ class RankFile:
         """The JSON file; the part is complete if it exists."""
         return self.home / f"{self.name}.json"
 
-    def write_aside(self, value: Any) -> Path:
+    def stage(self, value: Any) -> Path:
         """Write everything to disk under temporary names, for `commit`; the part that is there is unchanged.
 
         Raises:
@@ -59,14 +59,14 @@ class RankFile:
         return write_temporary(self.path, json.dumps({**body, "seal": _seal(body)}).encode())
 
     def commit(self, aside: Path) -> None:
-        """Replace the part by the one that `write_aside` wrote.
+        """Replace the part by the one that `stage` wrote.
 
         Raises:
             OSError: the disk refused; the part is the old one or the new one, complete.
         """
         rename_into_place(aside, self.path)
 
-    def tidy(self) -> None:
+    def remove_stale(self) -> None:
         """Remove this rank's files of earlier or unfinished writes."""
         keep = {self.path.name}
         if self.path.exists():

@@ -59,7 +59,7 @@ class Strategy(ABC):  # noqa: B024
         return False
 
     @property
-    def leaves_out_steps(self) -> bool:
+    def skips_steps(self) -> bool:
         """Whether a worker that is late skips steps, and continues at the step where the others are."""
         return False
 
@@ -78,7 +78,7 @@ class Strategy(ABC):  # noqa: B024
         kind = type(self)
         return kind.before_step is not Strategy.before_step or kind.after_step is not Strategy.after_step
 
-    def room_for_gradient(self, x: Tensor) -> Tensor:
+    def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
         return torch.zeros_like(x) if self.sends_gradients or self.reads_gradient else x.new_empty(0)
 

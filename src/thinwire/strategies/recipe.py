@@ -46,7 +46,7 @@ CODECS: tuple[type, ...] = (
 )
 
 # A fixed list, so that no recipe, whoever wrote it, can name anything else.
-WORDS: Mapping[str, type] = {
+RECIPE_CLASSES: Mapping[str, type] = {
     **{name: getattr(strategies, name) for name in strategies.__all__ if name != "Strategy"},
     **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
     **{kind.__name__: kind for kind in CODECS},
@@ -138,9 +138,9 @@ def _build(node: ast.expr, where: str) -> Any:
 
 
 def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], where: str) -> Any:
-    if name not in WORDS:
-        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, list(WORDS))}")
-    kind = WORDS[name]
+    if name not in RECIPE_CLASSES:
+        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, list(RECIPE_CLASSES))}")
+    kind = RECIPE_CLASSES[name]
     known = [field.name for field in fields(kind)]
     where = f"{where}: {name}"
     if len(arguments) > len(known):

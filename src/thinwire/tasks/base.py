@@ -203,7 +203,7 @@ class Task:
         Raises:
             ConfigError: for an unknown split, one that this data does not allow, or too many workers.
         """
-        return split_shards(self.data.census, workers, split=split, seed=seed)
+        return split_shards(self.data.metadata, workers, split=split, seed=seed)
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
         """The batch of one step: a pure function of its arguments, so a resumed run needs no sampler state.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.tasks.base import IGNORED, TOKEN_ACCURACY, Defaults, Task, evaluating
-from thinwire.tasks.data.base import Batch, Census, Indices, RandomBits, sample
+from thinwire.tasks.data.base import Batch, ExampleMetadata, Indices, RandomBits, sample
 from thinwire.tasks.data.examples import ExampleSet, padded, trimmed
 from thinwire.tasks.data.files import Folder, lines, read
 from thinwire.tasks.data.vocabulary import BEGIN, END, PADDING, UNKNOWN, Vocabulary, tokens
@@ -51,7 +51,7 @@ def multi30k(folder: Folder) -> Task:
     train, test = (_sentences(folder, part) for part in ("train", "test_2016_flickr"))
     source, target = (Vocabulary.of((pair[side] for pair in train), size=8_000, occurrences=3) for side in (0, 1))
     kept, held = (_pairs(pairs, source, target) for pairs in (train, test))
-    data = ExampleSet(kept, held, Census(np.ones(len(train), np.int64)))
+    data = ExampleSet(kept, held, ExampleMetadata(np.ones(len(train), np.int64)))
     build = partial(Translator, len(source), len(target), length=_LENGTH)
     networks = {
         "small": partial(build, width=128, layers=2, heads=4),

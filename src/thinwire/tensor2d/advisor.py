@@ -21,7 +21,7 @@ from thinwire.tensor2d.costs import panels_held, product_elements
 from thinwire.tensor2d.linear import Linear2D
 from thinwire.tensor2d.panels import Pace, Panels, choose_panels
 from thinwire.tensor2d.transformer import Transformer
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _GIB = 1 << 30
 
@@ -42,7 +42,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.element_nbytes < 1 or self.state_nbytes < 0:
             raise ConfigError(f"{self}: element_nbytes must be at least 1 and state_nbytes not negative")
 

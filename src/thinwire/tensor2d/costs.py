@@ -16,7 +16,7 @@ from math import sqrt
 from typing import Literal
 
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 Direction = Literal["forward", "backward", "both"]
 Scheme = Literal["1d", "1d+sequence", "2d"]
@@ -42,7 +42,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if min(self.tokens, self.hidden, self.rows, self.columns) < 1 or self.inner < 0:
             raise ConfigError(f"{self}: tokens, hidden, rows and columns must be at least 1, and inner not negative")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, take_in_
+from thinwire.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, update_moments_
 from thinwire.replica.flat import copy_each_
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.module import placed
@@ -60,7 +60,7 @@ class Lamb2D(Lamb):
         exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
-        take_in_(group, momenta, variances, gradients)
+        update_moments_(group, momenta, variances, gradients)
         directions = directions_of(group, momenta, variances, corrected=group["bias_correction"])
         add_decay_(group, directions, exact)
         descend_(group, exact, directions, self._ratios(group, parameters, exact, directions))

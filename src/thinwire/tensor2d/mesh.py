@@ -307,7 +307,7 @@ def run_mesh_3d_threads(
             failures.append(error)
             # Other threads may be waiting in any of the communicators.
             for hub in (*across, *down, *whole, *data):
-                hub.lose(world.rank, error)
+                hub.report_failure(world.rank, error)
             raise
 
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 T = TypeVar("T")
 Cut = tuple[int, int]
@@ -37,7 +37,7 @@ class Panels:
 
     def __post_init__(self) -> None:
         """Check the kinds and the range."""
-        check_kinds(self)
+        check_field_types(self)
         if self.count < 1:
             raise ConfigError(f"count={self.count}: a product has at least one panel; use 1 to gather in one message")
 
@@ -80,7 +80,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.seconds_per_message < 0 or min(self.bits_per_second, self.flops_per_second) <= 0:
             raise ConfigError(f"{self}: the latency must not be negative and the speeds must be positive")
 

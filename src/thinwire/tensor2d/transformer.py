@@ -15,7 +15,7 @@ from thinwire.tensor2d.costs import (
     norm_elements,
     product_elements,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _FP32_NBYTES = 4
 
@@ -57,7 +57,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         least = min(self.layers, self.hidden, self.heads, self.vocabulary, self.samples, self.length)
         if least < 1 or min(self.inner, self.key_heads, self.positions) < 0:
             raise ConfigError(f"{self}: sizes must be at least 1, and inner, key_heads and positions not negative")

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from thinwire.errors import ConfigError
 from thinwire.topology.base import Peers, Topology
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 Ranks = Sequence[int]
 Edges = dict[tuple[int, int], float]  # the weights of one step, each edge once
@@ -46,7 +46,7 @@ class BaseGraph(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the degree."""
-        check_kinds(self)
+        check_field_types(self)
         if self.degree < 1:
             raise ConfigError(f"degree={self.degree}: must be at least 1 peer")
 

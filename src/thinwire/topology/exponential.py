@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.topology.base import Peers, Topology, uniform
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 def powers_below(base: int, limit: int) -> list[int]:
@@ -64,7 +64,7 @@ class SymmetricExponential(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the base."""
-        check_kinds(self)
+        check_field_types(self)
         if self.base < 2:
             raise ConfigError(f"base={self.base}: must be at least 2; use Complete() to reach all ranks")
 
@@ -98,7 +98,7 @@ class PPeerExponential(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the number of peers."""
-        check_kinds(self)
+        check_field_types(self)
         if self.degree < 1:
             raise ConfigError(f"degree={self.degree}: must be at least 1")
 

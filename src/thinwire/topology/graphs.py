@@ -7,7 +7,7 @@ from typing import Literal
 
 from thinwire.errors import ConfigError
 from thinwire.topology.base import Peers, Topology, uniform, weighted
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Star(Topology):
 
     def __post_init__(self) -> None:
         """Check the types."""
-        check_kinds(self)
+        check_field_types(self)
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Rank 0, and for rank 0 all others."""
@@ -197,7 +197,7 @@ class Hierarchical(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the numbers."""
-        check_kinds(self)
+        check_field_types(self)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
         if self.every < 2:

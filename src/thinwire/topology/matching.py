@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from thinwire.errors import ConfigError
 from thinwire.topology.base import Peers, Topology, uniform
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RandomMatching(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the number of draws."""
-        check_kinds(self)
+        check_field_types(self)
         if self.draws < 1:
             raise ConfigError(f"draws={self.draws}: must be at least 1 matching")
 

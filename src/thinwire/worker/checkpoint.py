@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError, NonFiniteError
-from thinwire.replica.shards import local, rewrap_, unwrap
+from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
 from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.recipe import brief
 from thinwire.worker.handshake import describe_tensor, gather_texts
@@ -47,7 +47,7 @@ def state_of(worker: WorkerState) -> dict[str, Any]:
             for replica in worker.replicas
         ],
         "others": {name: x.clone() for name, x in _others(worker).items()},
-        "optimizer": deepcopy(unwrap(worker.optimizer.state_dict())),
+        "optimizer": deepcopy(unwrap_dtensors(worker.optimizer.state_dict())),
     }
 
 
@@ -129,12 +129,12 @@ def write_together(worker: WorkerState, file: RankFile, content: dict[str, Any],
     try:
         # Two phases: no rank renames its file before all ranks have theirs on disk, so a full disk or a killed writer
         # leaves the previous checkpoint the newest one on every rank.
-        aside = together(worker, file.home, lambda: file.write_aside(content))
+        aside = together(worker, file.home, lambda: file.stage(content))
         together(worker, file.home, lambda: file.commit(aside))
     finally:
         # A file that cannot be removed is no reason to fail; the next call tries again.
         with suppress(OSError, ValueError, LookupError):
-            file.tidy()
+            file.remove_stale()
             complete = whole_steps(file.home.parent, file.rank)
             for step, home in _steps(file.home.parent):
                 if step < min(complete[-keep:], default=0):

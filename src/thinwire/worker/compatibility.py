@@ -65,7 +65,7 @@ def check_skipped_steps(strategy: Strategy, *, find_unused: bool, scaled: bool) 
         ConfigError: naming the features.
     """
     features = [name for name, value in (("find_unused=True", find_unused), ("a GradScaler", scaled)) if value]
-    if strategy.leaves_out_steps and features:
+    if strategy.skips_steps and features:
         raise ConfigError(
             f"{strategy} with {' and '.join(features)}: a late worker leaves out steps, and these need every worker "
             "at every step; let every parameter have a gradient, and train in bfloat16, which needs no scaler"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire._version import __version__
 from thinwire.comm.base import Comm
 from thinwire.errors import MismatchError
-from thinwire.replica.shards import place_of
+from thinwire.replica.shards import describe_shard
 
 Facts = list[tuple[str, str]]
 
@@ -101,5 +101,5 @@ def gather_texts(comm: Comm, text: bytes, device: torch.device) -> list[bytes]:
 def describe_tensor(x: Tensor) -> str:
     """Describe a tensor: shape, dtype, whether it is frozen, and which part of it this rank holds."""
     shape = "x".join(str(n) for n in x.shape) or "scalar"
-    part = f", {place}" if (place := place_of(x)) else ""
+    part = f", {place}" if (place := describe_shard(x)) else ""
     return f"{shape} {str(x.dtype).removeprefix('torch.')}{'' if x.requires_grad else ' frozen'}{part}"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from thinwire.comm.base import Comm
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
-from thinwire.replica.shards import Shards, folder_of
+from thinwire.replica.shards import Shards, shard_folder
 from thinwire.strategies.base import Strategy
 from thinwire.worker.buckets import Backward
 
@@ -62,4 +62,4 @@ class WorkerState:
 
     def own_folder(self, folder: str | Path) -> Path:
         """The subfolder for checkpoints of the ranks that hold the same part of the model as this one."""
-        return Path(folder) / (self.block or folder_of(p for parameters, _ in self.layouts for p in parameters))
+        return Path(folder) / (self.block or shard_folder(p for parameters, _ in self.layouts for p in parameters))

@@ -352,7 +352,7 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
                 sharded.append((parameter, view))
             else:
                 parameter.data = view
-        g = worker.strategy.room_for_gradient(x)
+        g = worker.strategy.gradient_buffer(x)
         lr = learning_rate(worker.optimizer, parameters, segments, x)
         moments = Moments(worker.optimizer, parameters, segments)
         worker.replicas.append(Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments))

@@ -58,7 +58,7 @@ class Edge:
     """One rank's counters and queues for one other rank.
 
     Attributes:
-        posted: messages sent to it.
+        sent: messages sent to it.
         acknowledged: how many of those it has consumed, by its last acknowledgement.
         received: messages from it that were delivered in order.
         out_of_order: messages from it that overtook earlier ones, by number.
@@ -69,7 +69,7 @@ class Edge:
         inbox: messages of topic 0 that were not consumed yet, by number.
     """
 
-    posted: int = 0
+    sent: int = 0
     acknowledged: int = 0
     received: int = 0
     out_of_order: dict[int, Message] = field(default_factory=dict[int, Message])
@@ -138,13 +138,13 @@ class Mailbox(ABC):
             )
         with self.changed:
             edge, start = self._edges[dst], time.perf_counter()
-            full = edge.posted - edge.acknowledged >= self.capacity
+            full = edge.sent - edge.acknowledged >= self.capacity
             self._check_peers([dst])
-            self.until(
-                lambda: [dst] if edge.posted - edge.acknowledged >= self.capacity else [],
+            self.wait_until(
+                lambda: [dst] if edge.sent - edge.acknowledged >= self.capacity else [],
                 f"room for a message to rank {dst}",
             )
-            number, edge.posted = edge.posted, edge.posted + 1
+            number, edge.sent = edge.sent, edge.sent + 1
             self._transmit(dst, Message(self._rank, self._comm.step, topic, x), number)
             self._count(nbytes_of(x))
         if full:
@@ -169,7 +169,7 @@ class Mailbox(ABC):
         def receive() -> Message:
             start = time.perf_counter()
             with self.changed:
-                self.until(lambda: [] if number in edge.inbox else [src], f"a message from rank {src}")
+                self.wait_until(lambda: [] if number in edge.inbox else [src], f"a message from rank {src}")
                 message = edge.inbox.pop(number)
                 self._mark_consumed(message)
             self._comm.meter.waited("message", launched, start, time.perf_counter(), step)
@@ -187,13 +187,13 @@ class Mailbox(ABC):
 
         return Work(receive, is_ready)
 
-    def answer(self, topic: int, handler: Handler, *, like: Tensor, src: Sequence[int]) -> None:
+    def on_message(self, topic: int, handler: Handler, *, like: Tensor, src: Sequence[int]) -> None:
         """Register the handler of a topic; it is called with each message as soon as that arrives, in any thread.
 
         Args:
             topic: not 0.
             handler: called with the message while `changed` is held; must not block. Returning False defers the message
-                until `retry`.
+                until `process_deferred`.
             like: a vector of the size, dtype and device of the content.
             src: the ranks that may send on this topic.
         """
@@ -201,14 +201,14 @@ class Mailbox(ABC):
             self._handlers[topic] = TopicHandler(handler, like, tuple(src))
             self._handle_deferred()
 
-    def retry(self) -> None:
+    def process_deferred(self) -> None:
         """Call handlers again for deferred messages, and raise what went wrong in other threads meanwhile."""
         with self.changed:
             self._handle_deferred()
             self._flush_meter()
             self._check_peers(())
 
-    def until(self, missing: Callable[[], Sequence[int]], waiting_for: str) -> None:
+    def wait_until(self, missing: Callable[[], Sequence[int]], waiting_for: str) -> None:
         """Wait until no rank is missing; the caller holds `changed`.
 
         Args:
@@ -317,7 +317,7 @@ class Mailbox(ABC):
         with self.changed:
             edge = self._edges[dst]
             # Acknowledgements may overtake each other, and must never exceed what was sent.
-            edge.acknowledged = max(edge.acknowledged, min(consumed, edge.posted))
+            edge.acknowledged = max(edge.acknowledged, min(consumed, edge.sent))
             self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:

@@ -1,1 +1,1 @@
-"""What the kernels compute, in a few torch operations each: the yardstick of the compiled ones, and their fallback."""
+"""What the kernels compute, in a few torch operations each: the baseline of the compiled ones, and their fallback."""

@@ -30,8 +30,8 @@ def turn_(
     torch._foreach_mul_(fresh, remember)  # pyright: ignore
     torch._foreach_add_(fresh, torch._foreach_mul(torch._foreach_mul(ways, ways), take))  # pyright: ignore
     torch._foreach_copy_(before, momenta)  # pyright: ignore
-    spreads = _spreads_of(frozen, eps)
-    grown = torch.stack(torch._foreach_max(torch._foreach_div(spreads, _spreads_of(fresh, eps))))  # pyright: ignore
+    spreads = _denominators_of(frozen, eps)
+    grown = torch.stack(torch._foreach_max(torch._foreach_div(spreads, _denominators_of(fresh, eps))))  # pyright: ignore
     torch._foreach_div_(momenta, spreads)  # pyright: ignore
     if not decay:
         return torch.stack([grown, *torch.zeros_like(grown).expand(2, -1)])
@@ -56,7 +56,7 @@ def adam_descend_(
 ) -> None:
     """Along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.adam_descend_`."""
     eps, decay, rate = numbers
-    directions = torch._foreach_div(momenta, _spreads_of(frozen, eps))  # pyright: ignore
+    directions = torch._foreach_div(momenta, _denominators_of(frozen, eps))  # pyright: ignore
     if decay:
         torch._foreach_add_(directions, torch._foreach_mul(parameters, decay))  # pyright: ignore
     torch._foreach_copy_(before, momenta)  # pyright: ignore
@@ -64,7 +64,7 @@ def adam_descend_(
     torch._foreach_sub_(parameters, directions)  # pyright: ignore
 
 
-def _spreads_of(variances: list[Tensor], eps: float) -> list[Tensor]:
+def _denominators_of(variances: list[Tensor], eps: float) -> list[Tensor]:
     roots = list(map(_root_of, variances)) if _on_cpu(variances) else torch._foreach_sqrt(variances)  # pyright: ignore
     return list(torch._foreach_add(roots, eps))  # pyright: ignore
 

@@ -16,7 +16,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 # Topics of messages; 0 is the answer, which `Mailbox.expect` receives.
 _REQUEST, _FLUSH = 1, 2
@@ -82,7 +82,7 @@ class ADPSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types."""
-        check_kinds(self)
+        check_field_types(self)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""
@@ -100,8 +100,8 @@ class ADPSGD(Strategy):
         r.state["flushed"] = torch.zeros(r.comm.size, dtype=torch.int64)
         # A proxy, because the mailbox outlives the replica and must not keep it alive.
         me, near = proxy(r), self._neighbours(r)
-        box.answer(_REQUEST, partial(_answer, me, box), like=r.x, src=near)
-        box.answer(_FLUSH, partial(_record_flush, me), like=torch.zeros(1, dtype=torch.int64), src=near)
+        box.on_message(_REQUEST, partial(_answer, me, box), like=r.x, src=near)
+        box.on_message(_FLUSH, partial(_record_flush, me), like=torch.zeros(1, dtype=torch.int64), src=near)
 
     def after_step(self, r: Replica) -> None:
         """Active workers use the last answer and send the next request; passive ones publish their update."""
@@ -117,7 +117,7 @@ class ADPSGD(Strategy):
                 r.x.copy_(r.state["published"])
                 r.state["snapshot"].copy_(r.x)
             # Requests that were held back during a flush can be answered now.
-            box.retry()
+            box.process_deferred()
         # Runs only when something waits for everything in flight: an average of all, or a checkpoint.
         r.launch("flush", Work(lambda: self._flush(r)))
 
@@ -145,7 +145,7 @@ class ADPSGD(Strategy):
                 return
             half = r.inflight.pop("answer").wait()[0]
             # The answer is half of the difference between the two workers, so no message is needed to measure it.
-            r.notice_distance(torch.zeros_like(half), [2 * half])
+            r.record_distance(torch.zeros_like(half), [2 * half])
             r.x.add_(half)
         dst = partner(self.topology, r.comm.rank, r.comm.size, r.step - 1)
         box.send(dst, r.x, topic=_REQUEST)
@@ -159,7 +159,7 @@ class ADPSGD(Strategy):
                 box.send(rank, torch.tensor([r.step]), topic=_FLUSH)
             return []
         with box.changed:
-            box.until(
+            box.wait_until(
                 lambda: [rank for rank in near if r.state["flushed"][rank] < r.step],
                 f"all neighbours to finish step {r.step}",
             )

@@ -13,7 +13,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.topology.exact_weights import exact_weights
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DecentralisedMomentum(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the momentum."""
-        check_kinds(self)
+        check_field_types(self)
         check_momentum(self.momentum)
 
     @property

@@ -8,14 +8,14 @@ from thinwire.codecs.base import Codec, draw_key
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
-from thinwire.reduce.compressed_all_reduce import coded_exchange
+from thinwire.reduce.compressed_all_reduce import compressed_exchange
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Choco(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""
-        check_kinds(self)
+        check_field_types(self)
         if not 0 < self.step_size <= 1:
             raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: public copies keep the residual already; use {self.codec.codec}")
-        if self.codec.expansion >= 1 or self.codec.residual_after_sum:
+        if self.codec.error_bound >= 1 or self.codec.residual_after_sum:
             raise ConfigError(
                 f"codec={self.codec}: its error can be larger than its input, so copies would diverge; use "
                 "OneBit(), TopK(), or more bits in smaller blocks"
@@ -110,7 +110,7 @@ class Choco(Strategy):
         """Send the compressed change of the public copy, and move towards the neighbours' copies."""
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
         public, mixed, x = r.state["public"], r.state["mixed"], r.x.to(torch.float32)
-        exchange = coded_exchange(r.comm, x - public, self.codec, peers, key=draw_key(r.seed, r.step))
+        exchange = compressed_exchange(r.comm, x - public, self.codec, peers, key=draw_key(r.seed, r.step))
         # This worker adds the decoded change too: its copy must stay equal to the ones that its neighbours keep.
         mine, theirs = exchange.wait()
         public.add_(mine)

@@ -67,7 +67,7 @@ class DecentLaM(DecentralisedMomentum):
     def after_step(self, r: Replica) -> None:
         """Mix, and step along the momentum of all displacements so far."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
-        gossip_(r.comm, r.x, self.peers(r), r.notice_distance).wait()
+        gossip_(r.comm, r.x, self.peers(r), r.record_distance).wait()
         displacement.sub_(r.x)
         # x contains this displacement already: heavy ball adds the momentum before it, Nesterov's form the one after.
         if not self.nesterov:

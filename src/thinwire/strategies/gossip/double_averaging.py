@@ -63,7 +63,7 @@ class DoubleAveraging(DecentralisedMomentum):
         displacement.sub_(r.x)
         descend_(r.x, momentum, r.lr, self.momentum)
         # The parameters are sent while the momentum is computed.
-        parameters = gossip_(r.comm, r.x, peers, r.notice_distance)
+        parameters = gossip_(r.comm, r.x, peers, r.record_distance)
         # The momentum is updated before it is sent, so that both vectors are of this step.
         accumulate_(momentum, displacement, r.lr, keep=self.momentum)
         direction = gossip_(r.comm, momentum, peers)

@@ -83,7 +83,7 @@ class ExactDiffusion(DecentralisedMomentum):
         accumulate_(momentum, displacement, r.lr, keep=self.momentum, add=1 - self.momentum)
         # The anchor is not needed any more, so its memory holds the adapted parameters.
         adapted = anchor.copy_(r.x)
-        gossip_(r.comm, r.x.add_(correction), self.peers(r), r.notice_distance).wait()
+        gossip_(r.comm, r.x.add_(correction), self.peers(r), r.record_distance).wait()
         torch.sub(r.x, adapted, out=correction)
 
     def peers(self, r: Replica) -> Peers:

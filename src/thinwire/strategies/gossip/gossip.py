@@ -10,7 +10,7 @@ from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Gossip(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types."""
-        check_kinds(self)
+        check_field_types(self)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""
@@ -72,7 +72,7 @@ class Gossip(Strategy):
         """In the order "while", mix in the parameters that the neighbours sent at the end of the last step."""
         received = r.collect("neighbours")
         if received is not None:
-            r.notice_distance(r.x, received)
+            r.record_distance(r.x, received)
             # The messages were launched at the end of the last step for this one, and so have this step's weights.
             mix_(r.x, received, exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
 
@@ -80,7 +80,7 @@ class Gossip(Strategy):
         """Send the parameters; in the order "after" also wait for the neighbours', and mix."""
         if self.order == "after":
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
-            gossip_(r.comm, r.x, peers, r.notice_distance).wait()
+            gossip_(r.comm, r.x, peers, r.record_distance).wait()
             return
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
         # Without a copy: the parameters do not change until `before_step` has collected the messages.

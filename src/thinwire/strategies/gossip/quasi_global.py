@@ -93,5 +93,5 @@ class QuasiGlobal(DecentralisedMomentum):
             # Extrapolate from the start of the step: (1 + beta) times the optimizer's step.
             r.x.lerp_(displacement, -self.momentum)
         descend_(r.x, momentum, r.lr, self.momentum**2 if self.nesterov else self.momentum)
-        gossip_(r.comm, r.x, self.peers(r), r.notice_distance).wait()
+        gossip_(r.comm, r.x, self.peers(r), r.record_distance).wait()
         accumulate_(momentum, displacement.sub_(r.x), r.lr, keep=self.kept, add=1 - self.kept)

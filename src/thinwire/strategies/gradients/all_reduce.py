@@ -6,10 +6,10 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.comm.work import Work
-from thinwire.reduce.compressed_all_reduce import coded_mean_, mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types."""
-        check_kinds(self)
+        check_field_types(self)
 
     def check(self, size: int) -> None:
         """Refuse a biased codec without error feedback, whose residual would be lost."""
@@ -69,7 +69,9 @@ class AllReduce(Strategy):
         if self.codec is None:
             return mean_(r.comm, r.g[part], count=r.active)
         key, whole = draw_key(r.seed, r.step, offset=part.start), r.g.numel()
-        return coded_mean_(r.comm, r.g[part], self.codec, r.state, key=key, count=r.active, at=part.start, whole=whole)
+        return compressed_mean_(
+            r.comm, r.g[part], self.codec, r.state, key=key, count=r.active, offset=part.start, length=whole
+        )
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

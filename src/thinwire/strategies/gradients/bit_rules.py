@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.strategies.gradients.bits import LEAST, MOST, best_bits, contraction, error_of, fewest_bits, levels_of
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
 _MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not go on shrinking as fast as they do now
@@ -107,7 +107,7 @@ class FixedBits:
 
     def __post_init__(self) -> None:
         """Check the type and the range."""
-        check_kinds(self)
+        check_field_types(self)
         _check_range(self.bits, self.bits)
 
     @property
@@ -168,7 +168,7 @@ class ErrorBound:
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if self.final_lr is not None and not 0 <= self.final_lr < inf:
@@ -246,7 +246,7 @@ class BitBudget:
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:

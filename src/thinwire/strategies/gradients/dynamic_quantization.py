@@ -18,7 +18,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, skipped_step
 from thinwire.strategies.gradients.bits import MOST, square_of
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _FP32_BITS = 32.0
 
@@ -28,7 +28,8 @@ class DQSGD(Strategy):
     r"""Average quantised gradients; a rule chooses the bits of each step from the gradients' size and what is left.
 
     With $C_b$ random rounding to $s = 2^{b-1}-1$ levels on each side of zero, relative to the largest entry of each
-    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any coded mean,
+    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any compressed
+    mean,
 
     $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
 
@@ -86,9 +87,9 @@ class DQSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_kinds(self)
+        check_field_types(self)
         if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: codes are cut at whole bytes; use a multiple of 8, such as 2048")
+            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
         if self.answer is not None and not 0 <= self.answer <= MOST - self.rule.most:
             raise ConfigError(
                 f"answer={self.answer}: at least 0, and with the rule's {self.rule.most} bits at most {MOST}; let the "
@@ -112,7 +113,7 @@ class DQSGD(Strategy):
         ).store(r)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
-        """Launch the coded mean of one bucket; after the last one, the sum of squares."""
+        """Launch the compressed mean of one bucket; after the last one, the sum of squares."""
         state = _QuantizationState.of(r)
         # Buckets are final from the end of the vector to its beginning.
         if part.stop == r.x.numel():

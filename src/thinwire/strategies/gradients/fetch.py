@@ -22,7 +22,7 @@ from thinwire.strategies.gradients.sketches import (
     resize_unsent,
     write_update_,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FetchSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         check_table(self.fraction, self.columns, self.rows)
         check_momentum(self.momentum)
         if self.second_round < 1:

@@ -18,7 +18,7 @@ from thinwire.optimizers.replica_view import replica_view
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _PREFIX = "momentum/"
 # Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
@@ -97,7 +97,7 @@ class CompressedMomentum(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step; a sixth of the run is usual"
@@ -206,7 +206,7 @@ class CompressedMomentum(Strategy):
                     residual.zero_()
         key = draw_key(r.seed, r.step, offset=part.start)
         whole = r.x.numel()
-        work = two_stage_mean_(r.comm, target[part], self.codec, r.state, key=key, at=part.start, whole=whole)
+        work = two_stage_mean_(r.comm, target[part], self.codec, r.state, key=key, offset=part.start, length=whole)
         r.launch(name, work.then(lambda mean: [mean, *samples]))
 
     def _receive(self, r: Replica) -> None:

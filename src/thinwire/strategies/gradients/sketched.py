@@ -26,7 +26,7 @@ from thinwire.strategies.gradients.sketches import (
     split_of,
     write_update_,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _VALUE_BYTES, _INDEX_BYTES = 4, 4
 
@@ -107,7 +107,7 @@ class SketchedSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         check_table(self.fraction, self.columns, self.rows)
         if self.second_round < 0:
             raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all coordinates")

@@ -17,7 +17,7 @@ from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ZeroOne(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         for name in ("variance_steps", "variance_doubling", "local_doubling"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; 1000, 16 and 1000 are usual")

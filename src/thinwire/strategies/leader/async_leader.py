@@ -30,7 +30,7 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _STEP, _BARRIER = 1, 2  # topics of the mailbox
 _ELECTION, _RELEASE = 1, 2  # answers to a worker at the barrier
@@ -97,7 +97,7 @@ class AsyncLeaderSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
         if not 0 <= self.pull <= 1:
@@ -133,8 +133,8 @@ class AsyncLeaderSGD(Strategy):
             self._answer_waiting(replica, mailbox, int(message.content))
             return True
 
-        box.answer(_STEP, on_step, like=_number(0), src=others)
-        box.answer(_BARRIER, on_barrier, like=_number(0), src=others)
+        box.on_message(_STEP, on_step, like=_number(0), src=others)
+        box.on_message(_BARRIER, on_barrier, like=_number(0), src=others)
 
     def after_step(self, r: Replica) -> None:
         """Count the step, and follow the leader if the round is over."""
@@ -185,7 +185,7 @@ class AsyncLeaderSGD(Strategy):
         with box.changed:
             r.state["waiting"][0] = _TRAINING
             done = self._add_step(r, box, round_)
-        box.retry()  # messages that were put aside until rank 0's first step after a barrier
+        box.process_deferred()  # messages that were put aside until rank 0's first step after a barrier
         return done
 
     def _barrier(self, r: Replica) -> list[Tensor]:
@@ -204,7 +204,7 @@ class AsyncLeaderSGD(Strategy):
             waiting = r.state["waiting"]
             waiting[0] = round_
             self._answer_waiting(r, box, round_)
-            box.until(
+            box.wait_until(
                 lambda: _training(waiting) if waiting[0] >= 0 else [],
                 f"all workers to reach the barrier at step {r.step}",
             )

@@ -26,7 +26,7 @@ from thinwire.strategies.leader.election import (
     two_level_broadcast_,
     warn_without_leader,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LeaderSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges, and which options go together."""
-        check_kinds(self)
+        check_field_types(self)
         for name, share in (("pull", self.pull), ("global_pull", self._global_pull), ("proximal", self.proximal)):
             if not 0 <= share <= 1:
                 raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")

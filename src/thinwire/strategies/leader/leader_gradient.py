@@ -17,7 +17,7 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LeaderGradientDescent(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kind and the range."""
-        check_kinds(self)
+        check_field_types(self)
         if not 0 <= self.pull < inf:
             raise ConfigError(f"pull={self.pull}: must be finite and not negative; 0.1 is usual")
 

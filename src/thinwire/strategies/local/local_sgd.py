@@ -8,11 +8,11 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.errors import ConfigError
-from thinwire.reduce.compressed_all_reduce import coded_mean_, mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.means import ring_sum_, weighted_mean_
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 def check_period(period: int) -> None:
@@ -44,7 +44,7 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
     """
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
-    return coded_mean_(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step)).wait()
+    return compressed_mean_(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step)).wait()
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LocalSGD(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the periods."""
-        check_kinds(self)
+        check_field_types(self)
         check_period(self.period)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")

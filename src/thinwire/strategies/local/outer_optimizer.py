@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _PREFIX = "outer."
 
@@ -50,7 +50,7 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         """Check the types, and that the optimizer works, by two steps on zeros."""
-        check_kinds(self)
+        check_field_types(self)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
         x = torch.zeros(2)

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from thinwire.codecs.base import Codec, check_feedback
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.replica.moments import made_anew, moments_of
+from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local, check_period, common_start, compressed_delta
 from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _MOMENTUM, _LR = 0.5, 1.0
 
@@ -103,7 +103,7 @@ class SlowMo(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         check_period(self.period)
         if isinstance(self.base, SlowMo):
             raise ConfigError(f"base={self.base}: one slow momentum at a time; use its base, {self.base.base}")
@@ -143,9 +143,9 @@ class SlowMo(Strategy):
         """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
         self.base.check_optimizer(optimizer)
         if self.buffers == "reset":
-            made_anew(optimizer)
+            fresh_optimizer(optimizer)
         if self.buffers == "average":
-            moments_of(optimizer)
+            moment_names(optimizer)
 
     def start(self, r: Replica) -> None:
         """Start the first round at the initial parameters, without slow momentum."""

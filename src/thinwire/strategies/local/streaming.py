@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Streaming(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types, and that the base works on fragments."""
-        check_kinds(self)
+        check_field_types(self)
         period = getattr(self.base, "period", None)
         if not isinstance(period, int):
             raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")

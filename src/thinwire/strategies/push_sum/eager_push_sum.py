@@ -14,7 +14,7 @@ from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numer
 from thinwire.topology.base import Peers, Topology, check_edges
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EagerPushSum(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
-        check_kinds(self)
+        check_field_types(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
@@ -141,7 +141,7 @@ class EagerPushSum(Strategy):
                 ages.append(age)
                 waits += not arrived
         weights = [weight(each) for each in (mass, *messages)]
-        r.notice_distance(numerator(mass), [numerator(message) for message in messages], weights)
+        r.record_distance(numerator(mass), [numerator(message) for message in messages], weights)
         mix_mass_(mass, messages, Peers((), (), own, tuple(shares)))
         r.metrics["messages_waited_for"] = float(waits)
         r.metrics["message_age_steps"] = float(max(ages))

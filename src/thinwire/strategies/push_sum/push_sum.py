@@ -13,7 +13,7 @@ from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numer
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PushSum(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
-        check_kinds(self)
+        check_field_types(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
@@ -138,10 +138,10 @@ class PushSum(Strategy):
         # In the first `staleness` steps no message is due yet, and a worker keeps only its own share.
         shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
         if mass is r.x:
-            r.notice_distance(mass, received or [])
+            r.record_distance(mass, received or [])
         else:
             messages = [mass, *(received or [])]
-            r.notice_distance(numerator(mass), [numerator(y) for y in messages[1:]], [weight(y) for y in messages])
+            r.record_distance(numerator(mass), [numerator(y) for y in messages[1:]], [weight(y) for y in messages])
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:

@@ -16,7 +16,7 @@ from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _MAX_RANKS_IN_METRICS = 16
 
@@ -88,7 +88,7 @@ class BackupWorkers(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_kinds(self)
+        check_field_types(self)
         if self.backups < 0:
             raise ConfigError(f"backups={self.backups}: must be at least 0, which waits for all")
         if self.deviations < 0:
@@ -104,7 +104,7 @@ class BackupWorkers(Strategy):
         return True
 
     @property
-    def leaves_out_steps(self) -> bool:
+    def skips_steps(self) -> bool:
         """Yes, where a worker may be late."""
         return self.backups > 0
 

@@ -15,7 +15,7 @@ from thinwire.comm.work import Work
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 _PUSH, _BARRIER = 1, 2  # topics of the mailbox
 
@@ -70,7 +70,7 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kinds."""
-        check_kinds(self)
+        check_field_types(self)
 
     def start(self, r: Replica) -> None:
         """Take this worker's part of the parameters, and open the mailbox."""
@@ -94,8 +94,8 @@ class ParameterServer(Strategy):
             replica.state["barriers"][message.src] += 1
             return True
 
-        box.answer(_PUSH, on_push, like=r.state["published"], src=others)
-        box.answer(_BARRIER, on_barrier, like=torch.zeros(1, dtype=torch.int64), src=others)
+        box.on_message(_PUSH, on_push, like=r.state["published"], src=others)
+        box.on_message(_BARRIER, on_barrier, like=torch.zeros(1, dtype=torch.int64), src=others)
 
     def after_step(self, r: Replica) -> None:
         """Push the update, and continue from what the parameters have become."""
@@ -111,7 +111,7 @@ class ParameterServer(Strategy):
             box.send(other, updates[other], topic=_PUSH)
             # Answers pushes that were put aside, so that others do not wait for this worker's own step. A comm that
             # only counts answers one push for each call.
-            box.retry()
+            box.process_deferred()
         parts = dict[int, Tensor]()
         with box.changed:
             parts[rank] = self._apply(r, rank, updates[rank]).clone()
@@ -176,7 +176,7 @@ def _barrier(r: Replica) -> list[Tensor]:
         for other in range(r.comm.size):
             if other != rank:
                 box.send(other, barriers[rank].view(1), topic=_BARRIER)
-        box.until(
+        box.wait_until(
             lambda: [other for other in range(r.comm.size) if barriers[other] < barriers[rank]],
             "all workers to end their steps",
         )

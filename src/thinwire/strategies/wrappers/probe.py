@@ -14,7 +14,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import Local, LocalSGD
 from thinwire.strategies.wrappers.heterogeneity import NAMES, estimate
-from thinwire.validation import check_kinds
+from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Probe(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
-        check_kinds(self)
+        check_field_types(self)
         if self.every < 2:
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:

@@ -38,7 +38,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Census:
+class ExampleMetadata:
     """The properties of training examples that a split uses: arrays with one entry per example.
 
     Args:
@@ -63,7 +63,7 @@ class Data(Protocol):
     """Training examples to draw batches from, and held-out ones for evaluation."""
 
     @property
-    def census(self) -> Census:
+    def metadata(self) -> ExampleMetadata:
         """The properties of the training examples."""
         ...
 

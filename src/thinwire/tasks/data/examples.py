@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.tasks.data.base import Batch, Census, Indices, RandomBits, Shard, Stream, sample
+from thinwire.tasks.data.base import Batch, ExampleMetadata, Indices, RandomBits, Shard, Stream, sample
 
 
 class Table(Protocol):
@@ -105,13 +105,13 @@ class ExampleSet:
     Args:
         train: examples to train on.
         test: held-out examples.
-        census: the properties of the training examples.
+        metadata: the properties of the training examples.
         evaluation_batch: examples per batch of an evaluation.
     """
 
     train: Table
     test: Table
-    census: Census
+    metadata: ExampleMetadata
     evaluation_batch: int = 256
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
@@ -139,7 +139,7 @@ class ExampleSet:
 
 def labelled(train: Images | Rows | Texts, test: Images | Rows | Texts) -> ExampleSet:
     """A data set in which every training example has a class and weight 1."""
-    return ExampleSet(train, test, Census(np.ones(len(train), np.int64), labels=train.labels))
+    return ExampleSet(train, test, ExampleMetadata(np.ones(len(train), np.int64), labels=train.labels))
 
 
 # Cached, because every batch of an epoch needs the order of the whole shard.

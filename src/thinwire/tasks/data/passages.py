@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigError
-from thinwire.tasks.data.base import Batch, Census, Indices, Shard, Stream, sample
+from thinwire.tasks.data.base import Batch, ExampleMetadata, Indices, Shard, Stream, sample
 
 Bytes = NDArray[np.uint8]
 
@@ -45,7 +45,7 @@ class Passages:
     held: Bytes
     context: int = 128
     evaluation_batch: int = 64
-    census: Census = field(init=False, repr=False)
+    metadata: ExampleMetadata = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.context < 1:
@@ -55,13 +55,13 @@ class Passages:
             raise ConfigError(
                 f"context={self.context}: must be less than the {shortest} bytes of text there are; use a smaller one"
             )
-        census = Census(np.diff(self.bounds), self.context + 1, "bytes", groups=self.groups)
-        object.__setattr__(self, "census", census)
+        metadata = ExampleMetadata(np.diff(self.bounds), self.context + 1, "bytes", groups=self.groups)
+        object.__setattr__(self, "metadata", metadata)
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
         """Two tensors, int64 [batch, context]: the windows, and the same windows one byte later."""
         # Positions count the worker's own bytes; each is mapped to its passage, and from there into the text.
-        begins, lengths = self.bounds[shard.indices], self.census.weights[shard.indices]
+        begins, lengths = self.bounds[shard.indices], self.metadata.weights[shard.indices]
         ends = np.cumsum(lengths)
         stream = Stream((seed, rank, 0x7E87))
         starts = stream.below(shard.units - self.context, step * batch_size, batch_size)

@@ -6,13 +6,13 @@ import re
 import numpy as np
 
 from thinwire.errors import ConfigError
-from thinwire.tasks.data.base import Census, Indices, Shard, Stream
+from thinwire.tasks.data.base import ExampleMetadata, Indices, Shard, Stream
 
 SPLITS = ("iid", "dirichlet(ALPHA)", "label", "group")
 _DIRICHLET = re.compile(r"dirichlet\(\s*([^()\s]+)\s*\)")
 
 
-def split_shards(census: Census, workers: int, *, split: str, seed: int) -> tuple[Shard, ...]:
+def split_shards(metadata: ExampleMetadata, workers: int, *, split: str, seed: int) -> tuple[Shard, ...]:
     """Split the examples: each goes to exactly one worker, and every rank gets the same split.
 
     `iid` splits at random into equal parts. `dirichlet(alpha)` draws each worker's fraction of each class (or group,
@@ -21,7 +21,7 @@ def split_shards(census: Census, workers: int, *, split: str, seed: int) -> tupl
     sizes.
 
     Args:
-        census: the properties of the examples.
+        metadata: the properties of the examples.
         workers: how many shards.
         split: the rule, one of `SPLITS`.
         seed: random seed.
@@ -30,20 +30,20 @@ def split_shards(census: Census, workers: int, *, split: str, seed: int) -> tupl
         ConfigError: for an unknown split, one that this data does not allow, or too many workers.
 
     Example:
-        >>> examples = Census(np.ones(6, np.int64), minimum=1, labels=np.array([0, 1, 2, 0, 1, 2]))
+        >>> examples = ExampleMetadata(np.ones(6, np.int64), minimum=1, labels=np.array([0, 1, 2, 0, 1, 2]))
         >>> [shard.indices.tolist() for shard in split_shards(examples, 3, split="label", seed=0)]
         [[0, 3], [1, 4], [2, 5]]
     """
     if workers < 1:
         raise ConfigError(f"workers={workers}: data is split across at least 1 worker")
-    parts = _parts(census, workers, split, Stream((seed, 0x5B117)))
-    _fill_small_parts(parts, census)
-    shards = tuple(Shard(np.sort(part), int(census.weights[part].sum())) for part in parts)
+    parts = _parts(metadata, workers, split, Stream((seed, 0x5B117)))
+    _fill_small_parts(parts, metadata)
+    shards = tuple(Shard(np.sort(part), int(metadata.weights[part].sum())) for part in parts)
     for rank, shard in enumerate(shards):
-        if shard.units < census.minimum:
+        if shard.units < metadata.minimum:
             raise ConfigError(
-                f"workers={len(shards)}, split={split!r}: worker {rank} would hold {shard.units} {census.unit}, "
-                f"and it needs at least {census.minimum}; use fewer workers"
+                f"workers={len(shards)}, split={split!r}: worker {rank} would hold {shard.units} {metadata.unit}, "
+                f"and it needs at least {metadata.minimum}; use fewer workers"
             )
     return shards
 
@@ -66,20 +66,20 @@ def dirichlet_alpha(split: str) -> float | None:
     return alpha
 
 
-def _parts(census: Census, workers: int, split: str, stream: Stream) -> list[Indices]:
-    order = stream.permutation(len(census))
+def _parts(metadata: ExampleMetadata, workers: int, split: str, stream: Stream) -> list[Indices]:
+    order = stream.permutation(len(metadata))
     alpha = dirichlet_alpha(split)
     if alpha is not None:
-        categories = census.labels if census.labels is not None else census.groups
+        categories = metadata.labels if metadata.labels is not None else metadata.groups
         return _by_dirichlet(_required(categories, split, "classes or groups"), order, workers, alpha, stream)
     if split == "iid":
         return np.array_split(order, workers)
     if split == "label":
-        labels = _required(census.labels, split, "classes")
+        labels = _required(metadata.labels, split, "classes")
         # Within a class, in random order.
         return np.array_split(order[np.argsort(labels[order], kind="stable")], workers)
     if split == "group":
-        return _by_group(_required(census.groups, split, "groups"), census.weights, order, workers)
+        return _by_group(_required(metadata.groups, split, "groups"), metadata.weights, order, workers)
     raise ConfigError(f"split={split!r}: unknown; use one of {', '.join(SPLITS)}")
 
 
@@ -117,17 +117,17 @@ def _by_group(groups: Indices, weights: Indices, order: Indices, workers: int) -
     return [np.flatnonzero(owner[groups] == worker) for worker in range(workers)]
 
 
-def _fill_small_parts(parts: list[Indices], census: Census) -> None:
+def _fill_small_parts(parts: list[Indices], metadata: ExampleMetadata) -> None:
     """Move examples from the largest part to parts that are too small to train on.
 
     A small alpha may leave a worker without any example. Each move makes the shortage smaller, so this ends.
     """
-    sizes = [int(census.weights[part].sum()) for part in parts]
-    while min(sizes) < census.minimum:
+    sizes = [int(metadata.weights[part].sum()) for part in parts]
+    while min(sizes) < metadata.minimum:
         smallest, largest = sizes.index(min(sizes)), sizes.index(max(sizes))
         moved = parts[largest][-1:]
-        weight = int(census.weights[moved].sum())
-        if sizes[largest] - weight < census.minimum:
+        weight = int(metadata.weights[moved].sum())
+        if sizes[largest] - weight < metadata.minimum:
             return
         parts[largest], parts[smallest] = parts[largest][:-1], np.concatenate([parts[smallest], moved])
         sizes[largest], sizes[smallest] = sizes[largest] - weight, sizes[smallest] + weight
