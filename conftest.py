@@ -34,11 +34,10 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def no_way_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Arrays choose their ways anew, and write none of it beside the kernels."""
-    from thinwire.fusion import autotune_cache as remembered
-    from thinwire.fusion import forget_choices
+    """Autotuning starts without measurements, and its cache file is in a temporary folder."""
+    from thinwire.fusion import autotune_cache, clear_autotune_cache
 
-    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
-    forget_choices()
+    monkeypatch.setattr(autotune_cache, "place", lambda: tmp_path / "autotune.json")
+    clear_autotune_cache()
     yield
-    forget_choices()
+    clear_autotune_cache()

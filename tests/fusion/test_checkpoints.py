@@ -18,8 +18,7 @@ from tests.fusion.test_training import CASES, Net, X, Y, close, loss, train
 from tests.oracles.fusion import make, seeded, state_of, trained
 from thinwire import fusion
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.fusion import autotune as choice
-from thinwire.fusion import checkpoints, fuse, members
+from thinwire.fusion import autotune, checkpoints, fuse, members
 
 RATES = [0.05, 0.01, 0.003, 0.1, 0.02]
 FACTORIES: list[Any] = [
@@ -35,7 +34,7 @@ REFILLED = partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=40, cycle_mo
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.PIN, "1")
 
 
 class Run:

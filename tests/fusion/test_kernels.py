@@ -1,4 +1,4 @@
-"""The ways of computing that are written by hand are torch's own mathematics."""
+"""Every implementation of an operation computes what torch computes, and the fastest is chosen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.fusion import Each, choices, forget_choices, fuse, measuring, normalised
-from thinwire.fusion import autotune as choice
-from thinwire.fusion import autotune_cache as remembered
-from thinwire.fusion.batch import Batch, each
+from thinwire.fusion import (
+    Each,
+    autotune,
+    autotune_cache,
+    autotune_choices,
+    clear_autotune_cache,
+    fuse,
+    measuring,
+    normalisation,
+)
+from thinwire.fusion.batch import Batch, loop
 from thinwire.kernels.base import compiled
 
 MODELS = 3
@@ -28,30 +35,30 @@ MODELS = 3
 def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
     yield
-    forget_choices()
+    clear_autotune_cache()
 
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def by_way(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[str]:
-    """From now on that way is taken wherever it is offered; returns the names of what it was taken for."""
+def forced(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[str]:
+    """Use the wanted implementation wherever it is a candidate; returns the operations that it was used for."""
     taken: list[str] = []
 
-    # Small enough to be looked at, and taken as large ones are.
-    monkeypatch.setattr("thinwire.fusion.dense.AWAY_BYTES", 0)
-    if wanted == "in turn":
+    # Small tensors are treated as large ones.
+    monkeypatch.setattr("thinwire.fusion.dense.STREAM_BYTES", 0)
+    if wanted == "loop in place":
         monkeypatch.setattr("thinwire.fusion.convolution._LARGE_BYTES", 0)
         wanted = "loop"
 
-    def only(name: str, ways: dict[str, Callable[..., Batch]], values: Any, settings: Any = ()) -> Batch:
-        if wanted in ways:
+    def only(name: str, candidates: dict[str, Callable[..., Batch]], values: Any, settings: Any = ()) -> Batch:
+        if wanted in candidates:
             taken.append(name)
-        return ways.get(wanted, next(iter(ways.values())))(*values)
+        return candidates.get(wanted, next(iter(candidates.values())))(*values)
 
     for module in ("convolution", "dense", "losses", "normalisation"):
-        monkeypatch.setattr(f"thinwire.fusion.{module}.fastest", only)
+        monkeypatch.setattr(f"thinwire.fusion.{module}.run_fastest", only)
     return taken
 
 
@@ -63,7 +70,7 @@ def gradients(loss: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def changed(model: nn.Module, place: int) -> nn.Module:
-    """With a gain and a shift of its own."""
+    """Give a model a gain and a shift of its own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -72,36 +79,40 @@ def changed(model: nn.Module, place: int) -> nn.Module:
 
 
 class Turned(nn.Module):
-    """Its output does not lie row by row."""
+    """Its output is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(-1, -2)
 
 
 NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
-    ("layer norm", lambda: nn.LayerNorm(5), (4, 2, 5), ["apart", "loop", "by kernel"]),
-    ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop", "by kernel"]),
-    ("batch norm", lambda: nn.BatchNorm2d(4), (3, 4, 2, 3), ["channels", "loop", "by kernel", "once"]),
-    ("batch norm of vectors", lambda: nn.BatchNorm1d(4), (6, 4), ["channels", "loop", "by kernel", "once"]),
+    ("layer norm", lambda: nn.LayerNorm(5), (4, 2, 5), ["normalise then scale", "loop", "kernel"]),
+    ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop", "kernel"]),
+    ("batch norm", lambda: nn.BatchNorm2d(4), (3, 4, 2, 3), ["channels", "loop", "kernel", "normalise once"]),
+    ("batch norm of vectors", lambda: nn.BatchNorm1d(4), (6, 4), ["channels", "loop", "kernel", "normalise once"]),
 ]
 CONVOLVED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
-    ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped", "in turn"]),
+    ("conv1d", lambda: nn.Conv1d(4, 2, 3, padding=1, groups=2), (3, 4, 5), ["loop", "grouped", "loop in place"]),
     ("conv1d without groups", lambda: nn.Conv1d(4, 2, 3, 1, 2, 2), (3, 4, 9), ["grouped"]),
-    ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded", "in turn"]),
+    ("conv2d", lambda: nn.Conv2d(2, 3, 3, stride=2, bias=False), (3, 2, 5, 5), ["loop", "unfolded", "loop in place"]),
     ("conv2d with a shift", lambda: nn.Conv2d(2, 3, (3, 2), 2, 1), (3, 2, 5, 6), ["unfolded"]),
     (
         "transposed",
         lambda: nn.ConvTranspose2d(2, 3, 3, 2, 1, 1),
         (3, 2, 4, 4),
-        ["loop", "grouped", "in turn"],
+        ["loop", "grouped", "loop in place"],
     ),
     ("conv2d of one place", lambda: nn.Conv2d(4, 3, 1), (3, 4, 2, 3), ["loop", "products"]),
-    ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side", "by kernel"]),
-    ("linear of what is turned", lambda: nn.Sequential(Turned(), nn.Linear(4, 3)), (4, 5), ["batched", "by kernel"]),
-    ("linear, no shift", lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), ["batched", "by kernel"]),
+    ("linear", lambda: nn.Linear(4, 3), (5, 4), ["loop", "batched", "side by side", "kernel"]),
+    ("linear of what is turned", lambda: nn.Sequential(Turned(), nn.Linear(4, 3)), (4, 5), ["batched", "kernel"]),
+    ("linear, no shift", lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), ["batched", "kernel"]),
 ]
-# Of what is each model's own there is nothing to do once.
-ONLY_SHARED = {("once", "batch norm"), ("once", "batch norm of vectors"), ("side by side", "linear")}
+# These need an input that all models share.
+ONLY_SHARED = {
+    ("normalise once", "batch norm"),
+    ("normalise once", "batch norm of vectors"),
+    ("side by side", "linear"),
+}
 EVERY = [
     pytest.param(factory, shape, way, given, id=f"{name}, {way}, {given}")
     for name, factory, shape, ways in [*NORMALISED, *CONVOLVED]
@@ -112,7 +123,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
-def test_every_way_has_torchs_first_and_second_derivatives(
+def test_every_implementation_has_torchs_first_and_second_derivatives(
     factory: Callable[[], nn.Module],
     shape: tuple[int, ...],
     way: str,
@@ -120,14 +131,14 @@ def test_every_way_has_torchs_first_and_second_derivatives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The kernels are of single precision.
-    dtype, tolerance = (torch.float32, 2e-4) if way == "by kernel" else (torch.float64, 1e-9)
-    if way == "by kernel" and compiled(torch.zeros(1)) is None:
+    dtype, tolerance = (torch.float32, 2e-4) if way == "kernel" else (torch.float64, 1e-9)
+    if way == "kernel" and compiled(torch.zeros(1)) is None:
         pytest.skip("no C compiler")
     models = [changed(factory().to(dtype), place) for place in range(MODELS)]
     own = given != "shared"
     x = drawn(*((MODELS, *shape) if own else shape)).to(dtype)
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
-    taken, array = by_way(monkeypatch, way), fuse(models)
+    taken, array = forced(monkeypatch, way), fuse(models)
     found = gradients(array(Each(x) if own else x).pow(3).sum(), [x, *array.parameters()] if own else [x])
     assert taken
     if own:
@@ -149,14 +160,14 @@ def test_every_way_has_torchs_first_and_second_derivatives(
 
 
 @pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
-def test_what_every_way_returns_may_be_changed_in_place(
+def test_what_every_implementation_returns_may_be_changed_in_place(
     factory: Callable[[], nn.Module],
     shape: tuple[int, ...],
     way: str,
     given: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken, own = by_way(monkeypatch, way), given != "shared"
+    taken, own = forced(monkeypatch, way), given != "shared"
     models = [nn.Sequential(changed(factory(), place), nn.ReLU(inplace=True)) for place in range(MODELS)]
     x = drawn(*((MODELS, *shape) if own else shape)).float()
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
@@ -177,14 +188,14 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, tolerance
         torch.testing.assert_close(one[place], other, rtol=tolerance, atol=tolerance * max(scale, 1.0))
 
 
-def test_what_a_kernel_normalised_is_told_where_it_lies() -> None:
+def test_normalisation_by_kernel_keeps_the_axis_of_the_models() -> None:
     if compiled(torch.zeros(1)) is None:
         pytest.skip("no C compiler")
     x, affine = torch.ones(MODELS, 4, 6, 5), Batch(torch.ones(MODELS, 6), 0)
     for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 0)):
         for found in (
-            normalised.by_groups(MODELS, 2, 1e-5, given, affine, affine),
-            normalised.by_channels(MODELS, 1e-5, given, affine, affine)[0],
+            normalisation.group_norm_by_kernel(MODELS, 2, 1e-5, given, affine, affine),
+            normalisation.batch_norm_by_kernel(MODELS, 1e-5, given, affine, affine)[0],
         ):
             assert found.axis == axis and found.shape == (4, 6, 5) and found.tensor.is_contiguous()
 
@@ -192,12 +203,12 @@ def test_what_a_kernel_normalised_is_told_where_it_lies() -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("way", ["batched", "side by side"])
-def test_linear_by_every_way_has_torchs_derivatives_laid_out_as_the_weights(
+def test_every_implementation_of_linear_has_torchs_derivatives_laid_out_as_the_weights(
     way: str, bias: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [torch.nn.Linear(5, 3, bias=bias).double() for _ in range(MODELS)]
     x = drawn(MODELS, 4, 5).requires_grad_()
-    by_way(monkeypatch, way)
+    forced(monkeypatch, way)
     array = fuse(models)
     given = x if own else x[0].detach().requires_grad_()
     found = gradients(array(Each(given) if own else given).pow(3).sum(), [given, *array.parameters()])
@@ -211,7 +222,7 @@ def test_linear_by_every_way_has_torchs_derivatives_laid_out_as_the_weights(
 
 
 class Peaks(torch.nn.Module):
-    """Filters of one place, and the greatest of what they find; some are equal."""
+    """A pointwise convolution and the maxima of its outputs, some of which are equal."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -225,10 +236,10 @@ class Peaks(torch.nn.Module):
 @pytest.mark.parametrize("models_first", [True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolutions_of_one_place_by_products_have_torchs_derivatives(
+def test_pointwise_convolutions_by_products_have_torchs_derivatives(
     bias: bool, own: bool, models_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = by_way(monkeypatch, "products")
+    taken = forced(monkeypatch, "products")
     models = [Peaks(bias).double() for _ in range(MODELS)]
     x = drawn(MODELS, 4, 3, 5)
     x[:, :, :, 3] = x[:, :, :, 1]
@@ -255,10 +266,10 @@ def test_convolutions_of_one_place_by_products_have_torchs_derivatives(
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [-100, 1])
 @pytest.mark.parametrize("own", [True, False])
-def test_cross_entropy_by_hand_is_torchs(
+def test_cross_entropy_in_steps_is_torchs(
     reduction: str, ignored: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = by_way(monkeypatch, "by hand")
+    taken = forced(monkeypatch, "in steps")
     array = fuse([torch.nn.Linear(1, 1) for _ in range(MODELS)])
     logits = drawn(MODELS, 6, 4, 2).requires_grad_()
     targets = torch.randint(0, 4, (MODELS, 6, 2), generator=torch.Generator().manual_seed(1))
@@ -269,7 +280,7 @@ def test_cross_entropy_by_hand_is_torchs(
 
     found = array.map(loss, Each(logits), Each(targets) if own else targets[1])
     assert taken == ["cross_entropy"]
-    context = each(loss, MODELS, Batch(logits, 0), Batch(targets, 0) if own else targets[1]).tensor
+    context = loop(loss, MODELS, Batch(logits, 0), Batch(targets, 0) if own else targets[1]).tensor
     torch.testing.assert_close(found, context, rtol=1e-12, atol=1e-12)
     ours, theirs = gradients(found.square().sum(), [logits]), gradients(context.square().sum(), [logits])
     for one, other in zip(ours, theirs, strict=True):
@@ -277,7 +288,7 @@ def test_cross_entropy_by_hand_is_torchs(
 
 
 def test_a_large_logit_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_way(monkeypatch, "by hand")
+    forced(monkeypatch, "in steps")
     array = fuse([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
     logits = torch.tensor([[[1000.0, 0.0]], [[0.0, -1000.0]]])
     found = array.losses(F.cross_entropy, logits, torch.tensor([1]))
@@ -285,10 +296,10 @@ def test_a_large_logit_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_shares_that_hardly_are_and_classes_that_cannot_be_are_torchs(
+def test_subnormal_probabilities_are_zero_and_impossible_classes_are_torchs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_way(monkeypatch, "by hand")
+    forced(monkeypatch, "in steps")
     least = torch.finfo(dtype).tiny
     rows = [[0.0, -50.0, math.log(least) + 2, math.log(least) - 2, -2000.0], [0.0, -math.inf, 1.0, -math.inf, 2.0]]
     logits = torch.tensor([rows, rows], dtype=dtype, requires_grad=True)
@@ -308,7 +319,7 @@ def test_under_autocast_products_are_torchs_own() -> None:
     assert found.dtype == torch.bfloat16
     found.float().sum().backward()
     assert all(parameter.grad is not None for parameter in array.parameters())
-    assert choices()
+    assert autotune_choices()
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
@@ -316,9 +327,11 @@ def test_under_autocast_products_are_torchs_own() -> None:
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Choose between ways, the last of which is fastest, for an input of that many numbers; tells the one taken."""
+    """Choose between candidates, the last of which is fastest, for an input of that many numbers."""
     monkeypatch.setattr(
-        choice, "_measure", lambda ways, given: {name: 1 / (1 + place) for place, name in enumerate(ways)}
+        autotune,
+        "_measure",
+        lambda candidates, given, *, cuda: {name: 1 / (1 + place) for place, name in enumerate(candidates)},
     )
     taken: list[str] = []
 
@@ -326,30 +339,32 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         return lambda x: taken.append(name) or Batch(x, 0)
 
     def choose(count: int, *names: str) -> str:
-        choice.fastest("test", {name: way(name) for name in names}, (torch.zeros(2, count),))
+        autotune.run_fastest("test", {name: way(name) for name in names}, (torch.zeros(2, count),))
         return taken.pop()
 
     return choose
 
 
-def test_a_case_is_measured_when_it_has_been_met_as_often_as_pays_for_it(offered: Callable[..., str]) -> None:
-    forget_choices()
-    assert [offered(3, "guess", "best") for _ in range(choice.PATIENCE)] == ["guess"] * choice.PATIENCE
-    assert not choices()
-    assert offered(3, "guess", "best") == offered(3, "guess", "best") == "best"
-    assert offered(4, "guess", "best") == "guess"
-    with choice.guessing():
-        assert offered(3, "guess", "best") == "guess"
+def test_a_case_is_measured_after_as_many_uses_as_repay_it(offered: Callable[..., str]) -> None:
+    clear_autotune_cache()
+    assert [offered(3, "first", "best") for _ in range(autotune.USES_BEFORE_MEASURING)] == [
+        "first"
+    ] * autotune.USES_BEFORE_MEASURING
+    assert not autotune_choices()
+    assert offered(3, "first", "best") == offered(3, "first", "best") == "best"
+    assert offered(4, "first", "best") == "first"
+    with autotune.guessing():
+        assert offered(3, "first", "best") == "first"
     with measuring():
-        assert offered(4, "guess", "best") == "best"
-    assert list(choices().values()) == ["best", "best"]
+        assert offered(4, "first", "best") == "best"
+    assert list(autotune_choices().values()) == ["best", "best"]
 
 
-def test_a_way_that_is_slow_at_first_use_alone_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_choices()
+def test_an_implementation_that_is_slow_only_at_its_first_use_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_autotune_cache()
     now, used = [0.0], Counter[str]()
-    monkeypatch.setattr(choice, "thread_time", lambda: now[0])
-    monkeypatch.setattr(choice, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(autotune, "thread_time", lambda: now[0])
+    monkeypatch.setattr(autotune, "perf_counter", lambda: now[0])
 
     def way(name: str, seconds: float) -> Callable[[Tensor], Batch]:
         def work(x: Tensor) -> Batch:
@@ -361,74 +376,76 @@ def test_a_way_that_is_slow_at_first_use_alone_is_chosen(monkeypatch: pytest.Mon
 
     ways = {"steady": way("steady", 2.0), "slow at first": way("slow at first", 1.0), "slow": way("slow", 9.0)}
     with measuring():
-        choice.fastest("test", ways, (torch.zeros(2, 3),))
-    assert list(choices().values()) == ["slow at first"]
+        autotune.run_fastest("test", ways, (torch.zeros(2, 3),))
+    assert list(autotune_choices().values()) == ["slow at first"]
     assert used["slow"] == 2
 
 
-@pytest.mark.parametrize(("seconds", "taken"), [((1.0, 0.99), "guess"), ((1.0, 0.97), "other"), ((1.0, 1.5), "guess")])
-def test_of_what_hardly_differs_the_better_guess_is_taken(
+@pytest.mark.parametrize(("seconds", "taken"), [((1.0, 0.99), "first"), ((1.0, 0.97), "other"), ((1.0, 1.5), "first")])
+def test_of_candidates_that_hardly_differ_the_first_is_taken(
     seconds: tuple[float, float], taken: str, offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forget_choices()
-    monkeypatch.setattr(choice, "_measure", lambda ways, given: dict(zip(ways, seconds, strict=True)))
+    clear_autotune_cache()
+    monkeypatch.setattr(
+        autotune, "_measure", lambda candidates, given, *, cuda: dict(zip(candidates, seconds, strict=True))
+    )
     with measuring():
-        assert offered(3, "guess", "other") == taken
+        assert offered(3, "first", "other") == taken
 
 
-def test_the_next_process_knows_what_was_measured(offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_CHOSEN", "_USES"):
-        getattr(choice, name).clear()
+def test_the_next_process_uses_what_was_measured(offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_chosen", "_uses"):
+        getattr(autotune, name).clear()
     at_the_end: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_the_end.append)
-    monkeypatch.setattr(choice, "_MEMORY", remembered.Memory())
+    monkeypatch.setattr(autotune, "_cache", autotune_cache.AutotuneCache())
     with measuring():
-        assert [offered(count, "guess", "best") for count in (3, 4)] == ["best", "best"]
-    assert not remembered.place().exists() and len(at_the_end) == 1
+        assert [offered(count, "first", "best") for count in (3, 4)] == ["best", "best"]
+    assert not autotune_cache.place().exists() and len(at_the_end) == 1
     at_the_end[0]()
-    for name in ("_CHOSEN", "_USES"):
-        getattr(choice, name).clear()
-    monkeypatch.setattr(choice, "_MEMORY", remembered.Memory())
-    assert [offered(count, "guess", "best") for count in (3, 5)] == ["best", "guess"]
-    # Among other ways another may be the fastest.
-    assert offered(4, "guess", "best", "new") == "guess"
-    forget_choices()
-    assert offered(3, "guess", "best") == "guess"
+    for name in ("_chosen", "_uses"):
+        getattr(autotune, name).clear()
+    monkeypatch.setattr(autotune, "_cache", autotune_cache.AutotuneCache())
+    assert [offered(count, "first", "best") for count in (3, 5)] == ["best", "first"]
+    # With other candidates another one may be the fastest.
+    assert offered(4, "first", "best", "new") == "first"
+    clear_autotune_cache()
+    assert offered(3, "first", "best") == "first"
 
 
-def test_what_several_processes_measured_adds_up_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_MOST", 3)
-    one, other = remembered.Memory(), remembered.Memory()
-    for memory, cases in ((one, "abc"), (other, "cd")):
+def test_measurements_of_several_processes_are_merged_and_the_oldest_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune_cache, "_MAX_ENTRIES", 3)
+    one, other = autotune_cache.AutotuneCache(), autotune_cache.AutotuneCache()
+    for cache, cases in ((one, "abc"), (other, "cd")):
         for case in cases:
-            memory.note(case, f"way of {cases}")
+            cache.put(case, f"way of {cases}")
     one.write()
     other.write()
-    assert json.loads(remembered.place().read_text()) == {"b": "way of abc", "c": "way of cd", "d": "way of cd"}
-    assert remembered.Memory().recall("c") == "way of cd" and remembered.Memory().recall("a") is None
+    assert json.loads(autotune_cache.place().read_text()) == {"b": "way of abc", "c": "way of cd", "d": "way of cd"}
+    assert autotune_cache.AutotuneCache().get("c") == "way of cd" and autotune_cache.AutotuneCache().get("a") is None
     atexit.unregister(one.write)
     atexit.unregister(other.write)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", None], ids=repr)
-def test_a_file_that_cannot_be_read_is_done_without(content: bytes | None) -> None:
-    path = remembered.place()
+def test_a_file_that_cannot_be_read_is_ignored(content: bytes | None) -> None:
+    path = autotune_cache.place()
     path.parent.mkdir()
     if content is None:
         path.mkdir()
     else:
         path.write_bytes(content)
-    memory = remembered.Memory()
-    assert memory.recall("case") is None
-    memory.note("case", "way")
-    memory.write()
-    assert remembered.Memory().recall("case") == (None if content is None else "way")
-    atexit.unregister(memory.write)
+    cache = autotune_cache.AutotuneCache()
+    assert cache.get("case") is None
+    cache.put("case", "way")
+    cache.write()
+    assert autotune_cache.AutotuneCache().get("case") == (None if content is None else "way")
+    atexit.unregister(cache.write)
 
 
-def test_what_is_forgotten_is_not_written() -> None:
-    memory = remembered.Memory()
-    memory.note("case", "way")
-    memory.forget()
-    memory.write()
-    assert remembered.Memory().recall("case") is None
+def test_a_cleared_cache_is_not_written() -> None:
+    cache = autotune_cache.AutotuneCache()
+    cache.put("case", "way")
+    cache.clear()
+    cache.write()
+    assert autotune_cache.AutotuneCache().get("case") is None

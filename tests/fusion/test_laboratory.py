@@ -1,4 +1,4 @@
-"""Workers as rows of an array end where workers as threads do."""
+"""Workers that are simulated as models of an array end where workers as threads do."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def as_threads(strategy: Strategy) -> Tensor:
 
 def as_rows(mixing: Mixing, order: Order) -> tuple[Laboratory, Tensor]:
     array = fuse([net().double() for _ in range(WORKERS)])
-    laboratory = Laboratory(array, SGD(array.parameters(), lr=0.05, momentum=0.5), mixing, order=order)
+    simulation = Laboratory(array, SGD(array.parameters(), lr=0.05, momentum=0.5), mixing, order=order)
     for step in range(STEPS):
         x, y = (
             Each(torch.stack(parts).double()) for parts in zip(*(batch(r, step) for r in range(WORKERS)), strict=True)
         )
         array.zero_grad()
         array.losses(loss, array(x), y).sum().backward()
-        laboratory.step()
-    return laboratory, torch.cat([parameter.detach().flatten(1) for parameter in array.parameters()], 1)
+        simulation.step()
+    return simulation, torch.cat([parameter.detach().flatten(1) for parameter in array.parameters()], 1)
 
 
 @pytest.mark.parametrize(
@@ -79,24 +79,24 @@ def test_rows_of_an_array_end_where_threads_do(strategy: Strategy, mixing: Mixin
     torch.testing.assert_close(rows, as_threads(strategy), rtol=1e-6, atol=1e-6)
 
 
-def test_workers_that_never_speak_drift_apart_and_one_mean_brings_them_together() -> None:
-    silent, _ = as_rows(lambda step: None, "after")
-    agreed, _ = as_rows(
+def test_workers_without_communication_drift_apart_and_one_mean_brings_them_together() -> None:
+    unmixed, _ = as_rows(lambda step: None, "after")
+    mixed_once, _ = as_rows(
         lambda step: torch.full((WORKERS, WORKERS), 1 / WORKERS) if step == STEPS - 1 else None, "after"
     )
-    assert silent.spread() > 1e-3
-    assert agreed.spread() < 1e-7
+    assert unmixed.spread() > 1e-3
+    assert mixed_once.spread() < 1e-7
 
 
 @pytest.mark.parametrize(
     ("matrix", "message"), [(torch.eye(3), "16 workers"), (torch.zeros(WORKERS, WORKERS), "add up to 1")]
 )
-def test_a_matrix_that_is_no_mixing_is_refused(matrix: Tensor, message: str) -> None:
+def test_a_matrix_that_is_not_a_mixing_matrix_is_refused(matrix: Tensor, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         as_rows(lambda step: matrix, "after")
 
 
-def test_an_order_that_there_is_not_is_refused() -> None:
+def test_an_unknown_order_is_refused() -> None:
     array = fuse([net(), net()])
     with pytest.raises(ConfigError, match="order='before'"):
         Laboratory(array, SGD(array.parameters(), lr=0.1), lambda step: None, order="before")  # pyright: ignore
@@ -107,6 +107,6 @@ def test_workers_whose_layers_differ_and_a_rate_that_would_be_divided_by_are_ref
     with pytest.raises(ConfigError, match=r"body.*only one worker has it"):
         Laboratory(apart, SGD(apart.parameters(), lr=0.1), lambda step: None)
     array = fuse([net(), net()])
-    laboratory = Laboratory(array, SGD(array.parameters(), lr=[0.1, 0.0]), lambda step: torch.eye(2), order="inside")
+    simulation = Laboratory(array, SGD(array.parameters(), lr=[0.1, 0.0]), lambda step: torch.eye(2), order="inside")
     with pytest.raises(ConfigError, match="lr=0 with order='inside'"):
-        laboratory.step()
+        simulation.step()

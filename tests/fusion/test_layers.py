@@ -12,27 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracles.fusion import copies, make, passed, state_of, values, weighed
-from thinwire.fusion import Each, forget_choices, fuse, measuring
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import Each, autotune, clear_autotune_cache, fuse, measuring
 
 COUNT = 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_remembered() -> Iterator[None]:
-    forget_choices()
+def everything_is_measured() -> Iterator[None]:
+    clear_autotune_cache()
     with measuring():
         yield
-    forget_choices()
+    clear_autotune_cache()
 
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make a way the fastest wherever it is one of the ways."""
+    """Make an implementation the fastest wherever it is a candidate."""
 
-    def force(way: str) -> None:
-        monkeypatch.setattr(choice, "_measure", lambda ways, given: {name: float(name != way) for name in ways})
+    def force(wanted: str) -> None:
+        monkeypatch.setattr(
+            autotune,
+            "_measure",
+            lambda candidates, given, *, cuda: {name: float(name != wanted) for name in candidates},
+        )
 
     return force
 
@@ -90,7 +93,7 @@ class Tied(nn.Module):
 
 
 class Functional(nn.Module):
-    """Calls torch without modules, reads shapes, and views."""
+    """Calls functions of torch, reads shapes, and reshapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +132,7 @@ class Twice(nn.Module):
 
 
 class Points(nn.Module):
-    """What is shared, each point's own features and the greatest of all of them side by side; half of all are zero."""
+    """Concatenates a shared input, each point's features and their maxima; half of the features are zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,15 +258,25 @@ def test_every_layer_equals_separate_modules_in_single_precision(case: Any, forc
     check(case[1], case[2], shared=False, dtype=torch.float32)
 
 
-WAYS = ["loop", "unfolded", "batched", "grouped", "channels", "apart", "products", "once", "by kernel"]
+CANDIDATES = [
+    "loop",
+    "unfolded",
+    "batched",
+    "grouped",
+    "channels",
+    "normalise then scale",
+    "products",
+    "normalise once",
+    "kernel",
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("candidate", CANDIDATES)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
-def test_every_way_computes_the_same(way: str, shared: bool, forced: Any) -> None:
-    forced(way)
+def test_every_implementation_computes_the_same(candidate: str, shared: bool, forced: Any) -> None:
+    forced(candidate)
     # Kernels are of single precision.
-    dtype = torch.float32 if way == "by kernel" else torch.float64
+    dtype = torch.float32 if candidate == "kernel" else torch.float64
     for name in (
         *NAMES[:4],
         "conv1d",
@@ -296,7 +309,7 @@ def test_whole_models_in_a_loop_equal_separate_modules(case: Any) -> None:
 
 def test_models_that_are_measured_equal_separate_modules() -> None:
     check(Functional, image(2, 3, 8, 8), shared=True)
-    assert set(choice.choices().values()) <= {"side by side", "grouped", "unfolded", "batched", "loop"}
+    assert set(autotune.autotune_choices().values()) <= {"side by side", "grouped", "unfolded", "batched", "loop"}
 
 
 def test_no_padding_row_has_a_gradient() -> None:

@@ -20,19 +20,17 @@ from tests.fusion.test_training import Net, X, Y, close, loss, train
 from tests.oracles.fusion import copies, make, seeded, state_of, trained, values, weighed
 from thinwire import fusion
 from thinwire.errors import ConfigError
-from thinwire.fusion import Each, forget_choices, fuse
-from thinwire.fusion import autotune as choice
-from thinwire.fusion import autotune_cache as remembered
+from thinwire.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse
 
 RATES = [0.05, 0.01, 0.003, 0.1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(choice.PIN, "1")
-    monkeypatch.setattr(remembered, "place", lambda: tmp_path / "ways.json")
+    monkeypatch.setenv(autotune.PIN, "1")
+    monkeypatch.setattr(autotune_cache, "place", lambda: tmp_path / "autotune.json")
     yield
-    forget_choices()
+    clear_autotune_cache()
 
 
 def whole(array: Any, optimizer: Any, index: int) -> dict[str, Tensor]:
@@ -116,7 +114,7 @@ def test_a_model_that_is_copied_over_another_goes_its_own_way_from_there() -> No
 def test_a_slot_that_is_filled_anew_is_a_fresh_run_and_the_others_do_not_notice(rows: bool) -> None:
     array, optimizer, schedules, scaler = started()
     if not rows:
-        optimizer.by_rows = lambda handful: False
+        optimizer.row_kernel = False
     before = [whole(array, optimizer, index) for index in range(4)]
     fresh = make(Net, 1, seed=9)[0]
     array.insert(1, fresh, seed=77)
@@ -232,7 +230,7 @@ def test_one_layer_in_a_loop_changes_nothing() -> None:
 
 
 class Choosing(nn.Module):
-    """Looks at a number and decides."""
+    """Decides by a number that it reads from a tensor."""
 
     def __init__(self, how: str = "if") -> None:
         super().__init__()
@@ -249,8 +247,8 @@ class Choosing(nn.Module):
         return y
 
 
-class OuterOptimizer(nn.Module):
-    """Holds what looks."""
+class Holder(nn.Module):
+    """Holds a layer that decides."""
 
     def __init__(self, how: str = "if") -> None:
         super().__init__()
@@ -262,7 +260,7 @@ class OuterOptimizer(nn.Module):
 
 @pytest.mark.parametrize(("how", "cause"), [("if", "path depends"), ("item", "reads"), ("inplace", "writes")])
 def test_what_cannot_be_done_for_all_at_once_is_named_with_its_layer_and_can_be_looped(how: str, cause: str) -> None:
-    models = make(partial(OuterOptimizer, how), 3)
+    models = make(partial(Holder, how), 3)
     with pytest.raises(ConfigError, match=rf"layer 'chooses'.*{cause}.*loop=\[\"chooses\"\]"):
         fuse(models)(X[0])
     for loop in (True, ["chooses"]):
@@ -392,33 +390,33 @@ def test_dropout_rates_are_read_and_changed() -> None:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
-def test_ways_are_measured_once_per_shape_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.PIN)
-    forget_choices()
+def test_candidates_are_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(autotune.PIN)
+    clear_autotune_cache()
     counted: list[str] = []
-    measure: Any = choice._measure
+    measure: Any = autotune._measure
 
-    def counting(ways: Any, given: Any) -> Any:
-        counted.append(" ".join(ways))
-        return measure(ways, given)
+    def counting(candidates: Any, given: Any, *, cuda: bool) -> Any:
+        counted.append(" ".join(candidates))
+        return measure(candidates, given, cuda=cuda)
 
-    monkeypatch.setattr(choice, "_measure", counting)
+    monkeypatch.setattr(autotune, "_measure", counting)
     array = fuse(make(lambda: nn.Linear(6, 3)))
     with fusion.measuring():
         for _ in range(3):
             array(X[0])
         assert counted == ["side by side batched loop"]
         array(X[0][:5])
-    assert len(counted) == 2 and len(fusion.choices()) == 2
-    forget_choices()
-    assert not fusion.choices()
+    assert len(counted) == 2 and len(fusion.autotune_choices()) == 2
+    clear_autotune_cache()
+    assert not fusion.autotune_choices()
 
 
 def test_measuring_leaves_statistics_and_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[dict[str, Tensor]] = []
     for pinned in (True, False):
-        monkeypatch.setenv(choice.PIN, "1" if pinned else "0")
-        forget_choices()
+        monkeypatch.setenv(autotune.PIN, "1" if pinned else "0")
+        clear_autotune_cache()
         array = fuse(make(lambda: nn.BatchNorm1d(6)))
         with fusion.measuring():
             array.losses(weighed, array(X[0])).sum().backward()
@@ -439,7 +437,7 @@ def test_the_number_of_calls_does_not_grow_with_the_number_of_models() -> None:
     assert counts[1] <= counts[0] * 1.1
 
 
-def test_views_work_wherever_the_models_axis_fell() -> None:
+def test_views_work_wherever_the_models_axis_is() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -32,8 +32,7 @@ from thinwire import (
     fusion,
 )
 from thinwire.errors import ConfigError
-from thinwire.fusion import FusedArray
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import FusedArray, autotune
 from thinwire.sweep.parallel import ParallelArray, attach_array
 
 B, STEPS = 3, 7
@@ -51,7 +50,7 @@ STRATEGIES: list[Strategy] = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.PIN, "1")
 
 
 def data(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -178,9 +177,9 @@ def test_every_model_is_a_run_of_its_own_in_single_precision(strategy: Strategy)
 
 
 def on_a_rank(work: str, *arguments: Any) -> Any:
-    """For processes: nothing is measured there either, and tensors come back as arrays of numpy."""
+    """For processes: nothing is measured there either, and tensors are returned as numpy arrays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(choice.PIN, "1")
+        patch.setenv(autotune.PIN, "1")
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.numpy(), globals()[work](*arguments))
 
 

@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler
 from tests.oracles.fusion import LoopedLamb, copies, make, one_of, seeded, state_of, trained, values
 from thinwire import fusion
 from thinwire.errors import ConfigError
-from thinwire.fusion import Each, fuse
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import Each, autotune, fuse
 
 STEPS = 50
 X = values(STEPS, 12, 6)
@@ -40,7 +39,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.PIN, "1")
     yield
 
 
@@ -86,10 +85,10 @@ SCHEDULES: list[Any] = [
 
 
 def optimizer_of(name: str, array: Any, rows: bool = True, **settings: Any) -> Any:
-    """An array's optimizer, by its way over rows or by its way for all at once."""
+    """An array's optimizer, by its row kernel or by torch for all models at once."""
     made = getattr(fusion, name)(array.parameters(), **settings)
     if not rows:
-        made.by_rows = lambda handful: False
+        made.row_kernel = False
     return made
 
 

@@ -1,4 +1,4 @@
-"""Compile the kernels for a GPU, which need not be there: no product fused with a sum, no cell raced for."""
+"""Compile the kernels for a GPU, which need not be there: no product fused with a sum, and no atomic operation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from triton.compiler import ASTSource
 from thinwire.kernels import triton_quantized, triton_signs, triton_sketched
 
 KINDS = {
-    **dict.fromkeys(("x", "error", "scales", "out", "table"), "*fp32"),
+    **dict.fromkeys(("x", "residual", "scales", "out", "table"), "*fp32"),
     **dict.fromkeys(("stream", "streams", "planes"), "*u8"),
     **dict.fromkeys(("shift", "half", "scale"), "fp32"),
     **dict.fromkeys(("low", "high"), "i64"),
     "seeds": "*i64",
 }
 FIXED: list[tuple[Any, dict[str, object]]] = [
-    (triton_signs._encode, {"SPAN": 2048, "OWED": True, "SQUARED": False, "HALF": True}),
-    (triton_signs._encode, {"SPAN": 8, "OWED": False, "SQUARED": True, "HALF": False}),
+    (triton_signs._encode, {"SPAN": 2048, "RESIDUAL": True, "SQUARED": False, "HALF": True}),
+    (triton_signs._encode, {"SPAN": 8, "RESIDUAL": False, "SQUARED": True, "HALF": False}),
     (triton_signs._sum, {"SPAN": 1024}),
     (triton_quantized._quantize, {"SPAN": 2048, "BITS": 4, "SQUARED": False, "UP": True}),
     (triton_quantized._quantize, {"SPAN": 64, "BITS": 1, "SQUARED": True, "UP": False}),

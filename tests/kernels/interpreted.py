@@ -13,8 +13,8 @@ from thinwire.kernels.reference import quantized, signs, sketched
 SIZES = (1, 9, 500)
 
 
-def odd(n: int, seed: int = 0) -> Tensor:
-    """Numbers with both zeros, and a stretch of nothing."""
+def special(n: int, seed: int = 0) -> Tensor:
+    """Numbers with both zeros, and a range of zeros."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     x[1::11], x[n // 2 : n // 2 + 40] = -0.0, 0
     return x
@@ -25,29 +25,29 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_signs(n: int, block: int, norm: str, scale_bytes: int) -> None:
-    x, ours, theirs = odd(n), 0.3 * odd(n, 1), 0.3 * odd(n, 1)
+    x, ours, theirs = special(n), 0.3 * special(n, 1), 0.3 * special(n, 1)
     nbytes, head = sign_nbytes(n, block, scale_bytes), -(-n // block) * scale_bytes
     payload, expected = torch.zeros(2, nbytes, dtype=torch.uint8)
     how = {"block": block, "scale_bytes": scale_bytes}
     triton_signs.encode_signs_(x, ours, payload, norm=norm, **how)
     signs.encode_signs_(x, theirs, expected, norm=norm, **how)
     assert payload[head:].equal(expected[head:])
-    said, wanted = torch.empty(n), torch.empty(n)
-    signs.decode_signs_(payload, said, **how)
+    decoded, wanted = torch.empty(n), torch.empty(n)
+    signs.decode_signs_(payload, decoded, **how)
     signs.decode_signs_(expected, wanted, **how)
-    assert torch.allclose(said, wanted, rtol=1e-6 if scale_bytes == 4 else 2**-7, atol=0)
-    assert same_bits(ours, x + 0.3 * odd(n, 1) - said)
+    assert torch.allclose(decoded, wanted, rtol=1e-6 if scale_bytes == 4 else 2**-7, atol=0)
+    assert same_bits(ours, x + 0.3 * special(n, 1) - decoded)
     triton_signs.encode_signs_(x, None, payload, norm=norm, **how)
     signs.encode_signs_(x, None, expected, norm=norm, **how)
     assert payload[head:].equal(expected[head:])
     several = torch.stack([payload, expected, payload])
-    triton_signs.sum_signs_(several, said, **how)
+    triton_signs.sum_signs_(several, decoded, **how)
     signs.sum_signs_(several, wanted, **how)
-    assert same_bits(said, wanted)
+    assert same_bits(decoded, wanted)
 
 
 def check_few_bits(n: int, block: int, bits: int, norm: str, scale_bytes: int) -> None:
-    x, said, wanted = odd(n), torch.empty(n), torch.empty(n)
+    x, decoded, wanted = special(n), torch.empty(n), torch.empty(n)
     payload, expected = torch.zeros(2, quantized_nbytes(n, bits, block, scale_bytes), dtype=torch.uint8)
     how = {"bits": bits, "block": block, "key": n, "shift": 0.375, "scale_bytes": scale_bytes}
     triton_quantized.quantize_(x, payload, norm=norm, **how)
@@ -55,16 +55,16 @@ def check_few_bits(n: int, block: int, bits: int, norm: str, scale_bytes: int) -
     if norm == "max":
         assert payload.equal(expected)
     for dither in (False, True):
-        triton_quantized.dequantize_(payload, said, dither=dither, **how)
+        triton_quantized.dequantize_(payload, decoded, dither=dither, **how)
         quantized.dequantize_(payload, wanted, dither=dither, **how)
-        assert same_bits(said, wanted)
+        assert same_bits(decoded, wanted)
     quantized.dequantize_(expected, wanted, dither=True, **how)
     # Within a level, where scales differ in their last bits.
-    assert float((said - wanted).abs().max()) <= float(x.norm()) / max(0.5, 2 ** (bits - 1) - 1) * 1.01
+    assert float((decoded - wanted).abs().max()) <= float(x.norm()) / max(0.5, 2 ** (bits - 1) - 1) * 1.01
 
 
 def check_sketch(n: int, rows: int, columns: int) -> None:
-    x, ours, theirs = odd(n), torch.ones(rows, columns), torch.ones(rows, columns)
+    x, ours, theirs = special(n), torch.ones(rows, columns), torch.ones(rows, columns)
     triton_sketched.sketch_(x, ours, key=n, scale=0.3)
     sketched.sketch_(x, theirs, key=n, scale=0.3)
     assert same_bits(ours, theirs)

@@ -1,4 +1,4 @@
-"""The ways in which kernels work, as fixtures, and the numbers that their tests are fed."""
+"""Fixtures that select the builds of the kernels and their implementations, and numbers to test them with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from thinwire.kernels import base
 
 PLAIN = ["-O1", "-DTHINWIRE_PORTABLE", "-ffp-contract=off", "-Wno-psabi"]
-WAYS = {"this processor's": base.FLAGS, "narrower vectors": [*base.FLAGS, "-mno-avx512f"], "no vectors": PLAIN}
+BUILDS = {"this processor's": base.FLAGS, "narrower vectors": [*base.FLAGS, "-mno-avx512f"], "no vectors": PLAIN}
 
 
-@pytest.fixture(params=WAYS, scope="module")
+@pytest.fixture(params=BUILDS, scope="module")
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The compiled kernels, with these and with those instructions."""
-    flags = WAYS[request.param]
+    """The compiled kernels, with several sets of instructions."""
+    flags = BUILDS[request.param]
     if "-mno-avx512f" in flags and "x86" not in base.platform.machine():
         pytest.skip("another kind of processor")
     found = base.load(flags)
@@ -34,8 +34,8 @@ def by_c(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let the test hold both ways."""
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with compiled kernels and with torch."""
     if request.param == "torch":
         monkeypatch.setenv("THINWIRE_NATIVE", "0")
     else:

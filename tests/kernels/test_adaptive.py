@@ -1,4 +1,4 @@
-"""Steps of adaptive optimizers: C and torch give the same bits, and both what the equations say."""
+"""Steps of adaptive optimizers: C and torch give the same bits, and both what the equations give."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.kernels.natives import by_c as by_c
 from tests.kernels.natives import drawn, same, same_bits
+from tests.kernels.natives import implementation as implementation
 from tests.kernels.natives import library as library
-from tests.kernels.natives import way as way
 from thinwire import ConfigError
 from thinwire.kernels import adaptive
 from thinwire.kernels.reference import adaptive as reference
 
 SIZES = (1, 7, 15, 16, 17, 127, 128, 129, 1000, 5001)
-HABITS = {"betas": (0.9, 0.99), "eps": 1e-6}
+SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-6}
 NUMBERS = (0.9, 0.99, (1 - 0.99) / (1 - 0.9) ** 2, 1e-6)
 
 
@@ -34,8 +34,8 @@ def states(n: int) -> list[Tensor]:
     return [momentum, before, frozen.abs(), fresh.abs(), x]
 
 
-def turned(kinds: list[list[Tensor]], decay: float) -> list[Tensor]:
-    found = adaptive.turn_(*kinds, **HABITS, decay=decay)  # type: ignore[arg-type]
+def directions_of(kinds: list[list[Tensor]], decay: float) -> list[Tensor]:
+    found = adaptive.turn_(*kinds, **SETTINGS, decay=decay)  # type: ignore[arg-type]
     return [*found, *(x for kind in kinds for x in kind)]
 
 
@@ -53,7 +53,7 @@ def test_directions_are_bit_by_bit_those_of_torch(decay: float) -> None:
     ours = kinds_of(SIZES)
     theirs = copied(ours)
     for turn in range(3):
-        found = adaptive.turn_(*ours, **HABITS, decay=decay)  # type: ignore[arg-type]
+        found = adaptive.turn_(*ours, **SETTINGS, decay=decay)  # type: ignore[arg-type]
         expected = reference.turn_(*theirs, (*NUMBERS, decay))
         assert all(same(one, other) for one, other in zip(found, expected, strict=True))
         for mine, other in zip(ours, theirs, strict=True):
@@ -84,24 +84,24 @@ def gentle(n: int) -> list[Tensor]:
     return [momentum, before, frozen.square(), fresh.square(), x]
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("n", [1, 7, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_are_those_of_the_equations(n: int, dtype: torch.dtype) -> None:
     m, old, v, w, x = gentle(n)
-    way = (m - 0.9 * old) / (1 - 0.9)
-    w = 0.99 * w + (1 - 0.99) * way.square()
+    gradient = (m - 0.9 * old) / (1 - 0.9)
+    w = 0.99 * w + (1 - 0.99) * gradient.square()
     plain = m / (v.sqrt() + 1e-6)
     whole = plain + 0.1 * x
     expected = [(v.sqrt() + 1e-6).div(w.sqrt() + 1e-6).max(), plain.norm(), whole.norm(), whole, m, v, w, x]
-    found = turned([[each.to(dtype)] for each in gentle(n)], 0.1)
+    found = directions_of([[each.to(dtype)] for each in gentle(n)], 0.1)
     assert all(each.dtype == dtype for each in found)
     loose = 1e-5 if dtype == torch.float32 else 1e-12
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.reshape(-1).double(), other.reshape(-1), rtol=loose, atol=loose)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_steps_are_those_of_the_equations() -> None:
     m, old, v, _, x = (each.float() for each in gentle(300))
     far, ratio = x.clone(), torch.tensor([0.7])
@@ -113,48 +113,48 @@ def test_steps_are_those_of_the_equations() -> None:
     assert same_bits(old, m)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("n", [3, 16, 21, 150])
 def test_the_largest_ratio_is_found_wherever_it_is_and_elements_that_do_not_exist_have_none(n: int) -> None:
     for place in range(n):
         frozen, fresh = torch.full((n,), 0.25), torch.full((n,), 100.0)
         frozen[place] = 1.0
         nothing = torch.zeros(n)
-        grown, *_ = turned([[nothing.clone()], [nothing.clone()], [frozen], [fresh], [nothing]], 0.0)
-        assert float(grown) == pytest.approx(1 / (100 * 0.99) ** 0.5, rel=1e-5)
+        ratio, *_ = directions_of([[nothing.clone()], [nothing.clone()], [frozen], [fresh], [nothing]], 0.0)
+        assert float(ratio) == pytest.approx(1 / (100 * 0.99) ** 0.5, rel=1e-5)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("place", [0, 5, 40, 199])
-def test_what_is_no_number_shows_in_all_that_is_told(place: int) -> None:
+def test_nan_reaches_every_result(place: int) -> None:
     kinds = [[each.float(), each.float()] for each in gentle(200)]
     kinds[0][1][place] = math.nan
-    grown, plain, whole, *_ = turned(copied(kinds), 0.1)
-    for each in (grown, plain, whole):
+    ratio, plain, whole, *_ = directions_of(copied(kinds), 0.1)
+    for each in (ratio, plain, whole):
         assert bool(each[0].isfinite()) and bool(each[1].isnan())
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_tensors_may_lie_anywhere_and_in_any_order(decay: float) -> None:
     plain = [[each.float().view(2, 3, 5, 5)] for each in gentle(150)]
     apart = [[torch.cat([torch.zeros(1), x.reshape(-1)])[1:].view(x.shape) for x in each] for each in plain]
     last = [[x.clone(memory_format=torch.channels_last) for x in each] for each in plain]
-    expected = turned(plain, decay)
-    for one, other in zip(turned(apart, decay), expected, strict=True):
+    expected = directions_of(plain, decay)
+    for one, other in zip(directions_of(apart, decay), expected, strict=True):
         assert same_bits(one.contiguous(), other)
     # Only the order in which norms are summed is another.
-    for one, other in zip(turned(last, decay), expected, strict=True):
+    for one, other in zip(directions_of(last, decay), expected, strict=True):
         torch.testing.assert_close(one.contiguous(), other, rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_the_dtype_that_new_tensors_have_makes_no_difference() -> None:
     kinds = [[each.float()] for each in gentle(40)]
-    expected = turned(copied(kinds), 0.1)
+    expected = directions_of(copied(kinds), 0.1)
     torch.set_default_dtype(torch.float64)
     try:
-        found = turned(kinds, 0.1)
+        found = directions_of(kinds, 0.1)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Signs, few bits and random numbers: what they mean, by C and by torch."""
+"""Signs, few bits and random numbers: what they compute, by C and by torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.natives import drawn, mixed, same_bits
-from tests.kernels.natives import way as way
+from tests.kernels.natives import implementation as implementation
 from thinwire import ConfigError
 from thinwire.kernels import (
     decode_signs_,
@@ -25,12 +25,12 @@ from thinwire.kernels import (
     uniform,
 )
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("implementation")
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 130, 2048, 5001)
 
 
-def odd(n: int) -> Tensor:
+def special(n: int) -> Tensor:
     """Numbers with all that is special about floats: both zeros, denormals, whole blocks of zeros."""
     x = drawn(n, n)
     x[1::11], x[2::13], x[3::17] = -0.0, 1e-42, 0.0
@@ -59,7 +59,7 @@ def scales_of(payload: Tensor, count: int, scale_bytes: int) -> list[float]:
     ("block", "norm", "scale_bytes"), [(8, "l1", 4), (13, "l2", 2), (2048, "l2", 4), (64, "l1", 2)]
 )
 def test_signs_and_scales_are_those_of_the_formula(n: int, block: int, norm: str, scale_bytes: int) -> None:
-    x, error = odd(n), 0.3 * odd(n + 1)[:n]
+    x, error = special(n), 0.3 * special(n + 1)[:n]
     residual, rest = x + error, error.clone()
     payload = encoded(x, rest, block=block, norm=norm, scale_bytes=scale_bytes)
     blocks = residual.double().split(block) if n else ()
@@ -70,13 +70,13 @@ def test_signs_and_scales_are_those_of_the_formula(n: int, block: int, norm: str
         assert scale == pytest.approx(float(true), rel=1e-6 if scale_bytes == 4 else 2**-8, abs=1e-44)
     stream = payload[len(blocks) * scale_bytes :].tolist()
     assert [stream[i // 8] >> i % 8 & 1 for i in range(n)] == torch.signbit(residual).int().tolist()
-    said = torch.empty(n)
-    decode_signs_(payload, said, block=block, scale_bytes=scale_bytes)
+    decoded = torch.empty(n)
+    decode_signs_(payload, decoded, block=block, scale_bytes=scale_bytes)
     expected = [
         math.copysign(found[i // block], value) if found[i // block] else 0.0 for i, value in enumerate(residual)
     ]
-    assert same_bits(said, torch.tensor(expected, dtype=torch.float32))
-    assert same_bits(rest, residual - said)
+    assert same_bits(decoded, torch.tensor(expected, dtype=torch.float32))
+    assert same_bits(rest, residual - decoded)
 
 
 def test_what_is_left_of_the_last_byte_is_zero() -> None:
@@ -84,14 +84,14 @@ def test_what_is_left_of_the_last_byte_is_zero() -> None:
         assert int(encoded(-torch.ones(n), None, block=64)[-1]) == 0xFF >> -n % 8
 
 
-def test_a_block_of_zeros_stays_zero_and_owes_nothing() -> None:
+def test_a_block_of_zeros_stays_zero_and_leaves_no_residual() -> None:
     x = drawn(48)
     x[16:32] = 0
     x[17] = -0.0
-    error, said = torch.zeros(48), torch.empty(48)
+    error, decoded = torch.zeros(48), torch.empty(48)
     for _ in range(3):
-        decode_signs_(encoded(x, error, block=16), said, block=16)
-        assert same_bits(said[16:32], torch.zeros(16)) and not error[16:32].any()
+        decode_signs_(encoded(x, error, block=16), decoded, block=16)
+        assert same_bits(decoded[16:32], torch.zeros(16)) and not error[16:32].any()
 
 
 def test_elements_that_do_not_exist_count_in_no_mean() -> None:
@@ -100,23 +100,23 @@ def test_elements_that_do_not_exist_count_in_no_mean() -> None:
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
-def test_a_scale_of_bf16_is_the_nearest_and_the_rest_is_measured_from_it(norm: str) -> None:
-    x, error, said = drawn(4096), torch.zeros(4096), torch.empty(4096)
+def test_a_scale_of_bf16_is_the_nearest_and_the_residual_is_measured_from_it(norm: str) -> None:
+    x, error, decoded = drawn(4096), torch.zeros(4096), torch.empty(4096)
     wide = scales_of(encoded(x, None, block=256, norm=norm), 16, 4)
     payload = encoded(x, error, block=256, norm=norm, scale_bytes=2)
     assert scales_of(payload, 16, 2) == torch.tensor(wide).bfloat16().float().tolist()
-    decode_signs_(payload, said, block=256, scale_bytes=2)
-    assert same_bits(error, x - said)
+    decode_signs_(payload, decoded, block=256, scale_bytes=2)
+    assert same_bits(error, x - decoded)
 
 
-def test_what_was_said_and_what_is_owed_add_up_to_all_there_was() -> None:
-    error, total, said, part = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000), torch.empty(1000)
+def test_what_was_decoded_and_the_residual_add_up_to_the_input() -> None:
+    error, total, decoded, part = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000), torch.empty(1000)
     for step in range(200):
         x = drawn(1000, step)
         decode_signs_(encoded(x, error, block=96), part, block=96)
         total += x
-        said += part
-    assert torch.allclose(said + error, total, atol=2e-4)
+        decoded += part
+    assert torch.allclose(decoded + error, total, atol=2e-4)
 
 
 @pytest.mark.parametrize(("n", "block", "scale_bytes"), [(1, 8, 4), (1000, 128, 2), (9001, 9001, 4), (5000, 11, 4)])
@@ -139,24 +139,24 @@ def test_other_floats_and_strides_are_converted(dtype: torch.dtype) -> None:
     payload = encoded(x, error, block=16)
     assert payload.equal(encoded(x.float(), rest, block=16))
     assert error.equal(rest.to(dtype))
-    said, wide = torch.zeros(200, dtype=dtype)[1::2], torch.empty(100)
-    decode_signs_(payload, said, block=16)
+    decoded, wide = torch.zeros(200, dtype=dtype)[1::2], torch.empty(100)
+    decode_signs_(payload, decoded, block=16)
     decode_signs_(payload, wide, block=16)
-    assert said.equal(wide.to(dtype))
+    assert decoded.equal(wide.to(dtype))
 
 
-def test_a_number_that_is_none_makes_its_block_none() -> None:
+def test_nan_makes_its_block_nan() -> None:
     x = drawn(64)
     x[20] = math.nan
-    said = torch.empty(64)
-    decode_signs_(encoded(x, None, block=16), said, block=16)
-    assert said.isnan().tolist() == [16 <= i < 32 for i in range(64)]
+    decoded = torch.empty(64)
+    decode_signs_(encoded(x, None, block=16), decoded, block=16)
+    assert decoded.isnan().tolist() == [16 <= i < 32 for i in range(64)]
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def test_random_numbers_are_two_rounds_of_mixing_of_place_and_key() -> None:
+def test_random_numbers_are_two_rounds_of_mixing_of_index_and_key() -> None:
     seed = mix64(2**70 + 12345)
     expected = [(mixed(mixed(i ^ seed % 2**32) ^ seed >> 32) >> 8) * 2.0**-24 for i in range(100)]
     assert uniform(100, 2**70 + 12345).tolist() == expected
@@ -167,14 +167,14 @@ def test_the_mixing_of_64_bits_is_murmur_s() -> None:
     assert mix64(2**64 + 1) == mix64(1)
 
 
-def test_a_random_number_depends_on_its_place_alone() -> None:
+def test_a_random_number_depends_on_its_index_alone() -> None:
     whole = uniform(1000, 5)
     assert torch.cat([uniform(123, 5), uniform(877, 5, 123)]).equal(whole)
     assert not uniform(1000, 6).equal(whole)
     assert uniform(0, 5).shape == (0,)
 
 
-def test_random_numbers_are_even_and_do_not_know_each_other() -> None:
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     x, y = uniform(1 << 18, 1).double(), uniform(1 << 18, 2).double()
     assert float(x.min()) >= 0 and float(x.max()) < 1
     error = (1 << 18) ** -0.5
@@ -192,11 +192,11 @@ def quantized(x: Tensor, *, bits: int, block: int, key: int = 3, **how: object) 
     """The payload, and what it stands for."""
     scale_bytes = int(how.get("scale_bytes", 4))  # type: ignore[call-overload]
     payload = torch.full((quantized_nbytes(x.numel(), bits, block, scale_bytes),), 0xAA, dtype=torch.uint8)
-    said, dither = torch.empty(x.numel()), bool(how.pop("dither", False))
+    decoded, dither = torch.empty(x.numel()), bool(how.pop("dither", False))
     quantize_(x, payload, bits=bits, block=block, key=key, **how)  # type: ignore[arg-type]
     how.pop("norm", None)
-    dequantize_(payload, said, bits=bits, block=block, key=key, dither=dither, **how)  # type: ignore[arg-type]
-    return payload, said
+    dequantize_(payload, decoded, bits=bits, block=block, key=key, dither=dither, **how)  # type: ignore[arg-type]
+    return payload, decoded
 
 
 def codes_of(payload: Tensor, n: int, bits: int, head: int) -> list[int]:
@@ -208,8 +208,8 @@ def codes_of(payload: Tensor, n: int, bits: int, head: int) -> list[int]:
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 130, 1100])
 def test_codes_are_those_of_the_formula(bits: int, n: int) -> None:
-    x, levels = odd(n), 2 ** (bits - 1) - 1
-    payload, said = quantized(x, bits=bits, block=40)
+    x, levels = special(n), 2 ** (bits - 1) - 1
+    payload, decoded = quantized(x, bits=bits, block=40)
     draws, count = uniform(n, 3).double(), -(-n // 40)
     assert len(payload) == 4 * count + bits * -(-n // 8)
     for i, code in enumerate(codes_of(payload, n, bits, 4 * count)):
@@ -221,20 +221,20 @@ def test_codes_are_those_of_the_formula(bits: int, n: int) -> None:
         assert abs(place + float(draws[i]) - code) < 1 + 1e-4
         assert 0 <= code <= max(1, 2 * levels)
         centre, half = (0.5, 0.5) if bits == 1 else (levels, levels)
-        assert float(said[i]) == pytest.approx((code - centre) / half * scale, rel=1e-6, abs=1e-44)
+        assert float(decoded[i]) == pytest.approx((code - centre) / half * scale, rel=1e-6, abs=1e-44)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("scale_bytes", [2, 4])
-def test_the_largest_element_is_said_exactly_but_for_its_scale(bits: int, scale_bytes: int) -> None:
+def test_the_largest_element_is_exact_except_for_its_scale(bits: int, scale_bytes: int) -> None:
     for key in range(50):
         x = drawn(33, key)
-        payload, said = quantized(x, bits=bits, block=64, key=key, scale_bytes=scale_bytes)
+        payload, decoded = quantized(x, bits=bits, block=64, key=key, scale_bytes=scale_bytes)
         place = int(x.abs().argmax())
         (scale,) = scales_of(payload, 1, scale_bytes)
         assert abs(float(x[place])) <= scale <= abs(float(x[place])) * (1 if scale_bytes == 4 else 1 + 2**-7)
         if scale_bytes == 4:
-            assert float(said[place]) == pytest.approx(float(x[place]), rel=2e-7)
+            assert float(decoded[place]) == pytest.approx(float(x[place]), rel=2e-7)
 
 
 @pytest.mark.parametrize(("bits", "norm"), [(1, "max"), (2, "max"), (4, "max"), (2, "l2"), (4, "l2")])
@@ -248,12 +248,12 @@ def test_codes_are_right_in_the_mean(bits: int, norm: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
-def test_dither_leaves_an_even_error_whatever_is_said(bits: int) -> None:
+def test_with_dither_the_error_is_uniform_whatever_the_input(bits: int) -> None:
     for x in (drawn(1 << 15), torch.linspace(-1, 1, 1 << 15)):
         x[0] = 1.01 * x.abs().max()
-        _, said = quantized(x, bits=bits, block=1 << 15, dither=True)
+        _, decoded = quantized(x, bits=bits, block=1 << 15, dither=True)
         step = float(x[0]) / (2 ** (bits - 1) - 1)
-        error = (said - x)[1:].double() / step
+        error = (decoded - x)[1:].double() / step
         assert float(error.abs().max()) < 0.5 + 1e-4
         assert float(error.square().mean()) == pytest.approx(1 / 12, rel=0.03)
         assert abs(float(torch.corrcoef(torch.stack([error, x[1:].double()]))[0, 1])) < 0.05
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_refused() -> None:
     wrong = [
         (lambda: encode_signs_(x, None, payload[:5], block=16), "must be 6 bytes"),
         (lambda: encode_signs_(x, None, payload.float(), block=16), "uint8"),
-        (lambda: encode_signs_(x, x[:3].clone(), payload, block=16), "error of 3"),
+        (lambda: encode_signs_(x, x[:3].clone(), payload, block=16), "residual of 3"),
         (lambda: encode_signs_(x, None, payload, block=0), "block=0"),
         (lambda: encode_signs_(x, None, payload, block=16, scale_bytes=3), "scale_bytes=3"),
         (lambda: encode_signs_(x, None, payload, block=16, norm="l3"), "norm='l3'"),  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
-def test_sizes_are_as_said() -> None:
+def test_payloads_have_the_documented_sizes() -> None:
     for n, block, scale_bytes in itertools.product(SIZES, (8, 100, 2048), (2, 4)):
         count = math.ceil(n / block)
         assert sign_nbytes(n, block, scale_bytes) == count * scale_bytes + math.ceil(n / 8)

@@ -1,4 +1,4 @@
-"""The largest elements, places as bits, and count sketches, by C and by torch."""
+"""The largest elements, indices as bits, and count sketches, by C and by torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.natives import drawn, mixed
-from tests.kernels.natives import way as way
+from tests.kernels.natives import implementation as implementation
 from thinwire import ConfigError, NonFiniteError
 from thinwire.kernels import (
     heavy,
@@ -24,7 +24,7 @@ from thinwire.kernels import (
     unsketch,
 )
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def by_sorting(x: Tensor, k: int) -> list[int]:
@@ -50,7 +50,7 @@ def test_the_first_among_equals_is_taken() -> None:
     assert top_k(torch.ones(100_000), 70_000).equal(torch.arange(70_000))
 
 
-def test_rising_numbers_are_no_trap() -> None:
+def test_ascending_numbers_are_handled() -> None:
     n = 400_000
     rising = torch.arange(n, dtype=torch.float32)
     assert top_k(rising, 10).equal(torch.arange(n - 10, n))
@@ -71,7 +71,7 @@ def test_the_largest_of_other_floats_are_found(dtype: torch.dtype) -> None:
     assert top_k(x, 7).tolist() == by_sorting(x.float(), 7)
 
 
-def test_what_is_no_number_is_not_the_largest() -> None:
+def test_nan_is_refused() -> None:
     for n, place in ((1, 0), (100, 99), (200_000, 3), (200_000, 199_999)):
         x = drawn(n)
         x[place] = math.nan
@@ -80,12 +80,12 @@ def test_what_is_no_number_is_not_the_largest() -> None:
                 top_k(x, k)
 
 
-# -- places as bits ----------------------------------------------------------------------------------------------------
+# -- indices as bits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 1000, 2**31, 2**40 + 1, 2**62 + 1])
 @pytest.mark.parametrize("k", [0, 1, 2, 7, 100])
-def test_places_take_the_bits_they_need_and_come_back(n: int, k: int) -> None:
+def test_indices_take_the_bits_they_need_and_are_restored(n: int, k: int) -> None:
     places = (uniform(k, n).double() * n).long().clamp(max=n - 1)
     packed = pack_indices(places, n)
     width = math.ceil(math.log2(n)) if n < 2**50 else 63
@@ -94,13 +94,13 @@ def test_places_take_the_bits_they_need_and_come_back(n: int, k: int) -> None:
     assert unpack_indices(packed, n, k).equal(places)
 
 
-def test_places_lie_end_to_end_with_their_lowest_bits_first() -> None:
+def test_indices_are_end_to_end_with_their_lowest_bits_first() -> None:
     packed = pack_indices(torch.tensor([1, 4, 2]), 5)
     assert packed.tolist() == [1 | 4 << 3 | (2 << 6) % 256, 2 >> 2]
 
 
-def test_places_of_another_vector_are_refused() -> None:
-    with pytest.raises(ConfigError, match="place 7: must be below 5"):
+def test_indices_of_another_vector_are_refused() -> None:
+    with pytest.raises(ConfigError, match="index 7: must be below 5"):
         unpack_indices(torch.tensor([7], dtype=torch.uint8), 5, 1)
     with pytest.raises(ConfigError, match="must be 2 bytes"):
         unpack_indices(torch.zeros(1, dtype=torch.uint8), 5, 3)
@@ -157,14 +157,14 @@ def test_sketches_add_up() -> None:
     assert together.equal(table_of(x - 3 * y, 5, 200))
 
 
-def test_a_table_as_long_as_the_vector_forgets_nothing() -> None:
+def test_a_table_as_long_as_the_vector_loses_nothing() -> None:
     x = drawn(1000)
     for columns in (1000, 1500):
         assert unsketch(table_of(x, 3, columns), None, 1000, key=0).equal(x)
         assert heavy(table_of(x, 3, columns), 1000, 20, key=0).tolist() == by_sorting(x, 20)
 
 
-def test_elements_meet_no_more_often_than_by_chance() -> None:
+def test_elements_collide_as_rarely_as_random_ones() -> None:
     columns, keys = 50, 4000
     for i, j in ((0, 1), (0, 50), (3, 77), (10, 1234)):
         met = sum(cell_of(i, 0, columns, key)[0] == cell_of(j, 0, columns, key)[0] for key in range(keys))
@@ -181,7 +181,7 @@ def test_few_estimates_are_far_off() -> None:
     assert abs(float(error.mean())) < 5 * float(error.std()) / columns**0.5
 
 
-def test_what_stands_out_is_found_among_many() -> None:
+def test_heavy_hitters_are_found_among_many() -> None:
     n, k = 300_000, 100
     x = 0.01 * drawn(n)
     true = torch.randperm(n, generator=torch.Generator().manual_seed(1))[:k].sort().values
@@ -203,7 +203,7 @@ def test_sketches_take_other_floats_and_strides() -> None:
     assert unsketch(wide[:, ::2], None, 50, key=3).equal(unsketch(wide[:, ::2].float().contiguous(), None, 50, key=3))
 
 
-def test_a_table_with_what_is_no_number_has_no_largest() -> None:
+def test_a_table_with_nan_has_no_largest() -> None:
     table = table_of(drawn(400), 5, 30)
     table[:, 3] = math.nan
     assert bool(unsketch(table, None, 400, key=0).isnan().any())
@@ -211,7 +211,7 @@ def test_a_table_with_what_is_no_number_has_no_largest() -> None:
         heavy(table, 400, 5, key=0)
 
 
-def test_a_table_without_cells_is_refused() -> None:
+def test_an_empty_table_is_refused() -> None:
     for shape in ((0, 5), (3, 0), (5,)):
         with pytest.raises(ConfigError, match="table of shape"):
             sketch_(torch.ones(3), torch.zeros(shape), key=0)

@@ -1,4 +1,4 @@
-"""Gradients of linear layers of many models: torch's in double precision but for rounding."""
+"""Gradients of linear layers of many models: torch's in double precision, except for rounding."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ SIZES = [(5, 7, 9), (1, 1, 1), (48, 64, 64), (17, 50, 33), (130, 16, 4), (3, 100
 @pytest.mark.parametrize(("n", "width", "out"), SIZES)
 def test_gradients_of_weights_are_torch_s_in_double_precision(n: int, width: int, out: int, shared: bool) -> None:
     draw = torch.Generator().manual_seed(n)
-    x, sent = torch.randn(3, n, width, generator=draw), torch.randn(3, n, out, generator=draw)
+    x, gradient = torch.randn(3, n, width, generator=draw), torch.randn(3, n, out, generator=draw)
     x = x[:1].expand(3, n, width) if shared else x
-    wanted = torch.bmm(sent.double().transpose(1, 2), x.double()), sent.double().sum(1)
-    for ours, theirs in zip(linear.weights_between(x, sent), wanted, strict=True):
+    wanted = torch.bmm(gradient.double().transpose(1, 2), x.double()), gradient.double().sum(1)
+    for ours, theirs in zip(linear.weight_gradients(x, gradient), wanted, strict=True):
         assert ours.shape == theirs.shape and ours.is_contiguous()
         assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
 
 
-def test_threads_and_stores_past_the_caches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_non_temporal_stores_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, sent = torch.randn(3, 20, 32, generator=draw), torch.randn(3, 20, 24, generator=draw)
-    wanted, threads = linear.weights_between(x, sent), torch.get_num_threads()
-    for change in ("PART", "AWAY_BYTES"):
+    x, gradient = torch.randn(3, 20, 32, generator=draw), torch.randn(3, 20, 24, generator=draw)
+    wanted, threads = linear.weight_gradients(x, gradient), torch.get_num_threads()
+    for change in ("WORK_PER_THREAD", "STREAM_BYTES"):
         with monkeypatch.context() as patch:
             patch.setattr(linear, change, 1)
             torch.set_num_threads(2)
             try:
-                found = linear.weights_between(x, sent)
+                found = linear.weight_gradients(x, gradient)
             finally:
                 torch.set_num_threads(threads)
         assert all(map(torch.equal, found, wanted))
 
 
 def test_torch_alone_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, sent = torch.arange(24.0).view(2, 3, 4), torch.arange(30.0).view(2, 3, 5)
-    ours = linear.weights_between(x, sent)
+    x, gradient = torch.arange(24.0).view(2, 3, 4), torch.arange(30.0).view(2, 3, 5)
+    ours = linear.weight_gradients(x, gradient)
     monkeypatch.setenv("THINWIRE_NATIVE", "0")
-    assert all(map(torch.equal, ours, linear.weights_between(x, sent)))
+    assert all(map(torch.equal, ours, linear.weight_gradients(x, gradient)))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -54,7 +54,7 @@ def test_what_fails_in_a_thread_fails_and_all_is_done(
     threads: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if threads == "others":
-        monkeypatch.setattr(base, "torch_team", lambda: None)
+        monkeypatch.setattr(base, "gnu_openmp", lambda: None)
     done: list[tuple[int, int]] = []
 
     def some(begin: int, end: int) -> None:
@@ -63,18 +63,18 @@ def test_what_fails_in_a_thread_fails_and_all_is_done(
             raise error("the first")
 
     with pytest.raises(error, match="the first"):
-        base.shared_out(10, 3, some)
+        base.parallel_for(10, 3, some)
     assert sorted(done) == [(0, 3), (3, 6), (6, 10)]
 
 
-def test_what_are_no_rows_of_a_layer_is_refused() -> None:
-    x, sent = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)
+def test_tensors_that_do_not_fit_a_layer_are_refused() -> None:
+    x, gradient = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)
     for one, other, words in (
-        (x[0], sent, "shapes"),
-        (x, sent[:, :2], r"\[2, 2, 5\]"),
-        (x[..., :0], sent, r"\[2, 3, 0\]"),
-        (x.double(), sent, "float64"),
-        (x, sent.transpose(0, 1).contiguous().transpose(0, 1), "contiguous"),
+        (x[0], gradient, "shapes"),
+        (x, gradient[:, :2], r"\[2, 2, 5\]"),
+        (x[..., :0], gradient, r"\[2, 3, 0\]"),
+        (x.double(), gradient, "float64"),
+        (x, gradient.transpose(0, 1).contiguous().transpose(0, 1), "contiguous"),
     ):
         with pytest.raises(ConfigError, match=words):
-            linear.weights_between(one, other)
+            linear.weight_gradients(one, other)

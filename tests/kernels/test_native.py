@@ -19,12 +19,12 @@ from tests.kernels.natives import same, same_bits
 from thinwire import kernels
 from thinwire.kernels import base, native
 from thinwire.kernels.reference import largest, quantized, signs, sketched
-from thinwire.kernels.reference import rng as chance
+from thinwire.kernels.reference import rng as reference_rng
 
 SIZES = (1, 7, 8, 9, 31, 33, 1000, 2047, 9001)
 
 
-def odd(n: int, seed: int = 0) -> Tensor:
+def special(n: int, seed: int = 0) -> Tensor:
     """Numbers with all that is special about floats."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     x[1::11], x[2::13], x[3::17] = -0.0, 1e-42, 3e38
@@ -41,7 +41,7 @@ def nothing(nbytes: int) -> Tensor:
 @pytest.mark.parametrize("n", SIZES)
 def test_signs_are_bit_by_bit_those_of_torch(n: int) -> None:
     for block, norm, nbytes in itertools.product((1, 3, 8, 40, 128, 2048, n), ("l1", "l2"), (2, 4)):
-        x, ours, theirs = odd(n), odd(n, 1), odd(n, 1)
+        x, ours, theirs = special(n), special(n, 1), special(n, 1)
         payload, expected = (
             nothing(kernels.sign_nbytes(n, block, nbytes)),
             nothing(kernels.sign_nbytes(n, block, nbytes)),
@@ -62,7 +62,7 @@ def test_signs_are_bit_by_bit_those_of_torch(n: int) -> None:
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("n", SIZES)
 def test_few_bits_are_bit_by_bit_those_of_torch(n: int) -> None:
-    x, ours, theirs = odd(n), torch.empty(n), torch.empty(n)
+    x, ours, theirs = special(n), torch.empty(n), torch.empty(n)
     x[3::17] = 3e18
     for bits, block, (norm, nbytes, shift) in itertools.product(
         range(1, 9), (3, 100, 2048, n), (("max", 4, 0.0), ("l2", 2, 0.375), ("max", 2, 0.7))
@@ -82,8 +82,8 @@ def test_few_bits_are_bit_by_bit_those_of_torch(n: int) -> None:
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("n", SIZES)
 def test_sketches_and_what_is_large_are_those_of_torch(n: int) -> None:
-    x = odd(n)
-    assert kernels.uniform(n, n, 2**33 + 5).equal(chance.uniform(n, n, 2**33 + 5))
+    x = special(n)
+    assert kernels.uniform(n, n, 2**33 + 5).equal(reference_rng.uniform(n, n, 2**33 + 5))
     for rows, columns in ((1, 1), (3, 7), (5, 64), (5, 600), (7, 5000), (4, 513), (17, 40)):
         ours, theirs = torch.ones(rows, columns), torch.ones(rows, columns)
         kernels.sketch_(x, ours, key=n, scale=0.3)
@@ -101,67 +101,67 @@ def test_sketches_and_what_is_large_are_those_of_torch(n: int) -> None:
         assert kernels.unpack_indices(packed, n, k).equal(places)
 
 
-def spoilt(n: int) -> Tensor:
-    """Numbers among which some are none, or without end."""
-    x = odd(n)
+def with_nan(n: int) -> Tensor:
+    """Numbers with NaN and infinities."""
+    x = special(n)
     x[n // 4], x[n // 2], x[-1] = math.inf, -math.inf, math.nan
     return x
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("n", [1, 9, 300, 4100])
-def test_what_is_no_number_comes_to_the_same_by_c_and_by_torch(n: int) -> None:
+def test_nan_and_infinity_give_the_same_by_c_and_by_torch(n: int) -> None:
     for block, norm in itertools.product((8, 13, 2048), ("l1", "l2")):
-        ours, theirs, said, wanted = odd(n, 1), odd(n, 1), torch.empty(n), torch.empty(n)
+        ours, theirs, decoded, wanted = special(n, 1), special(n, 1), torch.empty(n), torch.empty(n)
         payload, expected = nothing(kernels.sign_nbytes(n, block)), nothing(kernels.sign_nbytes(n, block))
-        kernels.encode_signs_(spoilt(n), ours, payload, block=block, norm=norm)  # type: ignore[arg-type]
-        signs.encode_signs_(spoilt(n), theirs, expected, block=block, norm=norm, scale_bytes=4)
+        kernels.encode_signs_(with_nan(n), ours, payload, block=block, norm=norm)  # type: ignore[arg-type]
+        signs.encode_signs_(with_nan(n), theirs, expected, block=block, norm=norm, scale_bytes=4)
         assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :]) and same(ours, theirs)
-        kernels.decode_signs_(payload, said, block=block)
+        kernels.decode_signs_(payload, decoded, block=block)
         signs.decode_signs_(expected, wanted, block=block, scale_bytes=4)
-        assert same(said, wanted)
+        assert same(decoded, wanted)
         how = {"bits": 4, "block": block, "key": 3, "shift": 0.0, "scale_bytes": 4}
         payload, expected = (
             nothing(kernels.quantized_nbytes(n, 4, block)),
             nothing(kernels.quantized_nbytes(n, 4, block)),
         )
-        kernels.quantize_(spoilt(n), payload, norm="max", **how)  # type: ignore[arg-type]
-        quantized.quantize_(spoilt(n), expected, norm="max", **how)  # type: ignore[arg-type]
+        kernels.quantize_(with_nan(n), payload, norm="max", **how)  # type: ignore[arg-type]
+        quantized.quantize_(with_nan(n), expected, norm="max", **how)  # type: ignore[arg-type]
         assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :])
-        kernels.dequantize_(payload, said, **how)  # type: ignore[arg-type]
+        kernels.dequantize_(payload, decoded, **how)  # type: ignore[arg-type]
         quantized.dequantize_(expected, wanted, dither=False, **how)  # type: ignore[arg-type]
-        assert same(said, wanted)
+        assert same(decoded, wanted)
     tables = torch.zeros(2, 3, 70)
-    kernels.sketch_(spoilt(n), tables[0], key=n)
-    sketched.sketch_(spoilt(n), tables[1], key=n, scale=1.0)
+    kernels.sketch_(with_nan(n), tables[0], key=n)
+    sketched.sketch_(with_nan(n), tables[1], key=n, scale=1.0)
     assert same(tables[0], tables[1])
 
 
 @pytest.mark.usefixtures("by_c")
 def test_scales_between_two_of_16_bits_go_to_the_even_one() -> None:
     x = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8])
-    payload, said = nothing(kernels.sign_nbytes(4, 1, 2)), torch.empty(4)
+    payload, decoded = nothing(kernels.sign_nbytes(4, 1, 2)), torch.empty(4)
     kernels.encode_signs_(x, None, payload, block=1, scale_bytes=2)
-    kernels.decode_signs_(payload, said, block=1, scale_bytes=2)
-    assert said.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0] == x.bfloat16().tolist()
+    kernels.decode_signs_(payload, decoded, block=1, scale_bytes=2)
+    assert decoded.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0] == x.bfloat16().tolist()
 
 
 @pytest.mark.usefixtures("by_c")
 def test_no_draw_lifts_the_largest_element_above_the_highest_code() -> None:
     n = 1 << 19
-    draws = chance.uniform(n, 5)
+    draws = reference_rng.uniform(n, 5)
     # In fp32 the sum of the highest code and a draw just below 1 is the next whole number.
     assert bool((254 + draws == 255).any())
-    payload, said = nothing(kernels.quantized_nbytes(n, 8, n)), torch.empty(n)
+    payload, decoded = nothing(kernels.quantized_nbytes(n, 8, n)), torch.empty(n)
     kernels.quantize_(torch.ones(n), payload, bits=8, block=n, key=5)
-    kernels.dequantize_(payload, said, bits=8, block=n, key=5)
-    assert bool((said == 1).all())
+    kernels.dequantize_(payload, decoded, bits=8, block=n, key=5)
+    assert bool((decoded == 1).all())
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("skipped", [1, 3, 5])
 def test_vectors_and_payloads_may_begin_anywhere(skipped: int) -> None:
-    n, x, rest = 3001, odd(3001 + skipped), odd(3001 + skipped, 1)
+    n, x, rest = 3001, special(3001 + skipped), special(3001 + skipped, 1)
     for block in (8, 13, 2048):
         nbytes = kernels.sign_nbytes(n, block)
         ours, theirs = rest.clone()[skipped:], rest.clone()[skipped:].clone()
@@ -219,7 +219,7 @@ def test_several_may_compile_at_once(cache_folder: Path) -> None:
     assert not [each for each in cache_folder.iterdir() if each.is_dir()]
 
 
-def test_what_does_not_compile_is_done_without(cache_folder: Path) -> None:
+def test_a_source_that_does_not_compile_is_ignored(cache_folder: Path) -> None:
     before = list(cache_folder.iterdir())
     assert native.library("broken", b"this is not C", []) is None
     assert list(cache_folder.iterdir()) == before
@@ -254,7 +254,7 @@ def test_the_cache_is_where_the_system_keeps_caches(
 
 
 def test_without_a_compiler_torch_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, payloads = odd(500), list[Tensor]()
+    x, payloads = special(500), list[Tensor]()
     for path in (os.environ["PATH"], str(tmp_path)):
         monkeypatch.setenv("PATH", path)
         monkeypatch.delenv("CC", raising=False)
@@ -266,14 +266,14 @@ def test_without_a_compiler_torch_gives_the_same_bits(tmp_path: Path, monkeypatc
     base._compiled.cache_clear()
 
 
-def test_native_code_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_code_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_NATIVE", "0")
     assert base.compiled(torch.empty(1)) is None
     monkeypatch.setenv("THINWIRE_NATIVE", "1")
     assert base.compiled(torch.empty(1, device="meta")) is None
 
 
-def test_the_c_has_no_name_but_its_own() -> None:
+def test_exported_functions_have_the_prefix_of_the_package() -> None:
     folder = Path(kernels.__file__).parent / "c"
     for path in folder.glob("*.c"):
         lines = path.read_text().splitlines()

@@ -18,7 +18,7 @@ from thinwire.kernels.reference import rows as reference
 
 MODELS = 5
 SIZES = (1, 7, 16, 33, 1000)
-GOING = torch.tensor([True, True, False, True, True])
+ACTIVE = torch.tensor([True, True, False, True, True])
 
 
 def drawn(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -29,7 +29,7 @@ def drawn(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def adam_numbers() -> Tensor:
-    """Every row takes other branches: with and without decay, of either kind, by both ways to a mean."""
+    """Every row takes other branches: with and without decay, of either kind, by both formulas of a mean."""
     first = torch.tensor([0.9, 0.3, 0.9, 0.5, 0.0], dtype=torch.float64)
     second = torch.tensor([0.999, 0.9, 0.9, 0.0, 0.99], dtype=torch.float64)
     decay = torch.tensor([0.0, 0.1, 0.0, 0.3, 0.0], dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_adam_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype) -> None:
         for _ in range(3):
             for moved, step in ((ours, rows.adam_rows_), (theirs, reference.adam_rows_)):
                 most = moved[4] if amsgrad else None
-                step(*moved[:4], most, numbers=adam_numbers(), going=GOING)
+                step(*moved[:4], most, numbers=adam_numbers(), active=ACTIVE)
             assert all(same(one, other) for one, other in zip(ours[1:], theirs[1:], strict=True))
             # Torch's own roots in fp64 may miss the last bit.
             torch.testing.assert_close(
@@ -72,14 +72,14 @@ def test_gradient_descent_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype
     ours = [drawn(n, seed, dtype) for seed in range(3)]
     theirs = [tensor.clone() for tensor in ours]
     for _ in range(3):
-        rows.sgd_rows_(*ours, numbers=sgd_numbers(), going=GOING)
-        reference.sgd_rows_(*theirs, numbers=sgd_numbers(), going=GOING)
+        rows.sgd_rows_(*ours, numbers=sgd_numbers(), active=ACTIVE)
+        reference.sgd_rows_(*theirs, numbers=sgd_numbers(), active=ACTIVE)
         assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
     assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-def test_rows_that_are_not_going_and_neighbours_of_a_broken_one_stay_as_they_are_bitwise(
+def test_inactive_rows_and_neighbours_of_a_row_with_nan_are_unchanged_bitwise(
     native: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THINWIRE_NATIVE", native)
@@ -88,8 +88,8 @@ def test_rows_that_are_not_going_and_neighbours_of_a_broken_one_stay_as_they_are
         state = [torch.rand(MODELS, 3, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
         if broken:
             state[1][1:3] = float("nan")
-        rows.adam_rows_(*state, None, numbers=adam_numbers(), going=GOING)
-        rows.sgd_rows_(*state[:3], numbers=sgd_numbers(), going=GOING)
+        rows.adam_rows_(*state, None, numbers=adam_numbers(), active=ACTIVE)
+        rows.sgd_rows_(*state[:3], numbers=sgd_numbers(), active=ACTIVE)
         found.append(state)
     for place, (one, other) in enumerate(zip(*found, strict=True)):
         assert same(one[[0, 3, 4]], other[[0, 3, 4]])
@@ -103,12 +103,12 @@ def test_rows_that_are_not_going_and_neighbours_of_a_broken_one_stay_as_they_are
 def test_the_number_of_threads_changes_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [drawn(1000, seed) for seed in range(4)]
     shared = [tensor.clone() for tensor in alone]
-    rows.adam_rows_(*alone, None, numbers=adam_numbers(), going=GOING)
-    rows.sgd_rows_(*alone[:3], numbers=sgd_numbers(), going=GOING)
-    monkeypatch.setattr(rows, "_PART", 900)
+    rows.adam_rows_(*alone, None, numbers=adam_numbers(), active=ACTIVE)
+    rows.sgd_rows_(*alone[:3], numbers=sgd_numbers(), active=ACTIVE)
+    monkeypatch.setattr(rows, "_ELEMENTS_PER_THREAD", 900)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    rows.adam_rows_(*shared, None, numbers=adam_numbers(), going=GOING)
-    rows.sgd_rows_(*shared[:3], numbers=sgd_numbers(), going=GOING)
+    rows.adam_rows_(*shared, None, numbers=adam_numbers(), active=ACTIVE)
+    rows.sgd_rows_(*shared[:3], numbers=sgd_numbers(), active=ACTIVE)
     assert all(same(one, other) for one, other in zip(alone, shared, strict=True))
 
 
@@ -131,7 +131,7 @@ def test_adam_over_rows_is_torch_s_optimizer_for_each(
         numbers = [_adam_row(*each, age, decoupled=decoupled) for each in settings]
         table = torch.tensor(numbers, dtype=torch.float64)
         everyone = torch.ones(MODELS, dtype=torch.bool)
-        rows.adam_rows_(x, gradient, mean, square, most if amsgrad else None, numbers=table, going=everyone)
+        rows.adam_rows_(x, gradient, mean, square, most if amsgrad else None, numbers=table, active=everyone)
         for row, own, optimizer in zip(alone, gradient, theirs, strict=True):
             row.grad = own.clone()
             optimizer.step()
@@ -157,10 +157,10 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         ({name: x.half() for name in ("x", "gradient", "momentum")}, "float16: rows are fp32 or fp64"),
         ({"numbers": numbers[:, :4]}, "numbers of 8 elements: must be 10"),
         ({"numbers": numbers.float()}, "must be contiguous and torch.float64"),
-        ({"going": everyone[:1]}, "going of 1 elements: must be 2"),
-        ({"going": everyone.int()}, "must be contiguous and torch.bool"),
+        ({"active": everyone[:1]}, "active of 1 elements: must be 2"),
+        ({"active": everyone.int()}, "must be contiguous and torch.bool"),
     ]
     for change, words in wrong:
-        given = {"x": x, "gradient": x, "momentum": x, "numbers": numbers, "going": everyone, **change}
+        given = {"x": x, "gradient": x, "momentum": x, "numbers": numbers, "active": everyone, **change}
         with pytest.raises(ConfigError, match=words):
             rows.sgd_rows_(**given)

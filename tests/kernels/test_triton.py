@@ -22,7 +22,7 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-def said_by(script: str, folder: Path, **names: str) -> str:
+def output_of(script: str, folder: Path, **names: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder), **names}
     done = subprocess.run([sys.executable, HERE / script], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -31,12 +31,12 @@ def said_by(script: str, folder: Path, **names: str) -> str:
 
 @needs_triton
 def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
-    assert said_by("kernels_interpreted.py", tmp_path, TRITON_INTERPRET="1").endswith(" agree")
+    assert output_of("interpreted.py", tmp_path, TRITON_INTERPRET="1").endswith(" agree")
 
 
 @needs_triton
 def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
-    assert said_by("kernels_for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "10 compiled"
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "10 compiled"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def test_signs_on_a_gpu_are_those_on_the_cpu(n: int) -> None:
     payloads: list[Tensor] = []
     for device in ("cpu", "cuda"):
         payload = torch.zeros(kernels.sign_nbytes(n, 2048), dtype=torch.uint8, device=device)
-        rest, said = error.to(device), torch.empty(n, device=device)
+        rest, decoded = error.to(device), torch.empty(n, device=device)
         kernels.encode_signs_(x.to(device), rest, payload, block=2048)
-        kernels.decode_signs_(payload, said, block=2048)
-        assert torch.equal(rest, x.to(device) + error.to(device) - said)
+        kernels.decode_signs_(payload, decoded, block=2048)
+        assert torch.equal(rest, x.to(device) + error.to(device) - decoded)
         payloads.append(payload.cpu())
     head = 4 * -(-n // 2048)
     assert payloads[0][head:].equal(payloads[1][head:])
@@ -70,10 +70,10 @@ def test_few_bits_and_sketches_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) 
     for device, made in found.items():
         for bits in (1, 4, 8):
             payload = torch.zeros(kernels.quantized_nbytes(n, bits, 2048), dtype=torch.uint8, device=device)
-            said = torch.empty(n, device=device)
+            decoded = torch.empty(n, device=device)
             kernels.quantize_(x.to(device), payload, bits=bits, block=2048, key=7)
-            kernels.dequantize_(payload, said, bits=bits, block=2048, key=7, dither=True)
-            made += [payload, said]
+            kernels.dequantize_(payload, decoded, bits=bits, block=2048, key=7, dither=True)
+            made += [payload, decoded]
         table = torch.zeros(5, 1000, device=device)
         kernels.sketch_(x.to(device), table, key=7, scale=0.3)
         made += [table, kernels.unsketch(table, None, n, key=7), kernels.heavy(table, n, 10, key=7)]

@@ -1,10 +1,11 @@
-"""Many models of one structure, trained as one: each keeps its own mathematics.
+"""Train many models of one structure as one array on one device, with the results of separate runs.
 
-`fuse` makes a `FusedArray`; optimizers, schedules, scaler and clipping have one of everything per model.
+`fuse` makes a `FusedArray`; the optimizers, schedules, gradient scaler and clipping of this package treat each model by
+itself.
 """
 
 from thinwire.fusion.array import FusedArray, fuse
-from thinwire.fusion.autotune import choices, forget_choices, measuring, remember_choices
+from thinwire.fusion.autotune import autotune_choices, clear_autotune_cache, measuring, remember_choices
 from thinwire.fusion.batch import Each
 from thinwire.fusion.laboratory import Laboratory
 from thinwire.fusion.memory import keep_memory
@@ -28,10 +29,10 @@ __all__ = [
     "RMSprop",
     "Schedules",
     "Selection",
-    "choices",
+    "autotune_choices",
+    "clear_autotune_cache",
     "clip_grad_norm_",
     "clip_grad_value_",
-    "forget_choices",
     "fuse",
     "gradient_norms",
     "keep_memory",

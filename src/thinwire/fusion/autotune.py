@@ -1,4 +1,4 @@
-"""Which of several ways to compute the same is fastest here: measured once, and remembered."""
+"""Measure several implementations of one operation, and use the fastest on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter, thread_time
@@ -15,66 +15,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.fusion.autotune_cache import Memory
+from thinwire.fusion.autotune_cache import AutotuneCache
 from thinwire.fusion.batch import Batch, Value
 from thinwire.kernels.base import compiled
 
-Way = Callable[..., Batch]
+Implementation = Callable[..., Batch]
 PIN = "THINWIRE_DETERMINISTIC"
-# Uses of the best guess before ways are measured, which takes as long as a few uses of each.
-PATIENCE = 40
-# Rounds of at least a millisecond a way: always some, and more of what is quick, for other work may disturb a few.
-_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 4, 12, 0.3
-_LEAST_SECONDS = 1e-3
-# Seconds of these times the least are too many: after one use, and after several.
-_NEAR_AT_FIRST, _NEAR = 4.0, 1.3
-# Of what differs by less than a measurement does, the better guess.
-_CLEARLY = 1.02
-_CHOSEN: dict[tuple[Any, ...], str] = {}
-_USES: Counter[tuple[Any, ...]] = Counter()
-_MEMORY = Memory()
-_PATIENCE = ContextVar[float]("patience", default=PATIENCE)
+# A measurement costs about as much as a few uses of every candidate: a case that is met less often would not repay it.
+USES_BEFORE_MEASURING = 40
+# Rounds per measurement: at least four, because other processes may disturb one or two; more while there is time.
+_MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 4, 12, 0.3
+# A candidate is timed for at least this long per round, so that the clock's resolution does not matter.
+_MIN_SECONDS = 1e-3
+# A candidate slower than this multiple of the best is dropped. The first use may include warm-up, hence the wide limit.
+_DROP_AFTER_FIRST_USE, _DROP = 4.0, 1.3
+# Two measurements of the same code differ by about this factor; within it, the earlier candidate is taken.
+_MEASUREMENT_ERROR = 1.02
+_chosen: dict[tuple[Any, ...], str] = {}
+_uses: Counter[tuple[Any, ...]] = Counter()
+_cache = AutotuneCache()
+_uses_before_measuring = ContextVar[float]("uses_before_measuring", default=USES_BEFORE_MEASURING)
 
 
-def choices() -> dict[str, str]:
-    """What was chosen so far: an operation with its shapes, and the way that was fastest."""
-    return {_case(key): way for key, way in _CHOSEN.items()}
+def autotune_choices() -> dict[str, str]:
+    """Return the measured choices of this process: for each operation and its shapes, the implementation that is used.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import autotune_choices, clear_autotune_cache, fuse, measuring
+        >>> clear_autotune_cache()
+        >>> array = fuse([torch.nn.Linear(4, 4) for _ in range(2)])
+        >>> with measuring():
+        ...     output = array(torch.ones(3, 4))
+        >>> list(autotune_choices().values())[0] in ("side by side", "batched", "loop")
+        True
+        >>> clear_autotune_cache()
+        >>> autotune_choices()
+        {}
+    """
+    return {_case_of(key): name for key, name in _chosen.items()}
 
 
-def forget_choices() -> None:
-    """Measure anew, whatever this process or one before it has measured."""
-    _CHOSEN.clear()
-    _USES.clear()
-    _MEMORY.forget()
+def clear_autotune_cache() -> None:
+    """Forget all measurements, of this process and of earlier ones; what was measured so far is not saved."""
+    _chosen.clear()
+    _uses.clear()
+    _cache.clear()
 
 
 def remember_choices() -> None:
-    """Keep what was measured so far for other processes; one that ends by itself does, a forked one has to say so."""
-    _MEMORY.write()
+    """Write the measurements to the cache file now; a process does so when it ends, but a forked one must call this."""
+    _cache.write()
 
 
 @contextmanager
 def guessing() -> Generator[None]:
-    """Take the best guess and measure nothing within, for what is done once."""
-    yield from _patient(math.inf)
+    """Inside, measure nothing and use the first candidate: for work that is done only once."""
+    yield from _measuring_after(math.inf)
 
 
 @contextmanager
 def measuring() -> Generator[None]:
-    """Measure whatever is met for the first time within, for what will be done very often."""
-    yield from _patient(0)
+    """Inside, measure every case when it is first met: for work that will be repeated very often."""
+    yield from _measuring_after(0)
 
 
-def _patient(uses: float) -> Generator[None]:
-    token = _PATIENCE.set(uses)
+def _measuring_after(uses: float) -> Generator[None]:
+    token = _uses_before_measuring.set(uses)
     try:
         yield
     finally:
-        _PATIENCE.reset(token)
+        _uses_before_measuring.reset(token)
 
 
 def has_kernel(*values: Value | None) -> bool:
-    """Whether compiled kernels take these: all are there, fp32, on the CPU and not empty, outside of autocast."""
+    """Whether compiled kernels accept these values: all given, fp32, on the CPU and not empty, outside autocast."""
     tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
     if any(tensor is None or tensor.dtype != torch.float32 or not tensor.numel() for tensor in tensors):
         return False
@@ -82,141 +97,135 @@ def has_kernel(*values: Value | None) -> bool:
     return first is not None and not torch.is_autocast_enabled(first.device.type) and compiled(first) is not None
 
 
-def fastest(
-    name: str, ways: Mapping[str, Way], values: Sequence[Value | None], settings: tuple[Any, ...] = ()
+def run_fastest(
+    name: str, candidates: Mapping[str, Implementation], values: Sequence[Value | None], settings: tuple[Any, ...] = ()
 ) -> Batch:
-    """Compute by the way that takes least time, forward and backward.
+    """Compute by the candidate that takes the least time for forward and backward.
 
-    Ways are measured when a case has been met as often as pays for it, or within `measuring` at once; until then the
-    best guess is taken. What was measured is remembered on this machine.
+    Candidates are measured once a case has been met `USES_BEFORE_MEASURING` times, or at once inside `measuring`; until
+    then the first is used. Measurements are kept on this machine.
 
-    With the environment variable THINWIRE_DETERMINISTIC=1 nothing is measured and the first way is taken, so that a
-    rerun rounds alike.
+    With the environment variable THINWIRE_DETERMINISTIC=1 nothing is measured and the first candidate is used, so that
+    two runs round alike.
 
     Args:
         name: the operation.
-        ways: from the best guess to the worst; each is given `values`.
-        values: what is computed on; the shapes, layouts, dtypes and devices tell one case from another.
-        settings: what else tells cases apart.
+        candidates: the implementations, most promising first; each is called with `values`.
+        values: the operands; their shapes, layouts, dtypes and devices distinguish cases.
+        settings: what else distinguishes cases.
     """
-    patience = _PATIENCE.get()
-    if len(ways) == 1 or patience == math.inf or os.environ.get(PIN, "0") not in ("", "0"):
-        return next(iter(ways.values()))(*values)
-    key = (name, *settings, *map(_looks, values), torch.get_num_threads(), _casts(values))
-    way = _CHOSEN.get(key) or _choose(key, ways, values, patience)
-    return ways[way](*values)
+    uses = _uses_before_measuring.get()
+    if len(candidates) == 1 or uses == math.inf or os.environ.get(PIN, "0") not in ("", "0"):
+        return next(iter(candidates.values()))(*values)
+    device = next((_tensor_of(value).device.type for value in values if value is not None), "cpu")
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    key = (name, *settings, *map(_signature, values), torch.get_num_threads(), autocast)
+    choice = _chosen.get(key) or _choose(key, candidates, values, uses, cuda=device == "cuda")
+    return candidates[choice](*values)
 
 
-def _choose(key: tuple[Any, ...], ways: Mapping[str, Way], values: Sequence[Value | None], patience: float) -> str:
-    case = f"{_case(key)} of {', '.join(ways)}"
-    if _device(values) == "cuda":
+def _choose(
+    key: tuple[Any, ...],
+    candidates: Mapping[str, Implementation],
+    values: Sequence[Value | None],
+    uses: float,
+    *,
+    cuda: bool,
+) -> str:
+    # The candidates' names are part of the case: an entry of a version with other candidates must not match.
+    case = f"{_case_of(key)} of {', '.join(candidates)}"
+    if cuda:
         case = f"{case} on {torch.cuda.get_device_name()}"
-    known = None if _USES[key] else _MEMORY.recall(case)
-    if known is not None and known in ways:
-        _CHOSEN[key] = known
+    known = None if _uses[key] else _cache.get(case)
+    if known is not None and known in candidates:
+        _chosen[key] = known
         return known
-    _USES[key] += 1
-    if _USES[key] <= patience:
-        return next(iter(ways))
-    seconds = _measure(ways, values)
-    enough = _CLEARLY * min(seconds.values())
-    _CHOSEN[key] = next(way for way in ways if seconds[way] <= enough)
-    _MEMORY.note(case, _CHOSEN[key])
-    return _CHOSEN[key]
+    _uses[key] += 1
+    if _uses[key] <= uses:
+        return next(iter(candidates))
+    seconds = _measure(candidates, values, cuda=cuda)
+    limit = _MEASUREMENT_ERROR * min(seconds.values())
+    _chosen[key] = next(name for name in candidates if seconds[name] <= limit)
+    _cache.put(case, _chosen[key])
+    return _chosen[key]
 
 
-def _case(key: tuple[Any, ...]) -> str:
+def _case_of(key: tuple[Any, ...]) -> str:
     return " ".join(map(str, key))
 
 
-def _looks(value: Value | None) -> Any:
+def _tensor_of(value: Value) -> Tensor:
+    return value.tensor if isinstance(value, Batch) else value
+
+
+def _signature(value: Value | None) -> Any:
     if value is None:
         return None
-    tensor, axis = (value.tensor, value.axis) if isinstance(value, Batch) else (value, None)
+    tensor, axis = _tensor_of(value), value.axis if isinstance(value, Batch) else None
     trained = tensor.requires_grad and torch.is_grad_enabled()
     return (axis, tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), trained)
 
 
-def _casts(values: Sequence[Value | None]) -> str | None:
-    """The dtype that autocast would compute in."""
-    device = _device(values)
-    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-
-
-def _device(values: Sequence[Value | None]) -> str:
-    for value in values:
-        if value is not None:
-            return (value.tensor if isinstance(value, Batch) else value).device.type
-    return "cpu"
-
-
-def _measure(ways: Mapping[str, Way], values: Sequence[Value | None]) -> dict[str, float]:
-    """Seconds of each way: the least of several rounds, in which those that may yet win take turns."""
-    copies = [_copy(value) for value in values]
-    cuda = _device(values) == "cuda"
+def _measure(
+    candidates: Mapping[str, Implementation], values: Sequence[Value | None], *, cuda: bool
+) -> dict[str, float]:
+    """Return each candidate's seconds: the least of several rounds in which the candidates take turns."""
+    copies = [_copy_of(value) for value in values]
     with torch.no_grad():
-        result = next(iter(ways.values()))(*copies).at(0)
-    # The gradient comes with the models first, as it does to an array's result.
-    above = torch.ones_like(result, memory_format=torch.contiguous_format)
-    once = {name: partial(_once, way, copies, above) for name, way in ways.items()}
-    best = {name: _seconds(work, 1, cuda) for name, work in once.items()}
-    near, start = _NEAR_AT_FIRST, perf_counter()
-    for round in range(_MOST_ROUNDS):
-        if round >= _LEAST_ROUNDS and perf_counter() - start > _ENOUGH_SECONDS:
+        result = next(iter(candidates.values()))(*copies).at(0)
+    # An array's result has the models first, so its gradient has too: candidates pay here for moving them.
+    gradient = torch.ones_like(result, memory_format=torch.contiguous_format)
+    work = {name: partial(_run_once, run, copies, gradient) for name, run in candidates.items()}
+    best = {name: _seconds_of(run, 1, cuda) for name, run in work.items()}
+    drop, start = _DROP_AFTER_FIRST_USE, perf_counter()
+    for round in range(_MAX_ROUNDS):
+        if round >= _MIN_ROUNDS and perf_counter() - start > _MAX_SECONDS:
             break
-        limit = near * min(best.values())
+        limit = drop * min(best.values())
         rivals = [name for name, seconds in best.items() if seconds <= limit]
-        if near < _NEAR_AT_FIRST and len(rivals) == 1:
+        if drop < _DROP_AFTER_FIRST_USE and len(rivals) == 1:
             break
         for name in rivals:
-            again = max(1, min(20, int(_LEAST_SECONDS / best[name])))
-            best[name] = min(best[name], _seconds(once[name], again, cuda))
-        near = _NEAR
+            repeats = max(1, min(20, int(_MIN_SECONDS / best[name])))
+            best[name] = min(best[name], _seconds_of(work[name], repeats, cuda))
+        drop = _DROP
     return best
 
 
-def _seconds(work: Callable[[], object], repeats: int, cuda: bool) -> float:
-    """Of one use, after one that is not counted: it finds in the caches what another way has left there."""
-    wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing
-    # One thread's own time is not disturbed by other processes.
+def _seconds_of(work: Callable[[], object], repeats: int, cuda: bool) -> float:
+    """Return the seconds of one use, after one that is not counted because its operands may not be in the caches."""
+    # The thread's own CPU time is not disturbed by other processes, but it misses the work of other threads.
     clock = thread_time if torch.get_num_threads() == 1 and not cuda else perf_counter
     work()
-    wait()
+    if cuda:
+        torch.cuda.synchronize()
     start = clock()
     for _ in range(repeats):
         work()
-    wait()
+    if cuda:
+        torch.cuda.synchronize()
     return max(clock() - start, 1e-9) / repeats
 
 
-def _nothing() -> None:
-    pass
-
-
-def _once(way: Way, values: Sequence[Value | None], above: Tensor) -> None:
-    """Forward, and backward where anything is trained, from the gradient `above`."""
-    tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
-    trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    with _mode(bool(trained)):
-        found = way(*values).at(0)
+def _run_once(run: Implementation, values: Sequence[Value | None], gradient: Tensor) -> None:
+    """Run forward, and backward from `gradient` if anything is trained."""
+    trained = [_tensor_of(value) for value in values if value is not None and _tensor_of(value).requires_grad]
+    with torch.set_grad_enabled(bool(trained)):
+        output = run(*values).at(0)
         if trained:
-            gradients = torch.autograd.grad(found, trained, above)
-            for tensor, gradient in zip(trained, gradients, strict=True):
-                # A parameter keeps its gradient laid out as it is itself.
-                if gradient.stride() != tensor.stride():
-                    gradient.contiguous()
+            found = torch.autograd.grad(output, trained, gradient)
+            for tensor, own in zip(trained, found, strict=True):
+                # Autograd copies a gradient that is not laid out as its parameter: this copy is part of the cost.
+                if own.stride() != tensor.stride():
+                    own.contiguous()
 
 
-def _mode(trained: bool) -> AbstractContextManager[object]:
-    return torch.enable_grad() if trained else torch.no_grad()
-
-
-def _copy(value: Value | None) -> Any:
-    """The same shapes and layout, apart from any graph."""
+def _copy_of(value: Value | None) -> Any:
+    """Copy a value with its shape and layout, but outside any graph: measuring must not touch the caller's tensors."""
     if value is None:
         return None
     if isinstance(value, Batch):
-        return Batch(_copy(value.tensor), value.axis)
+        return Batch(_copy_of(value.tensor), value.axis)
     trained = value.requires_grad and torch.is_grad_enabled()
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     with torch.no_grad():

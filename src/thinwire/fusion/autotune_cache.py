@@ -1,4 +1,4 @@
-"""Which way was fastest on this machine: kept beside the compiled kernels, from run to run."""
+"""Keep the results of autotuning on disk, beside the compiled kernels, for later processes."""
 
 from __future__ import annotations
 
@@ -16,54 +16,56 @@ from thinwire._version import __version__
 from thinwire.kernels.native import cache_folder
 from thinwire.storage.files import write_atomically
 
-_MOST = 4096
+_MAX_ENTRIES = 4096
 
 
-class Memory:
-    """Names of ways by the text of a case, read when first asked for and written when the process ends.
+class AutotuneCache:
+    """The name of the fastest implementation for each case; read at first use and written when the process ends.
 
-    A file is of one machine, one version of torch and one of thinwire. What cannot be read or written is done without.
+    One file serves one machine, one version of torch and one of thinwire. A file that cannot be read or written is
+    ignored: the cache only saves time.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] | None = None
-        self._fresh: dict[str, str] = {}
+        self._new: dict[str, str] = {}
 
-    def recall(self, case: str) -> str | None:
-        """The way that was fastest, if this machine has met the case."""
+    def get(self, case: str) -> str | None:
+        """Return the implementation that was fastest, or None if the file has no such case."""
         if self._known is None:
             self._known = _read(place())
         return self._known.get(case)
 
-    def note(self, case: str, way: str) -> None:
-        """Keep what was measured."""
-        if not self._fresh:
+    def put(self, case: str, name: str) -> None:
+        """Add a measurement."""
+        if not self._new:
             atexit.register(self.write)
-        self._fresh[case] = way
+        self._new[case] = name
 
-    def forget(self) -> None:
-        """Neither read what is kept, nor keep what was measured so far."""
+    def clear(self) -> None:
+        """Ignore the file from now on, and do not write what was measured so far."""
         self._known = {}
-        self._fresh = {}
+        self._new = {}
         atexit.unregister(self.write)
 
     def write(self) -> None:
-        """Add what was measured to what other processes have kept meanwhile; the oldest go where there are too many."""
-        path, fresh = place(), self._fresh
-        if not fresh:
+        """Add the new measurements to the file, and drop the oldest beyond the limit."""
+        path, new = place(), self._new
+        if not new:
             return
-        kept = {case: way for case, way in _read(path).items() if case not in fresh}
-        every = list({**kept, **fresh}.items())[-_MOST:]
-        self._fresh = {}
+        # Read again: other processes may have written since this one started.
+        kept = {case: name for case, name in _read(path).items() if case not in new}
+        entries = list({**kept, **new}.items())[-_MAX_ENTRIES:]
+        self._new = {}
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(dict(every), indent=0).encode())
+            write_atomically(path, json.dumps(dict(entries), indent=0).encode())
 
 
 def place() -> Path:
-    """The file of this machine and these versions."""
+    """Return the path of the file for this machine and these versions."""
     facts = [platform.node(), platform.machine(), str(os.cpu_count()), torch.__version__, __version__]
-    return cache_folder() / "fusion" / f"ways-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:20]}.json"
+    return cache_folder() / "fusion" / f"autotune-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:20]}.json"
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -71,4 +73,4 @@ def _read(path: Path) -> dict[str, str]:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return {str(case): str(way) for case, way in found.items()} if isinstance(found, dict) else {}
+    return {str(case): str(name) for case, name in found.items()} if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Tensors with a model's axis: the one file that knows how `torch.vmap` keeps them."""
+"""Tensors that hold one value of every model; the only file that uses the internals of `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """An argument of which every model has its own: `tensor[b]` is model b's; arguments without it are shared by all.
+    """Mark an argument of which every model has its own part; unmarked arguments are shared by all models.
 
     Args:
-        tensor: of shape [models, ...].
+        tensor: of shape [models, ...]; `tensor[b]` is the argument of model b.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import Each, fuse
+        >>> array = fuse([torch.nn.Identity(), torch.nn.Identity()])
+        >>> array(Each(torch.tensor([[1.0], [2.0]]))).tolist()  # each model's own
+        [[1.0], [2.0]]
+        >>> array(torch.tensor([3.0])).tolist()  # shared by both
+        [[3.0], [3.0]]
     """
 
     tensor: Tensor
@@ -26,7 +35,10 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What all models hold of one value, the models along `axis`, wherever it fell."""
+    """One value of every model in one tensor, with the models along `axis`.
+
+    The axis is wherever the last operation left it: moving it would often cost a copy.
+    """
 
     tensor: Tensor
     axis: int
@@ -43,22 +55,22 @@ class Batch:
         return (*shape[: self.axis], *shape[self.axis + 1 :])
 
     def at(self, axis: int) -> Tensor:
-        """The tensor with the models along `axis`; a view."""
+        """Return a view with the models along `axis`."""
         return self.tensor if axis == self.axis else self.tensor.movedim(self.axis, axis)
 
 
-Value = Batch | Tensor
+Value = Batch | Tensor  # a plain tensor is shared by all models
 
 
 def along(value: Value, axis: int, size: int) -> Tensor:
-    """A tensor with the models along `axis`; what is shared is repeated without a copy."""
+    """Return a view with the models along `axis`; a shared value is expanded without a copy."""
     if isinstance(value, Batch):
         return value.at(axis)
     return value.unsqueeze(axis).expand(*value.shape[:axis], size, *value.shape[axis:])
 
 
-def dense(batch: Batch) -> tuple[Tensor, int]:
-    """A contiguous tensor with the models along its first or second axis, and which; a view where there is one."""
+def contiguous(batch: Batch) -> tuple[Tensor, int]:
+    """Return a contiguous tensor with the models along axis 0 or 1, and that axis; a view where one exists."""
     for axis in (batch.axis, 1 - batch.axis) if batch.axis < 2 else (1,):
         found = batch.at(axis)
         if found.is_contiguous():
@@ -66,32 +78,35 @@ def dense(batch: Batch) -> tuple[Tensor, int]:
     return batch.at(1).contiguous(), 1
 
 
-def flat(value: Value | None, size: int) -> Tensor | None:
-    """The models and the first axis of each in one: [models * channels, ...]."""
+def fold(value: Value | None, size: int) -> Tensor | None:
+    """Fold the models into the first axis of each: [models * channels, ...]."""
     return None if value is None else along(value, 0, size).flatten(0, 1)
 
 
+# -- the transform of torch.vmap ---------------------------------------------------------------------------------------
+
+
 def current_level() -> int:
-    """The innermost transform's number; at least one must be under way."""
+    """Return the number of the innermost active transform."""
     return functorch.maybe_current_level() or 0
 
 
 def unwrap(value: Any, level: int) -> Any:
-    """A `Batch` for what vmap holds at `level`; anything else as it is."""
+    """Return a `Batch` for a tensor that vmap batches at `level`, and anything else unchanged."""
     if isinstance(value, Tensor) and functorch.maybe_get_level(value) == level:
         return Batch(functorch.get_unwrapped(value), cast(int, functorch.maybe_get_bdim(value)))
     return value
 
 
 def wrap(value: Any, level: int) -> Any:
-    """The reverse of `unwrap`."""
+    """Reverse `unwrap`."""
     if isinstance(value, Batch):
         return functorch._add_batch_dim(value.tensor, value.axis, level)
     return value
 
 
-class Together:
-    """Inside, code for one model runs for all of them, as within `torch.vmap`; its value is the transform's number.
+class Vmap:
+    """Context manager: inside, code for one model runs for all models, as in `torch.vmap`; yields the level's number.
 
     Args:
         size: the number of models.
@@ -108,62 +123,63 @@ class Together:
         return functorch._vmap_increment_nesting(self._size, "different")
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the transform."""
         functorch._vmap_decrement_nesting()
 
 
-def leave(tensor: Tensor, level: int, size: int) -> Tensor:
-    """What `Together` made, with the models first: [models, ...]."""
+def output_of(tensor: Tensor, level: int, size: int) -> Tensor:
+    """Return what was computed inside `Vmap` with the models first: [models, ...]."""
     return functorch._remove_batch_dim(tensor, level, size, 0)
 
 
-class Outside:
-    """Inside, torch is without the innermost transform: tensors are plain, and random draws are allowed."""
+class WithoutVmap:
+    """Context manager: inside, the innermost transform is suspended, so tensors are plain and random draws allowed."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("_layer",)
 
     def __enter__(self) -> None:
-        """Leave the transform aside."""
-        self._held = functorch.pop_dynamic_layer_stack()
+        """Suspend the transform."""
+        self._layer = functorch.pop_dynamic_layer_stack()
 
     def __exit__(self, *_: object) -> None:
-        """Take it up again."""
-        functorch.push_dynamic_layer_stack(self._held)
+        """Resume it."""
+        functorch.push_dynamic_layer_stack(self._layer)
+
+
+# -- models one after another ------------------------------------------------------------------------------------------
 
 
 def is_batch(value: object) -> bool:
-    """Whether a value is a `Batch`: leaves of trees are told apart by it."""
+    """Whether a value is a `Batch`; for pytree's `is_leaf`."""
     return isinstance(value, Batch)
 
 
-def rows(value: Any, size: int) -> Iterator[Any]:
-    """Each model's own copy of a tree of values."""
+def split_models(value: Any, size: int) -> Iterator[Any]:
+    """Split a tree of values into one tree per model."""
     leaves, shape = pytree.tree_flatten(value, is_leaf=is_batch)
     parts = [leaf.tensor.unbind(leaf.axis) if isinstance(leaf, Batch) else (leaf,) * size for leaf in leaves]
     return (pytree.tree_unflatten([part[model] for part in parts], shape) for model in range(size))
 
 
-def join(results: Sequence[Any]) -> Any:
-    """One tree of batches from every model's tree of tensors; what is no tensor is taken from the first model."""
+def stack_models(results: Sequence[Any]) -> Any:
+    """Stack one tree per model into a tree of batches; leaves that are not tensors are taken from the first model."""
     trees = [pytree.tree_flatten(result) for result in results]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
     merged = [Batch(torch.stack(column), 0) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return pytree.tree_unflatten(merged, trees[0][1])
 
 
-def each(function: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:
-    """Call a function once per model, and put the results together: the plain loop."""
-    if kwargs or any(map(_is_tree, args)):
-        return join([function(*own, **named) for own, named in rows((args, kwargs), size)])
+def loop(function: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a function once per model and stack the results."""
+    if kwargs or any(map(_may_hold_batches, args)):
+        return stack_models([function(*own, **named) for own, named in split_models((args, kwargs), size)])
+    # The usual case, without the cost of walking trees.
     columns = (arg.tensor.unbind(arg.axis) if isinstance(arg, Batch) else (arg,) * size for arg in args)
     results = [function(*own) for own in zip(*columns, strict=True)]
-    return Batch(torch.stack(results), 0) if isinstance(results[0], Tensor) else join(results)
+    return Batch(torch.stack(results), 0) if isinstance(results[0], Tensor) else stack_models(results)
 
 
-def _is_tree(value: object) -> bool:
-    """Whether a value may hold batches in itself; one of tensors or numbers is passed on whole."""
-    return isinstance(value, dict) or (isinstance(value, list | tuple) and not all(map(_is_number, value)))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def _may_hold_batches(value: object) -> bool:
+    if isinstance(value, dict):
+        return True
+    return isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value)

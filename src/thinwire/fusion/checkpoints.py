@@ -1,4 +1,4 @@
-"""An array on disk: tensors and JSON, written whole or not at all, read back bit for bit."""
+"""Save an array to disk as tensors and JSON, atomically, and continue from it bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.fusion.store import owner_of
 from thinwire.storage.rank_file import RankFile
 
 State = dict[str, Any]
-# What an outline has.
+# The keys of `outline_of`.
 _PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
 
 
@@ -34,19 +34,29 @@ def save(
     scaler: GradScaler | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write an array as it is now, in place of what was saved there; whole or not at all.
+    """Save an array, and replace an earlier checkpoint in the folder atomically.
 
     Args:
-        folder: of this checkpoint alone.
-        array: its tensors, dropout rates and generators, and torch's own generator.
-        optimizer: of the array: states, ages, hyperparameters and which slots are active.
+        folder: for this checkpoint alone.
+        array: its tensors, dropout rates and generators are saved, and torch's own generator.
+        optimizer: its states, step counts, hyperparameters and active slots.
         schedules: of the optimizer.
         scaler: of the losses.
-        extra: more to keep: dicts of tensors and JSON values.
+        extra: anything else, as dicts of tensors and JSON values.
 
     Raises:
-        CheckpointError: there is something that is neither a tensor nor JSON, such as a schedule's own function.
-        OSError: the disk refused; what was saved before is still there.
+        CheckpointError: something is neither a tensor nor JSON, such as a scheduler's function.
+        OSError: writing failed; the earlier checkpoint is unchanged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from thinwire.fusion import checkpoints, fuse
+        >>> folder, array = tempfile.TemporaryDirectory(), fuse([torch.nn.Linear(2, 1) for _ in range(3)])
+        >>> _ = checkpoints.save(folder.name, array, extra={"step": 7})
+        >>> other = fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> checkpoints.load(folder.name, other), other.size
+        ({'step': 7}, 3)
+        >>> folder.cleanup()
     """
     state = state_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler)
     return write(folder, {"array": state, "extra": dict(extra or {})})
@@ -60,15 +70,15 @@ def load(
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
 ) -> State:
-    """Go on from `save`, bit for bit; returns the `extra` that was kept.
+    """Load what `save` wrote, to continue bit for bit; returns the `extra` that was saved.
 
-    The array must be of the same models, in any number: it is made as large as the one that was saved. Optimizer,
-    schedules and scaler must be given where they were saved, and be made like them; schedules with what is in the slots
-    now.
+    The array must be of the same models, in any number: it is resized to the one that was saved. Optimizer, schedules
+    and scaler must be passed if they were saved, and made alike; schedules with the factory of each slot's model at the
+    time of saving.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it belongs to other models: it names the first difference,
-            and nothing was touched.
+        CheckpointError: there is no checkpoint, it is damaged, or it belongs to other models: it names the first
+            difference, and nothing was changed.
     """
     content = read(folder)
     if "array" not in content:
@@ -78,11 +88,11 @@ def load(
 
 
 def write(folder: str | Path, content: State) -> Path:
-    """Write a tree of tensors and JSON values in place of what is there; returns the folder.
+    """Write a tree of tensors and JSON values atomically; returns the folder.
 
     Raises:
-        CheckpointError: there is something else in it.
-        OSError: the disk refused.
+        CheckpointError: something in it is neither.
+        OSError: writing failed.
     """
     part = RankFile(Path(folder), 0)
     part.commit(part.stage(content))
@@ -91,16 +101,16 @@ def write(folder: str | Path, content: State) -> Path:
 
 
 def read(folder: str | Path) -> State:
-    """What `write` was given.
+    """Read what `write` wrote.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     found: State = RankFile(Path(folder), 0).read()
     return found
 
 
-# -- all models --------------------------------------------------------------------------------------------------------
+# -- state of an array -------------------------------------------------------------------------------------------------
 
 
 def state_of(
@@ -110,7 +120,7 @@ def state_of(
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
 ) -> State:
-    """Everything that an array would need to go on as if it had never stopped: tensors and JSON values."""
+    """Return everything that an array needs to continue bit for bit, as tensors and JSON values."""
     return {
         **outline_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler),
         "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
@@ -125,7 +135,7 @@ def outline_of(
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
 ) -> State:
-    """What `state_of` says of an array besides its tensors and what the optimizer remembers."""
+    """Return `state_of` without the array's tensors and the optimizer's state."""
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state()
@@ -136,7 +146,7 @@ def outline_of(
         "rates": {name: list(values) for name, values in array.dropout_rates().items()},
         "generators": [each.get_state() for each in array.generators or ()],
         "random": random,
-        "schedules": None if schedules is None else [_of_scheduler(each) for each in schedules.schedulers],
+        "schedules": None if schedules is None else [_scheduler_state(each) for each in schedules.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -149,14 +159,19 @@ def restore(
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
 ) -> None:
-    """Put `state_of` back; refuse one that belongs elsewhere before touching anything.
+    """Load what `state_of` returned; refuse the state of other models before changing anything.
 
     Raises:
-        CheckpointError: naming the first difference.
+        CheckpointError: it names the first difference.
     """
     refuse_older(state, (*_PARTS, "tensors", "optimizer"))
     check(state, array, optimizer=optimizer, schedules=schedules, scaler=scaler)
-    _make_as_large(state, array, optimizer, schedules, scaler)
+    if state["models"] != array.size:
+        # The selected models only give the shapes: all their tensors are overwritten below.
+        kept = array.select([min(slot, array.size - 1) for slot in range(state["models"])])
+        for follower in (optimizer, schedules, scaler):
+            if follower is not None:
+                follower.select(kept)
     with torch.no_grad():
         for name, tensor in _named(array):
             tensor.copy_(state["tensors"][name])
@@ -174,21 +189,24 @@ def restore_outline(
     scaler: GradScaler | None = None,
     random: bool = True,
 ) -> None:
-    """Put `outline_of` back into an array of as many models, after its optimizer's state.
+    """Load what `outline_of` returned into an array of as many models; call it after the optimizer's state is loaded.
 
     Args:
-        outline: of an array that `check` found to be alike.
-        array: its modes, dropout rates and generators.
+        outline: which `check` has accepted.
+        array: its mode, dropout rates and generators are loaded.
         schedules: of the optimizer.
         scaler: of the losses.
-        random: False lets generators be, the models' and torch's own.
+        random: False leaves the generators unchanged, the models' and torch's own.
     """
     for name, values in outline["rates"].items():
         array.set_dropout_rates(name, values)
     array.train(outline["training"])
     if schedules is not None:
         for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
-            _into_scheduler(scheduler, saved)
+            load_scheduler(scheduler, saved["state"])
+            # Some schedulers keep values in the groups, such as `initial_lr` and `max_lr`.
+            for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
     if scaler is not None:
         scaler.load_state_dict(outline["scaler"])
     if not random:
@@ -208,52 +226,60 @@ def check(
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
 ) -> None:
-    """Refuse what was saved of other models, or with other things that train them.
+    """Refuse an outline of other models, or of another optimizer, schedules or scaler.
 
     Raises:
-        CheckpointError: naming the first difference.
+        CheckpointError: it names the first difference.
     """
     refuse_older(outline, _PARTS)
     models = outline["models"]
     if models != array.size and any(owner_of(parameter) is not None for parameter in array.parameters()):
         raise CheckpointError(
-            f"{models} models in the checkpoint and {array.size} here, and layers differ between them; fuse the models "
-            "that are left"
+            f"{models} models in the checkpoint and {array.size} here, and their layers differ; fuse the models that "
+            "are left"
         )
-    _refuse_stranger(outline, _identity(array, optimizer, schedules, scaler))
+    ours, theirs = _identity(array, optimizer, schedules, scaler), outline["identity"]
+    for name in {**ours, **theirs}:
+        if name not in theirs or name not in ours:
+            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
+        if ours[name] != theirs[name]:
+            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here; make it alike")
     kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
-    places = [min(slot, array.size - 1) for slot in range(models)]
-    for slot, place in enumerate(places if schedules is not None else ()):
-        saved = outline["schedules"][slot]["kind"]
-        if saved != kinds[place]:
+    for slot in range(models if schedules is not None else 0):
+        # A checkpoint of more models than here continues with copies of the last one.
+        saved, here = outline["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
+        if saved != here:
             raise CheckpointError(
-                f"slot {slot} has a {saved} in the checkpoint and a {kinds[place]} here; make Schedules with a factory "
-                "for each slot as it is now"
+                f"slot {slot} has a {saved} in the checkpoint and a {here} here; make Schedules with a factory for "
+                "each slot's model in the checkpoint"
             )
 
 
 def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
-    """Refuse what another version of thinwire wrote, which kept less.
+    """Refuse what a version of thinwire wrote that saved fewer parts.
 
     Raises:
-        CheckpointError: naming what is missing.
+        CheckpointError: it names the missing part.
     """
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no {missing[0]!r}: another version of thinwire wrote it; go on with that version, or "
-            "begin anew"
+            f"the checkpoint has no {missing[0]!r}: another version of thinwire wrote it; continue with that version, "
+            "or start again"
         )
 
 
 def _identity(
     array: FusedArray, optimizer: FusedOptimizer | None, schedules: Schedules | None, scaler: GradScaler | None
 ) -> dict[str, str]:
-    """What a checkpoint and an array must have in common, one line each; the number of models is not among it."""
-    generators = array.generators
+    """Describe what a checkpoint and an array must have in common; the number of models may differ."""
+    generators, described = array.generators, "none"
+    if optimizer is not None:
+        counts = [sum(owner_of(p) is None for p in group["params"]) for group in optimizer.param_groups]
+        described = f"{type(optimizer).__name__} over groups of {counts} parameters"
     found = {
         "the generator of each model": "none" if generators is None else generators[0].device.type,
-        "the optimizer": "none" if optimizer is None else _looks_of(optimizer),
+        "the optimizer": described,
         "the schedules": "none" if schedules is None else "one for each model",
         "the scaler": "none" if scaler is None else "one for each model",
     }
@@ -263,42 +289,13 @@ def _identity(
     return found
 
 
-def _looks_of(optimizer: FusedOptimizer) -> str:
-    groups = [sum(owner_of(p) is None for p in group["params"]) for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} over groups of {groups} parameters"
-
-
 def _named(array: FusedArray) -> Iterator[tuple[str, Tensor]]:
     yield from array.named_parameters()
     yield from array.named_buffers()
 
 
-def _refuse_stranger(state: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    theirs = state["identity"]
-    for name in {**ours, **theirs}:
-        if name not in theirs or name not in ours:
-            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
-        if ours[name] != theirs[name]:
-            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here; make it alike")
-
-
-def _make_as_large(
-    state: Mapping[str, Any],
-    array: FusedArray,
-    optimizer: FusedOptimizer | None,
-    schedules: Schedules | None,
-    scaler: GradScaler | None,
-) -> None:
-    if state["models"] == array.size:
-        return
-    kept = array.select([min(slot, array.size - 1) for slot in range(state["models"])])
-    for follower in (optimizer, schedules, scaler):
-        if follower is not None:
-            follower.select(kept)
-
-
 def part_ages(optimizer: FusedOptimizer) -> None:
-    """Groups count their own steps: no two of them may share the tensor that counts."""
+    """Give each group step counters of its own: loaded groups may share a tensor, which every group would increment."""
     for group in optimizer.param_groups:
         own: dict[int, Tensor] = {}
         for parameter in group["params"]:
@@ -307,21 +304,15 @@ def part_ages(optimizer: FusedOptimizer) -> None:
                 state["step"] = own.setdefault(id(state["step"]), state["step"].clone())
 
 
-def _of_scheduler(scheduler: Scheduler) -> State:
+def _scheduler_state(scheduler: Scheduler) -> State:
     groups = [
         {name: value for name, value in group.items() if name != "params"} for group in scheduler.optimizer.param_groups
     ]
     return {"kind": type(scheduler).__name__, "state": deepcopy(scheduler.state_dict()), "groups": groups}
 
 
-def _into_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
-    load_scheduler(scheduler, saved["state"])
-    for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
-        group.update(values)
-
-
 def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
-    """Put back a scheduler's own `state_dict`, from JSON too, which has no counters."""
+    """Load a scheduler's `state_dict`, also after JSON has turned a `Counter` into a dict."""
     scheduler.load_state_dict(deepcopy(dict(state)))
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if isinstance(each, MultiStepLR):

@@ -1,4 +1,4 @@
-"""One model of an array on disk, as plain states of plain torch objects."""
+"""Save one model of an array to disk, as state dicts of plain torch objects."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from thinwire.fusion.store import owner_of
 
 @dataclass(frozen=True)
 class Member:
-    """One model of an array as it was saved: plain states of plain torch objects.
+    """One saved model of an array, as state dicts of plain torch objects.
 
     Args:
         model: the module's `state_dict`.
-        rates: its dropout rates by full name, where it has any.
-        optimizer: the `state_dict` of torch's own optimizer; None where it was not saved.
-        scheduler: the scheduler's `state_dict`, likewise.
-        scaler: that of `torch.amp.GradScaler`, likewise.
-        generator: the state of its own generator, likewise.
-        extra: what else was kept.
+        rates: its dropout rates by full name.
+        optimizer: the `state_dict` of torch's own optimizer; None if it was not saved.
+        scheduler: the scheduler's `state_dict`, or None.
+        scaler: the `state_dict` of `torch.amp.GradScaler`, or None.
+        generator: the state of the model's generator, or None.
+        extra: what else was saved.
     """
 
     model: dict[str, Tensor]
@@ -50,18 +50,24 @@ class Member:
         scheduler: Scheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Let a run by itself go on from here: each object given takes over its state.
+        """Load the state into plain torch objects, to continue as a separate run.
 
         Raises:
-            CheckpointError: it was not saved, or it does not fit the model or the optimizer; nothing was touched.
+            CheckpointError: something given was not saved, or does not fit; nothing was changed.
         """
-        given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        missing = [name for name, value in given.items() if value is not None and getattr(self, name) is None]
-        if missing:
-            raise CheckpointError(f"no {missing[0]} was saved with this model; leave it out, or save it too")
-        _refuse_other_model(self.model, model.state_dict())
+        self._check_saved(optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+        theirs, ours = (
+            {name: str(list(getattr(value, "shape", ()))) for name, value in state.items()}
+            for state in (self.model, model.state_dict())
+        )
+        for name in {**theirs, **ours}:
+            before, now = theirs.get(name, "not there"), ours.get(name, "not there")
+            if before != now:
+                raise CheckpointError(
+                    f"the checkpoint is of another model: {name} is {before} in it and {now} here; make it alike"
+                )
         if optimizer is not None:
-            self._refuse_other_groups([len(group["params"]) for group in optimizer.param_groups])
+            self._check_groups([len(group["params"]) for group in optimizer.param_groups])
         model.load_state_dict(self.model)
         for name, rate in self.rates.items():
             path, _, attribute = name.rpartition(".")
@@ -82,7 +88,7 @@ class Member:
         schedules: Schedules | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        """Put the model into a slot of an array, to go on there; all others stay as they are, bitwise.
+        """Load the model into a slot of an array, to continue there; all other slots are unchanged, bitwise.
 
         Raises:
             ConfigError: no such slot.
@@ -90,12 +96,10 @@ class Member:
         """
         model = array.extract(index)
         self.into(model)
-        for name, given in (("optimizer", optimizer), ("scheduler", schedules), ("scaler", scaler)):
-            if given is not None and getattr(self, name) is None:
-                raise CheckpointError(f"no {name} was saved with this model; leave it out, or save it too")
+        self._check_saved(optimizer=optimizer, scheduler=schedules, scaler=scaler)
         if optimizer is not None:
             own = [[p for p in group["params"] if owner_of(p) in (None, index)] for group in optimizer.param_groups]
-            self._refuse_other_groups([len(parameters) for parameters in own])
+            self._check_groups([len(parameters) for parameters in own])
         array.insert(index, model)
         if array.generators is not None and self.generator is not None:
             array.generators[index].set_state(self.generator.clone())
@@ -107,21 +111,16 @@ class Member:
         if scaler is not None and self.scaler is not None:
             scaler.insert(index, self.scaler)
 
-    def _refuse_other_groups(self, ours: list[int]) -> None:
+    def _check_saved(self, **given: object) -> None:
+        for name, value in given.items():
+            if value is not None and getattr(self, name) is None:
+                raise CheckpointError(f"no {name} was saved with this model; leave it out, or save it too")
+
+    def _check_groups(self, ours: list[int]) -> None:
         theirs = [] if self.optimizer is None else [len(group["params"]) for group in self.optimizer["param_groups"]]
         if ours != theirs:
             raise CheckpointError(
                 f"the optimizer has groups of {theirs} parameters in the checkpoint and of {ours} here; make it alike"
-            )
-
-
-def _refuse_other_model(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    looks = [{name: list(getattr(value, "shape", ())) for name, value in each.items()} for each in (theirs, ours)]
-    for name in {**looks[0], **looks[1]}:
-        before, now = (str(each.get(name, "not there")) for each in looks)
-        if before != now:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name} is {before} in it and {now} here; make it alike"
             )
 
 
@@ -134,12 +133,12 @@ def member_of(
     scaler: GradScaler | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Member:
-    """One model of an array, with its own part of what trains it."""
+    """Return one model of an array with its part of the optimizer, the schedules and the scaler."""
     own = None if optimizer is None else optimizer.extract(index)
     if own is not None and schedules is not None:
-        # What a scheduler keeps in the groups, such as `initial_lr`, goes with them.
-        for group, stand in zip(own["param_groups"], schedules.schedulers[index].optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in stand.items() if name not in group})
+        # Some schedulers keep values in the groups, such as `initial_lr`.
+        for group, proxy in zip(own["param_groups"], schedules.schedulers[index].optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in proxy.items() if name not in group})
     return Member(
         model={name: tensor.detach() for name, tensor in array.extract(index).state_dict().items()},
         rates={name: values[index] for name, values in array.dropout_rates().items()},
@@ -161,31 +160,42 @@ def save_member(
     scaler: GradScaler | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write one model of an array, as `save` writes all of them.
+    """Save one model of an array, and replace an earlier checkpoint in the folder atomically.
 
     Args:
-        folder: of this checkpoint alone.
-        array: the model is one of its.
-        index: the slot.
+        folder: for this checkpoint alone.
+        array: that has the model.
+        index: the model's slot.
         optimizer: of the array.
         schedules: of the optimizer.
         scaler: of the losses.
-        extra: more to keep.
+        extra: anything else, as dicts of tensors and JSON values.
 
     Raises:
         ConfigError: no such slot.
-        CheckpointError: there is something that is neither a tensor nor JSON.
-        OSError: the disk refused; what was saved before is still there.
+        CheckpointError: something is neither a tensor nor JSON.
+        OSError: writing failed; the earlier checkpoint is unchanged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from thinwire.fusion import fuse, members
+        >>> folder, array = tempfile.TemporaryDirectory(), fuse([torch.nn.Linear(2, 1) for _ in range(3)])
+        >>> _ = members.save_member(folder.name, array, 1)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> members.load_member(folder.name).into(model)
+        >>> torch.equal(model.weight, array.extract(1).weight)
+        True
+        >>> folder.cleanup()
     """
     member = member_of(array, index, optimizer=optimizer, schedules=schedules, scaler=scaler, extra=extra)
     return write(folder, {"member": {field.name: getattr(member, field.name) for field in fields(Member)}})
 
 
 def load_member(folder: str | Path) -> Member:
-    """What `save_member` wrote: put it into plain torch objects by `Member.into`.
+    """Read what `save_member` wrote; load it into plain torch objects by `Member.into`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of a whole array.
+        CheckpointError: there is no checkpoint, it is damaged, or it is of a whole array.
     """
     content = read(folder)
     if "member" not in content:

@@ -1,4 +1,7 @@
-"""Normalisation of all models at once, with each model's own statistics."""
+"""Normalisation of all models at once, each model with its own statistics, gain (weight) and shift (bias).
+
+Shapes: B models, n samples, c channels, s... spatial axes.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.fusion.autotune import Way, fastest, has_kernel
-from thinwire.fusion.batch import Batch, Value, along, each, flat
-from thinwire.fusion.normalised import by_channels, by_groups, by_layers
-from thinwire.fusion.routing import Context, rule
+from thinwire.fusion.autotune import Implementation, has_kernel, run_fastest
+from thinwire.fusion.batch import Batch, Value, along, contiguous, fold, loop
+from thinwire.fusion.routing import Context, Gradients, differentiable_gradients, rule
+from thinwire.kernels import normalised as kernels
 
 
 @rule(F.batch_norm)
@@ -30,57 +33,15 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Batch:
-    """The models' channels side by side; running statistics are updated in their own rows."""
-    settings = (training, momentum, eps)
-    values = (input, running_mean, running_var, weight, bias)
-    first, last = dict[str, Way](), dict[str, Way]()
+    """Normalise the models' channels side by side; running statistics are updated in each model's row."""
+    first, last = dict[str, Implementation](), dict[str, Implementation]()
     own = not isinstance(running_mean, Tensor) and not isinstance(running_var, Tensor)
-    if training and own and isinstance(input, Tensor) and not _casts(input):
-        first["once"] = partial(_once, context.size, momentum, eps)
-    if training and own and _count(input) > 1 and has_kernel(input, weight, bias):
-        last["by kernel"] = partial(_by_kernel, context.size, momentum, eps)
-    return _side_by_side(context, function, values, settings, first, last)
-
-
-def _once(size: int, momentum: float, eps: float, input: Tensor, *others: Value | None) -> Batch:
-    """What is shared has the same statistics for all: it is normalised once, and each model's own are moved by them."""
-    running, (weight, bias) = others[:2], others[2:]
-    found = [None if kept is None else input.new_zeros(input.shape[1]) for kept in running]
-    normal = F.batch_norm(input, *found, training=True, momentum=1.0, eps=eps)
-    with torch.no_grad():
-        for kept, own in zip(running, found, strict=True):
-            if kept is not None and own is not None:
-                along(kept, 0, size).mul_(1 - momentum).add_(own, alpha=momentum)
-    shape = (1, size, -1, *[1] * (input.dim() - 2))
-    every = normal.unsqueeze(1).expand(-1, size, *normal.shape[1:])
-    gain, shift = (None if value is None else along(value, 0, size).reshape(shape) for value in (weight, bias))
-    if gain is None:
-        return Batch(every.contiguous(), 1)
-    return Batch(every * gain if shift is None else torch.addcmul(shift, every, gain), 1)
-
-
-def _count(input: Value) -> int:
-    """How many numbers of a channel one model sees."""
-    return prod((input.shape[0], *input.shape[2:]))
-
-
-def _by_kernel(
-    size: int,
-    momentum: float,
-    eps: float,
-    input: Value,
-    running_mean: Batch | None,
-    running_var: Batch | None,
-    weight: Value,
-    bias: Value,
-) -> Batch:
-    found, mean, variance = by_channels(size, eps, input, weight, bias)
-    count = _count(input)
-    with torch.no_grad():
-        for kept, own, factor in ((running_mean, mean, 1.0), (running_var, variance, count / (count - 1))):
-            if kept is not None:
-                kept.at(0).mul_(1 - momentum).add_(own, alpha=momentum * factor)
-    return found
+    if training and own and isinstance(input, Tensor) and not _autocast(input):
+        first["normalise once"] = partial(_batch_norm_once, context.size, momentum, eps)
+    if training and own and prod((input.shape[0], *input.shape[2:])) > 1 and has_kernel(input, weight, bias):
+        last["kernel"] = partial(_batch_norm_by_kernel, context.size, momentum, eps)
+    values, settings = (input, running_mean, running_var, weight, bias), (training, momentum, eps)
+    return _by_channels(context.size, function, values, settings, first, last)
 
 
 @rule(F.instance_norm)
@@ -96,34 +57,73 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Batch:
-    """As `batch_norm`, per sample."""
+    """Normalise the models' channels side by side, each sample by itself."""
     values = (input, running_mean, running_var, weight, bias)
-    return _side_by_side(context, function, values, (use_input_stats, momentum, eps), {}, {})
+    return _by_channels(context.size, function, values, (use_input_stats, momentum, eps), {}, {})
 
 
-def _side_by_side(
-    context: Context,
+def _by_channels(
+    size: int,
     function: Any,
     values: Sequence[Value | None],
     settings: Any,
-    first: dict[str, Way],
-    last: dict[str, Way],
+    first: dict[str, Implementation],
+    last: dict[str, Implementation],
 ) -> Batch:
-    size = context.size
-
     def channels(input: Value, *others: Value | None) -> Batch:
         x = along(input, 1, size).flatten(1, 2)
-        found = function(x, *(flat(value, size) for value in others), *settings)
+        found = function(x, *(fold(value, size) for value in others), *settings)
         return Batch(found.unflatten(1, (size, -1)), 1)
 
-    def loop(*own: Value | None) -> Batch:
-        return each(function, size, *own, *settings)
+    def looped(*own: Value | None) -> Batch:
+        return loop(function, size, *own, *settings)
 
-    return fastest(function.__name__, {**first, "channels": channels, "loop": loop, **last}, values, settings)
+    return run_fastest(function.__name__, {**first, "channels": channels, "loop": looped, **last}, values, settings)
+
+
+def _batch_norm_once(size: int, momentum: float, eps: float, input: Tensor, *others: Value | None) -> Batch:
+    """Normalise a shared input once, as all models have the same statistics, then apply each model's own affine."""
+    running, (weight, bias) = others[:2], others[2:]
+    # With momentum 1 these become the batch's own mean and variance.
+    found = [None if kept is None else input.new_zeros(input.shape[1]) for kept in running]
+    normal = F.batch_norm(input, *found, training=True, momentum=1.0, eps=eps)
+    with torch.no_grad():
+        for kept, own in zip(running, found, strict=True):
+            if kept is not None and own is not None:
+                along(kept, 0, size).mul_(1 - momentum).add_(own, alpha=momentum)
+    shape = (1, size, -1, *[1] * (input.dim() - 2))
+    expanded = normal.unsqueeze(1).expand(-1, size, *normal.shape[1:])
+    gain, shift = (None if value is None else along(value, 0, size).reshape(shape) for value in (weight, bias))
+    if gain is None:
+        return Batch(expanded.contiguous(), 1)
+    return Batch(expanded * gain if shift is None else torch.addcmul(shift, expanded, gain), 1)
+
+
+def _batch_norm_by_kernel(
+    size: int,
+    momentum: float,
+    eps: float,
+    input: Value,
+    running_mean: Batch | None,
+    running_var: Batch | None,
+    weight: Value,
+    bias: Value,
+) -> Batch:
+    found, mean, variance = batch_norm_by_kernel(size, eps, input, weight, bias)
+    count = prod((input.shape[0], *input.shape[2:]))
+    with torch.no_grad():
+        # torch keeps the unbiased variance.
+        for kept, own, factor in ((running_mean, mean, 1.0), (running_var, variance, count / (count - 1))):
+            if kept is not None:
+                kept.at(0).mul_(1 - momentum).add_(own, alpha=momentum * factor)
+    return found
 
 
 def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
-    """The forward of batch normalisation with `momentum=None`, whose average depends on each model's own age."""
+    """The forward of batch normalisation with `momentum=None`: a cumulative average over a model's own batches.
+
+    torch reads the number of batches as a Python number, which would be the same for all models.
+    """
     layer: Any = module
     layer._check_input_dim(input)
     affine = (layer.weight, layer.bias)
@@ -131,9 +131,9 @@ def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
         return F.batch_norm(input, layer.running_mean, layer.running_var, *affine, False, 0.0, layer.eps)
     layer.num_batches_tracked.add_(1)
     share = 1.0 / layer.num_batches_tracked.to(input.dtype)
-    channels = [axis for axis in range(input.dim()) if axis != 1]
+    axes = [axis for axis in range(input.dim()) if axis != 1]
     with torch.no_grad():
-        variance, mean = torch.var_mean(input, dim=channels)
+        variance, mean = torch.var_mean(input, dim=axes)
         layer.running_mean.copy_(share * mean + (1 - share) * layer.running_mean)
         layer.running_var.copy_(share * variance + (1 - share) * layer.running_var)
     return F.batch_norm(input, None, None, *affine, True, 0.0, layer.eps)
@@ -149,21 +149,21 @@ def group_norm(
     bias: Value | None = None,
     eps: float = 1e-5,
 ) -> Batch:
-    """As many groups for each model, side by side."""
+    """Normalise the groups of all models side by side."""
     size = context.size
 
     def channels(input: Value, weight: Value | None, bias: Value | None) -> Batch:
         x = along(input, 1, size).flatten(1, 2)
-        found = function(x, size * num_groups, flat(weight, size), flat(bias, size), eps)
+        found = function(x, size * num_groups, fold(weight, size), fold(bias, size), eps)
         return Batch(found.unflatten(1, (size, -1)), 1)
 
-    def loop(input: Value, weight: Value | None, bias: Value | None) -> Batch:
-        return each(function, size, input, num_groups, weight, bias, eps)
+    def looped(input: Value, weight: Value | None, bias: Value | None) -> Batch:
+        return loop(function, size, input, num_groups, weight, bias, eps)
 
-    ways: dict[str, Way] = {"channels": channels, "loop": loop}
+    candidates: dict[str, Implementation] = {"channels": channels, "loop": looped}
     if has_kernel(input, weight, bias):
-        ways["by kernel"] = partial(by_groups, size, num_groups, eps)
-    return fastest("group_norm", ways, (input, weight, bias), (num_groups, eps))
+        candidates["kernel"] = partial(group_norm_by_kernel, size, num_groups, eps)
+    return run_fastest("group_norm", candidates, (input, weight, bias), (num_groups, eps))
 
 
 @rule(F.layer_norm)
@@ -176,20 +176,15 @@ def layer_norm(
     bias: Value | None = None,
     eps: float = 1e-5,
 ) -> Batch:
-    """Normalise all rows at once, then scale and shift each model's by its own."""
-    shape = tuple(normalized_shape)
-    ways: dict[str, Way] = {
-        "apart": partial(_apart, partial(function, eps=eps), context.size, shape),
-        "loop": lambda x, gain, shift: each(function, context.size, x, shape, gain, shift, eps),
+    """Normalise all rows at once, then apply each model's own affine."""
+    size, shape = context.size, tuple(normalized_shape)
+    candidates: dict[str, Implementation] = {
+        "normalise then scale": partial(_normalise_then_scale, partial(function, eps=eps), size, shape),
+        "loop": lambda x, gain, shift: loop(function, size, x, shape, gain, shift, eps),
     }
     if has_kernel(input, weight, bias):
-        ways["by kernel"] = partial(by_layers, context.size, eps)
-    return fastest("layer_norm", ways, (input, weight, bias), (eps,))
-
-
-def _casts(tensor: Tensor) -> bool:
-    """Whether autocast would compute in another dtype than the input's, or the input's is a short one."""
-    return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
+        candidates["kernel"] = partial(_layer_norm_by_kernel, size, eps)
+    return run_fastest("layer_norm", candidates, (input, weight, bias), (eps,))
 
 
 @rule(F.rms_norm)
@@ -201,29 +196,156 @@ def rms_norm(
     weight: Value | None = None,
     eps: float | None = None,
 ) -> Batch:
-    """As `layer_norm`, without mean and shift."""
-    ways = {
-        "apart": lambda x, gain: _apart(
-            partial(function, eps=eps), context.size, tuple(normalized_shape), x, gain, None
-        ),
-        "loop": lambda x, gain: each(function, context.size, x, normalized_shape, gain, eps),
+    """Normalise all rows at once, without mean and shift, then apply each model's own gain."""
+    size, shape, normalise = context.size, tuple(normalized_shape), partial(function, eps=eps)
+    candidates: dict[str, Implementation] = {
+        "normalise then scale": lambda x, gain: _normalise_then_scale(normalise, size, shape, x, gain, None),
+        "loop": lambda x, gain: loop(function, size, x, normalized_shape, gain, eps),
     }
-    return fastest("rms_norm", ways, (input, weight), (eps,))
+    return run_fastest("rms_norm", candidates, (input, weight), (eps,))
 
 
-def _apart(
+def _normalise_then_scale(
     normalise: Any, size: int, shape: tuple[int, ...], input: Value, weight: Value | None, bias: Value | None
 ) -> Batch:
-    """What is shared is normalised once; else the models' axis stays where it is among the rows."""
+    """A shared input is normalised once; otherwise the models' axis stays where it is among the rows."""
     lead = len(input.shape) - len(shape)
     axis = input.axis if isinstance(input, Batch) and input.axis <= lead else 0
     found = normalise(input.at(axis) if isinstance(input, Batch) else input.unsqueeze(0), list(shape))
 
-    def lined_up(value: Value) -> Tensor:
+    def beside(value: Value) -> Tensor:
         return along(value, 0, size).view(size, *[1] * (lead - axis), *shape)
 
     if weight is None:
         return Batch(found, axis)
     if bias is None:
-        return Batch(found * lined_up(weight), axis)
-    return Batch(torch.addcmul(lined_up(bias), found, lined_up(weight)), axis)
+        return Batch(found * beside(weight), axis)
+    return Batch(torch.addcmul(beside(bias), found, beside(weight)), axis)
+
+
+def _autocast(tensor: Tensor) -> bool:
+    """Whether autocast would compute in another dtype than the input's, or the input's is a 16-bit one."""
+    return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
+
+
+# -- by compiled kernels: they keep the input and two numbers per row, group or channel --------------------------------
+
+
+def _layer_norm_by_kernel(size: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
+    x = input.at(0).contiguous() if isinstance(input, Batch) else along(input, 0, size)
+    return Batch(_LayerNorm.apply(x, *_affine(size, weight, bias), eps), 0)
+
+
+def group_norm_by_kernel(size: int, groups: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
+    """Normalise [n, c, s...] of one model by groups of channels; the models' axis stays 0 or 1."""
+    x, axis = _blocks(input, size)
+    return Batch(_GroupNorm.apply(x, *_affine(size, weight, bias), axis, groups, eps), axis)
+
+
+def batch_norm_by_kernel(
+    size: int, eps: float, input: Value, weight: Value, bias: Value
+) -> tuple[Batch, Tensor, Tensor]:
+    """Normalise [n, c, s...] of one model over all samples, as in training; returns means and variances too, [B, c]."""
+    x, axis = _blocks(input, size)
+    found, mean, variance = _BatchNorm.apply(x, *_affine(size, weight, bias), axis, eps)
+    return Batch(found, axis), mean, variance
+
+
+def _affine(size: int, *values: Value) -> list[Tensor]:
+    return [along(value, 0, size).contiguous() for value in values]
+
+
+def _blocks(input: Value, size: int) -> tuple[Tensor, int]:
+    """Return the input as the kernels take it, and the models' axis; a shared input is expanded without a copy."""
+    return contiguous(input) if isinstance(input, Batch) else (along(input, 0, size), 0)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Layer normalisation of [B, ..., normalised axes]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
+        """Normalise in one pass over memory."""
+        found, mean, scale = kernels.layer_norm(x, gain, shift, eps=eps)
+        ctx.save_for_backward(x, gain, shift, mean, scale)
+        ctx.eps = eps
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Differentiate in one pass; by torch where a graph is asked for."""
+        (gradient,), (x, gain, shift, mean, scale) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(ctx, _layer_norm_by_torch, gradient, (x, gain, shift), ctx.eps)
+        return *kernels.layer_norm_back(gradient, x, gain, mean, scale, trained=ctx.needs_input_grad[0]), None
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Group normalisation of [B, n, c, s...] (axis 0) or [n, B, c, s...] (axis 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
+        """Normalise in one pass over memory."""
+        found, mean, variance = kernels.group_norm(x, gain, shift, axis=axis, groups=groups, eps=eps)
+        ctx.save_for_backward(x, gain, shift, mean, variance)
+        ctx.settings = axis, groups, eps
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Differentiate in one pass; by torch where a graph is asked for."""
+        (gradient,), (x, gain, shift, mean, variance) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(ctx, _group_norm_by_torch, gradient, (x, gain, shift), *ctx.settings)
+        (axis, groups, eps), trained = ctx.settings, ctx.needs_input_grad[0]
+        found = kernels.group_norm_back(
+            gradient, x, gain, mean, variance, axis=axis, groups=groups, eps=eps, trained=trained
+        )
+        return *found, None, None, None
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Batch normalisation of [B, n, c, s...] (axis 0) or [n, B, c, s...] (axis 1); no gradient reaches the moments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise in one pass over memory."""
+        found, mean, variance = kernels.batch_norm(x, gain, shift, axis=axis, eps=eps)
+        ctx.save_for_backward(x, gain, shift, mean, variance)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.settings = axis, eps
+        return found, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Differentiate in one pass; by torch where a graph is asked for."""
+        gradient, (x, gain, shift, mean, variance) = gradients[0], ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(ctx, _batch_norm_by_torch, gradient, (x, gain, shift), *ctx.settings)
+        (axis, eps), trained = ctx.settings, ctx.needs_input_grad[0]
+        found = kernels.batch_norm_back(gradient, x, gain, mean, variance, axis=axis, eps=eps, trained=trained)
+        return *found, None, None
+
+
+def _layer_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
+    own, moved = (value.view(len(x), *[1] * (x.dim() - value.dim()), *value.shape[1:]) for value in (gain, shift))
+    return F.layer_norm(x, gain.shape[1:], eps=eps) * own + moved
+
+
+def _group_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
+    merged = _samples_first(x, axis).flatten(1, 2)
+    found = F.group_norm(merged, len(gain) * groups, gain.flatten(), shift.flatten(), eps)
+    return _samples_first(found.unflatten(1, gain.shape), axis)
+
+
+def _batch_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> Tensor:
+    merged = _samples_first(x, axis).flatten(1, 2)
+    found = F.batch_norm(merged, None, None, gain.flatten(), shift.flatten(), training=True, eps=eps)
+    return _samples_first(found.unflatten(1, gain.shape), axis)
+
+
+def _samples_first(x: Tensor, axis: int) -> Tensor:
+    """Return [n, B, ...] of what has its models along `axis`; its own inverse."""
+    return x if axis else x.transpose(0, 1)

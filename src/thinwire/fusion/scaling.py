@@ -1,4 +1,4 @@
-"""Loss scales and clipping of an array: one scale, one norm and one verdict per model."""
+"""Loss scaling and gradient clipping of an array, for each model by itself."""
 
 from __future__ import annotations
 
@@ -16,22 +16,34 @@ from thinwire.fusion.store import Selection, owner_of
 
 
 class GradScaler:
-    """`torch.amp.GradScaler` of every model: one that overflows skips its step, lowers its scale and holds up no other.
+    """`torch.amp.GradScaler` with a scale per model: a model that overflows skips its step, and no other model does.
 
         scaler.scale(losses).sum().backward()
         scaler.step(optimizer)
         scaler.update()
 
     Args:
-        models: their number.
-        init_scale: the first scale of all.
-        growth_factor: by which a scale grows after `growth_interval` steps without an overflow.
-        backoff_factor: by which it is multiplied after an overflow.
+        models: the number of models.
+        init_scale: the first scale of every model.
+        growth_factor: multiplies a scale after `growth_interval` steps without overflow.
+        backoff_factor: multiplies a scale after an overflow.
         growth_interval: in steps.
-        enabled: False makes this do nothing.
+        enabled: False makes all methods do nothing.
 
     Raises:
         ConfigError: a value out of its range.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import SGD, GradScaler, fuse
+        >>> array = fuse([torch.nn.Linear(1, 1) for _ in range(2)])
+        >>> optimizer, scaler = SGD(array.parameters(), lr=0.1), GradScaler(2, init_scale=8.0)
+        >>> outputs = array(torch.ones(1, 1)).flatten() * torch.tensor([1.0, torch.inf])
+        >>> scaler.scale(outputs).sum().backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.scales.tolist()
+        [8.0, 4.0]
     """
 
     def __init__(
@@ -55,21 +67,21 @@ class GradScaler:
         self._found: dict[int, Tensor] = {}
 
     def scale(self, losses: Tensor) -> Tensor:
-        """Every model's loss [B] times its scale."""
+        """Multiply every model's loss [B] by its scale."""
         return losses * self.scales.to(losses.device) if self.enabled else losses
 
     @torch.no_grad()
     def unscale_(self, optimizer: FusedOptimizer) -> Tensor:
-        """Divide every model's gradients by its scale; returns which models have one that is not finite, [B].
+        """Divide every model's gradients by its scale; returns which models have a gradient that is not finite, [B].
 
         Raises:
-            ConfigError: they are unscaled already since the last update.
+            ConfigError: it was called already since the last update.
         """
         if not self.enabled:
             return torch.zeros(len(self.scales), dtype=torch.bool)
         if id(optimizer) in self._found:
             raise ConfigError("unscale_ was called already since the last update(): gradients would be divided twice")
-        found = torch.zeros(len(self.scales), dtype=torch.bool)
+        overflowed = torch.zeros(len(self.scales), dtype=torch.bool)
         inverse = self.scales.double().reciprocal()
         for parameter in _with_gradients(p for group in optimizer.param_groups for p in group["params"]):
             gradient, owner = parameter.grad, owner_of(parameter)
@@ -79,17 +91,18 @@ class GradScaler:
                 own.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)).view(_column(gradient))
             )
             wrong = ~gradient.isfinite().flatten(1).all(1).cpu()
-            found[slice(None) if owner is None else slice(owner, owner + 1)] |= wrong
-        self._found[id(optimizer)] = found
-        return found
+            overflowed[slice(None) if owner is None else slice(owner, owner + 1)] |= wrong
+        self._found[id(optimizer)] = overflowed
+        return overflowed
 
     def step(self, optimizer: FusedOptimizer) -> None:
-        """Step every active model whose gradients are finite."""
+        """Step every active model whose gradients are all finite."""
         if not self.enabled:
             optimizer.step()
             return
         found = self._found.get(id(optimizer))
         found = self.unscale_(optimizer) if found is None else found
+        # A model that is not active is left as it is, bitwise: just what a skipped step must do.
         active = optimizer.active
         optimizer.active = active & ~found
         try:
@@ -98,15 +111,15 @@ class GradScaler:
             optimizer.active = active
 
     def update(self) -> None:
-        """Lower the scales of models that overflowed, and raise those of models that did not for long enough.
+        """Lower the scales of models that overflowed, and raise those of models that have not for long enough.
 
         Raises:
-            ConfigError: no gradients were looked at since the last update.
+            ConfigError: no gradients were checked since the last update.
         """
         if not self.enabled:
             return
         if not self._found:
-            raise ConfigError("update() without step() or unscale_(): no gradients were looked at")
+            raise ConfigError("update() without step() or unscale_(): no gradients were checked")
         found = torch.stack(list(self._found.values())).any(0)
         self.growths = torch.where(found, 0, self.growths + 1)
         grown = self.growths >= self.growth_interval
@@ -117,7 +130,7 @@ class GradScaler:
         self._found = {}
 
     def extract(self, index: int) -> dict[str, Any]:
-        """One model's state as `torch.amp.GradScaler.state_dict` has it."""
+        """Return one model's state in the form of `torch.amp.GradScaler.state_dict`."""
         if not self.enabled:
             return {}
         return {
@@ -129,7 +142,7 @@ class GradScaler:
         }
 
     def insert(self, index: int, state_dict: dict[str, Any] | None = None) -> None:
-        """Take over a slot's scale from what `extract` or torch's own scaler returned; None begins anew."""
+        """Load a slot's scale from the state of `extract` or of torch's own scaler; None resets it."""
         state = state_dict or {}
         self.scales[index] = state.get("scale", self.init_scale)
         self.growths[index] = state.get("_growth_tracker", 0)
@@ -140,14 +153,14 @@ class GradScaler:
         self._found = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every model's scale, and its steps since it last changed."""
+        """Return every model's scale, and its steps since the scale last changed."""
         return {"scales": self.scales.clone(), "growths": self.growths.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
-            ConfigError: of another number of models.
+            ConfigError: it has another number of models.
         """
         if state_dict["scales"].shape != self.scales.shape:
             raise ConfigError(
@@ -158,11 +171,11 @@ class GradScaler:
 
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[nn.Parameter], *, models: int | None = None) -> Tensor:
-    """The Euclidean norm of every model's gradient, [B].
+    """Return the Euclidean norm of every model's gradient, [B].
 
     Args:
-        parameters: an array's.
-        models: their number; None finds it from the parameters.
+        parameters: of an array.
+        models: the number of models; None finds it from the parameters.
     """
     held = _with_gradients(parameters)
     size = models if models is not None else _size(held)
@@ -181,20 +194,20 @@ def gradient_norms(parameters: Iterable[nn.Parameter], *, models: int | None = N
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter], max_norm: float | Sequence[float] | Tensor, *, models: int | None = None
 ) -> Tensor:
-    """Shrink every model's gradient to at most its own norm, as `torch.nn.utils.clip_grad_norm_`; returns norms, [B].
+    """Clip every model's gradient by its own norm, as `torch.nn.utils.clip_grad_norm_`; returns the norms, [B].
 
     Args:
-        parameters: an array's.
+        parameters: of an array.
         max_norm: a number, or one per model.
-        models: their number; None finds it from the parameters.
+        models: the number of models; None finds it from the parameters.
 
     Raises:
         ConfigError: not one per model, or not positive.
     """
     held = _with_gradients(parameters)
     norms = gradient_norms(held, models=models)
-    most = _bounds("max_norm", max_norm, len(norms)).to(norms)
-    factors = (most / (norms + 1e-6)).clamp(max=1.0)
+    bounds = _bounds("max_norm", max_norm, len(norms)).to(norms)
+    factors = (bounds / (norms + 1e-6)).clamp(max=1.0)
     for parameter in held:
         assert parameter.grad is not None
         owner = owner_of(parameter)
@@ -205,21 +218,22 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[nn.Parameter], clip_value: float | Sequence[float] | Tensor) -> None:
-    """Bound every entry of every model's gradient, as `torch.nn.utils.clip_grad_value_`.
+    """Clip every entry of every model's gradient, as `torch.nn.utils.clip_grad_value_`.
 
     Args:
-        parameters: an array's.
+        parameters: of an array.
         clip_value: a number, or one per model.
 
     Raises:
         ConfigError: not one per model, or not positive.
     """
     held = _with_gradients(parameters)
-    most = _bounds("clip_value", clip_value, _size(held))
+    bounds = _bounds("clip_value", clip_value, _size(held))
     for parameter in held:
         assert parameter.grad is not None
         owner = owner_of(parameter)
-        own = (most if owner is None else most[owner : owner + 1]).to(parameter.grad).view(_column(parameter.grad))
+        own = bounds if owner is None else bounds[owner : owner + 1]
+        own = own.to(parameter.grad).view(_column(parameter.grad))
         parameter.grad.clamp_(-own, own)
 
 
@@ -241,4 +255,5 @@ def _bounds(name: str, value: float | Sequence[float] | Tensor, size: int) -> Te
 
 
 def _column(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape in which one number per model broadcasts with the tensor."""
     return (-1, *[1] * (tensor.dim() - 1))

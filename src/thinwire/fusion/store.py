@@ -1,4 +1,4 @@
-"""What an array is made of: every model's tensors with the models along the first axis, and how they come and go."""
+"""The tensors of an array: stacked with the models along the first axis, extracted, inserted and selected."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.structure import check_alike, difference, holders, rates, tensors, within
+from thinwire.fusion.structure import check_same_structure, difference, dropout_rates, tensor_dicts, tensors, within
 
 Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What `FusedArray.select` did, for the optimizer, the schedulers and the scaler to follow.
+    """What `FusedArray.select` did, for `select` of the optimizer, the schedules and the scaler.
 
     Args:
-        indices: the model that each slot now holds, by its slot before; a model may be there more than once.
+        indices: for each new slot, the old slot of its model; a model may be there more than once.
         size: the number of slots before.
-        moved: every parameter before, and what it has become: nothing where only dropped models had it.
+        moved: for every old parameter, what it has become: nothing if only dropped models had it.
     """
 
     indices: tuple[int, ...]
@@ -30,18 +30,18 @@ class Selection:
     moved: Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """A tensor [slots before, ...] as [slots now, ...]; bitwise."""
+        """Return a tensor [slots before, ...] as [slots now, ...]; bitwise."""
         return tensor.index_select(0, torch.tensor(self.indices, dtype=torch.int64, device=tensor.device))
 
 
 class Store:
-    """Stacked tensors [B, ...] of what the models have alike, and [1, ...] of what only one of them has.
+    """Stacked tensors [B, ...] of the layers that are alike, and [1, ...] of layers that differ in structure.
 
     Args:
-        models: alike but for the layers of `apart`.
-        apart: paths of layers that differ in structure.
+        models: of one structure, except for the layers of `separate`.
+        separate: paths of layers that differ in structure; each model keeps its own.
         seeds: of each model's generator.
-        states: of each model's generator, instead of its seed's.
+        states: of each model's generator, to replace those after the seeds.
 
     Raises:
         ConfigError: models differ elsewhere.
@@ -50,78 +50,83 @@ class Store:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        apart: Sequence[str],
+        separate: Sequence[str],
         seeds: Sequence[int] | None,
         states: Sequence[Tensor] | None,
     ) -> None:
-        check_alike(models, apart)
-        _check_ties(models, apart)
-        self.plain = copy.deepcopy(models[0])
-        self.apart = {path: [copy.deepcopy(model.get_submodule(path)) for model in models] for path in apart}
-        self.tensors = _stack([tensors(model, apart) for model in models])
-        self.loose = [self._loosen(model) for model in range(len(models))]
-        self.rates = {(path, name): values for path, name, values in rates(models)}
+        check_same_structure(models, separate)
+        _check_ties(models, separate)
+        self.template = copy.deepcopy(models[0])
+        self.separate = {path: [copy.deepcopy(model.get_submodule(path)) for model in models] for path in separate}
+        first, *others = [tensors(model, separate) for model in models]
+        self.tensors: Named = {
+            name: _like(torch.stack([tensor.detach(), *(own[name].detach() for own in others)]), tensor)
+            for name, tensor in first.items()
+        }
+        # For each model, the tensors of its separate layers.
+        self.separate_tensors: list[Named] = [
+            {
+                f"{path}.{name}": _like(tensor.detach()[None].clone(), tensor, model)
+                for path, bodies in self.separate.items()
+                for name, tensor in tensors(bodies[model]).items()
+            }
+            for model in range(len(models))
+        ]
+        self.rates = {(path, name): values for path, name, values in dropout_rates(models)}
         device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
         self.generators = None if seeds is None else _generators(seeds, states, device)
-
-    def _loosen(self, model: int) -> Named:
-        found: Named = {}
-        for path, bodies in self.apart.items():
-            for name, tensor in tensors(bodies[model]).items():
-                found[f"{path}.{name}"] = _same_kind(tensor.detach()[None].clone(), tensor, model)
-        return found
 
     @property
     def size(self) -> int:
         """The number of models."""
-        return len(self.loose)
+        return len(self.separate_tensors)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in the order of a model's own; those of one model alone have its number behind their name."""
+        """All tensors in the order of a model's own; those that only one model has are named `name[model]`."""
         seen: set[str] = set()
-        for path, module in self.plain.named_modules(remove_duplicate=False):
-            if path in self.apart:
-                for model, loose in enumerate(self.loose):
-                    yield from ((f"{name}[{model}]", t) for name, t in loose.items() if name.startswith(f"{path}."))
+        for path, module in self.template.named_modules(remove_duplicate=False):
+            if path in self.separate:
+                for model, own in enumerate(self.separate_tensors):
+                    yield from ((f"{name}[{model}]", t) for name, t in own.items() if name.startswith(f"{path}."))
             prefix = f"{path}." if path else ""
-            for name in (f"{prefix}{key}" for holder in holders(module) for key in holder):
+            for name in (f"{prefix}{key}" for holder in tensor_dicts(module) for key in holder):
                 if name in self.tensors and name not in seen:
                     seen.add(name)
                     yield name, self.tensors[name]
 
     def row(self, name: str, index: int) -> Tensor:
-        """One model's tensor: a view."""
-        return self.tensors[name][index] if name in self.tensors else self.loose[index][name][0]
+        """Return a view of one model's tensor."""
+        return self.tensors[name][index] if name in self.tensors else self.separate_tensors[index][name][0]
 
-    def values(self, model: int, alone: bool = False) -> Named:
-        """One model's tensors, of those that are stacked or of those that it has `alone`: views."""
-        if alone:
-            return {name: tensor[0] for name, tensor in self.loose[model].items()}
+    def tensors_of(self, model: int, separate: bool = False) -> Named:
+        """Return views of one model's stacked tensors, or of those of its separate layers."""
+        if separate:
+            return {name: tensor[0] for name, tensor in self.separate_tensors[model].items()}
         return {name: tensor[model] for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
-    def keep(self, model: int, replaced: Mapping[str, Tensor]) -> None:
-        """Write buffers that one model's forward has replaced."""
+    def write_buffers(self, model: int, replaced: Mapping[str, Tensor]) -> None:
+        """Write the buffers that one model's forward has replaced."""
         for name, value in replaced.items():
             self.row(name, model).copy_(value)
 
     @torch.no_grad()
-    def keep_all(self, replaced: Mapping[str, Tensor]) -> None:
-        """Write buffers [B, ...] that the forward has replaced."""
+    def write_all_buffers(self, replaced: Mapping[str, Tensor]) -> None:
+        """Write the buffers [B, ...] that the forward has replaced."""
         for name, value in replaced.items():
             self.tensors[name].copy_(value)
 
     def set_rates(self, path: str, name: str, values: list[float]) -> None:
-        """Change each model's dropout rate of one layer, in its own kind of it too where layers differ."""
+        """Change each model's dropout rate in one layer, which may be inside a separate layer."""
         self.rates[path, name] = values
-        for root, bodies in self.apart.items():
+        for root, bodies in self.separate.items():
             if within(path, [root]):
                 for body, value in zip(bodies, values, strict=True):
                     setattr(body.get_submodule(path[len(root) :].lstrip(".")), name, value)
 
     def to(self, device: torch.device) -> None:
-        """Move every tensor; generators begin anew, from the seeds they had, where they must be of another kind."""
-        for holder in (self.tensors, *self.loose):
+        """Move every tensor; generators cannot move to another type of device, and restart there from their seeds."""
+        for holder in (self.tensors, *self.separate_tensors):
             for name, tensor in holder.items():
                 if isinstance(tensor, nn.Parameter):
                     tensor.data = tensor.data.to(device)
@@ -132,10 +137,10 @@ class Store:
 
     @torch.no_grad()
     def extract(self, index: int) -> nn.Module:
-        """One model as a plain module of its own."""
+        """Return one model as a plain module."""
         self.check_index(index)
-        found = copy.deepcopy(self.plain)
-        for path, bodies in self.apart.items():
+        found = copy.deepcopy(self.template)
+        for path, bodies in self.separate.items():
             parent, _, name = path.rpartition(".")
             setattr(found.get_submodule(parent), name, copy.deepcopy(bodies[index]))
         for (path, name), values in self.rates.items():
@@ -151,10 +156,12 @@ class Store:
         own = self.extract(index)
         wrong = difference(own, copy.deepcopy(model).train(own.training))
         if wrong is not None:
-            raise ConfigError(f"slot {index} cannot hold this model: {wrong}; it must be made like the one before")
+            raise ConfigError(
+                f"slot {index} cannot hold this model: {wrong}; it must have the structure of the one before"
+            )
         for name, tensor in tensors(model).items():
             self.row(name, index).copy_(tensor)
-        for path, name, values in rates([model]):
+        for path, name, values in dropout_rates([model]):
             self.rates[path, name][index] = values[0]
             self.set_rates(path, name, self.rates[path, name])
         if seed is not None and self.generators is not None:
@@ -169,30 +176,32 @@ class Store:
             self.check_index(index)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
         kept = Selection(tuple(indices), self.size, moved)
+
+        def record(before: Tensor, after: Sequence[Tensor]) -> None:
+            if isinstance(before, nn.Parameter):
+                moved[before] = tuple(tensor for tensor in after if isinstance(tensor, nn.Parameter))
+
         for name, tensor in self.tensors.items():
-            self.tensors[name] = _same_kind(kept.rows(tensor.detach()), tensor)
-            _follow(moved, tensor, [self.tensors[name]])
-        self._select_alone(kept, moved)
+            self.tensors[name] = _like(kept.rows(tensor.detach()), tensor)
+            record(tensor, [self.tensors[name]])
+        before = self.separate_tensors
+        self.separate_tensors = [
+            {name: _like(tensor.detach().clone(), tensor, slot) for name, tensor in before[index].items()}
+            for slot, index in enumerate(kept.indices)
+        ]
+        for index, own in enumerate(before):
+            slots = [slot for slot, source in enumerate(kept.indices) if source == index]
+            for name, tensor in own.items():
+                record(tensor, [self.separate_tensors[slot][name] for slot in slots])
+        for path, bodies in self.separate.items():
+            self.separate[path] = [copy.deepcopy(bodies[index]) for index in kept.indices]
         self.rates = {key: [values[index] for index in indices] for key, values in self.rates.items()}
         if self.generators is not None:
             self.generators = [self.generators[index].clone_state() for index in indices]
         return kept
 
-    def _select_alone(self, kept: Selection, moved: dict[nn.Parameter, tuple[nn.Parameter, ...]]) -> None:
-        before = self.loose
-        self.loose = [
-            {name: _same_kind(tensor.detach().clone(), tensor, slot) for name, tensor in before[index].items()}
-            for slot, index in enumerate(kept.indices)
-        ]
-        for path, bodies in self.apart.items():
-            self.apart[path] = [copy.deepcopy(bodies[index]) for index in kept.indices]
-        for index, loose in enumerate(before):
-            slots = [slot for slot, source in enumerate(kept.indices) if source == index]
-            for name, tensor in loose.items():
-                _follow(moved, tensor, [self.loose[slot][name] for slot in slots])
-
     def state(self) -> Named:
-        """Every tensor by its name, and the states of the generators."""
+        """Return every tensor by its name, and the states of the generators."""
         found = {name: tensor.detach() for name, tensor in self.named()}
         for model, generator in enumerate(self.generators or ()):
             found[f"generator[{model}]"] = generator.get_state()
@@ -200,7 +209,7 @@ class Store:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned."""
+        """Load what `state` returned."""
         own = self.state()
         if own.keys() != state.keys():
             wrong = sorted(own.keys() ^ state.keys())
@@ -216,19 +225,13 @@ class Store:
             generator.set_state(state[f"generator[{model}]"].cpu())
 
     def check_index(self, index: int) -> None:
-        """Refuse a slot that is not there."""
+        """Refuse a slot that does not exist."""
         if not 0 <= index < self.size:
             raise ConfigError(f"slot {index}: there are {self.size}, counted from 0")
 
 
-def _stack(every: Sequence[Named]) -> Named:
-    return {
-        name: _same_kind(torch.stack([own[name].detach() for own in every]), first) for name, first in every[0].items()
-    }
-
-
-def _same_kind(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
-    """A parameter where `like` is one, with the slot it belongs to where it belongs to one alone."""
+def _like(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
+    """Make a parameter of values if `like` is one, and note its slot if it belongs to one model alone."""
     if not isinstance(like, nn.Parameter):
         return values
     made = nn.Parameter(values, like.requires_grad)
@@ -238,38 +241,34 @@ def _same_kind(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor
 
 
 def owner_of(parameter: Tensor) -> int | None:
-    """The slot that a parameter [1, ...] belongs to; None where all slots have a row."""
+    """Return the slot that a parameter [1, ...] belongs to; None if all slots have a row."""
     found: int | None = getattr(parameter, "owner", None)
     return found
 
 
-def _follow(moved: dict[nn.Parameter, tuple[nn.Parameter, ...]], before: Tensor, after: Sequence[Tensor]) -> None:
-    if isinstance(before, nn.Parameter):
-        moved[before] = tuple(tensor for tensor in after if isinstance(tensor, nn.Parameter))
-
-
 def _generators(seeds: Sequence[int], states: Sequence[Tensor] | None, device: torch.device) -> list[torch.Generator]:
     made = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    # States were taken on the CPU, where the models were made.
     if states is not None and device.type == "cpu":
         for generator, state in zip(made, states, strict=True):
             generator.set_state(state)
     return made
 
 
-def _check_ties(models: Sequence[nn.Module], apart: Sequence[str]) -> None:
-    """Refuse a weight that is shared between layers of which only one is the same in all models."""
+def _check_ties(models: Sequence[nn.Module], separate: Sequence[str]) -> None:
+    """Refuse a weight that is shared between a separate layer and another one: one is stacked, the other is not."""
     for index, model in enumerate(models):
-        common = {id(tensor): name for name, tensor in tensors(model, apart).items()}
-        for path in apart:
+        common = {id(tensor): name for name, tensor in tensors(model, separate).items()}
+        for path in separate:
             for name, tensor in tensors(model.get_submodule(path)).items():
                 if id(tensor) in common:
                     raise ConfigError(
-                        f"model {index} ties {path}.{name} to {common[id(tensor)]}, and {path!r} is each model's own: "
-                        "loop over both layers"
+                        f"model {index} ties {path}.{name} to {common[id(tensor)]}, and {path!r} differs between "
+                        "models: loop over both layers"
                     )
 
 
 def outermost(paths: Sequence[str]) -> list[str]:
-    """Paths that are within no other of them."""
+    """Return the paths that are not within another of them."""
     every = list(dict.fromkeys(paths))
     return [path for path in every if not within(path, [other for other in every if other != path])]

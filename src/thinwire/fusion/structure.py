@@ -1,4 +1,4 @@
-"""Are models alike, so that they can be one array? And where are their tensors?"""
+"""Compare the structure of models, and find their tensors and dropout rates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 
-# A rate may differ between models: dropout rules take one for each.
+# Their rates may differ between models: the dropout rules take one per model.
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)  # pyright: ignore[reportPrivateUsage]
 _INTERNAL = set(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor of a module: where it is written and by what full name it is known.
+class TensorRef:
+    """Where a module holds a tensor.
 
     Args:
-        holder: the module's own dictionary of parameters or buffers.
+        holder: the module's dictionary of parameters or buffers.
         key: the tensor's key there.
-        name: the full name under which it was first met; tied tensors have the same.
+        name: the full name under which the tensor is first found; tied tensors have the same name.
         trained: whether it is a parameter.
     """
 
@@ -36,50 +36,50 @@ class Place:
     trained: bool
 
 
-def holders(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """A module's own dictionaries of parameters and of buffers."""
-    every = vars(module)
-    return every["_parameters"], every["_buffers"]
+def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return a module's dictionaries of parameters and of buffers."""
+    attributes = vars(module)
+    return attributes["_parameters"], attributes["_buffers"]
 
 
-def places(model: nn.Module, skip: Sequence[str] = ()) -> list[Place]:
-    """Every place of a tensor, in the order of `named_parameters`, tied ones too; without some submodules."""
-    found: list[Place] = []
+def tensor_refs(model: nn.Module, skip: Sequence[str] = ()) -> list[TensorRef]:
+    """Find all tensors, also tied ones, in the order of `named_parameters`; without some submodules."""
+    found: list[TensorRef] = []
     first: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if within(path, skip):
             continue
-        for holder, trained in zip(holders(module), (True, False), strict=True):
+        for holder, trained in zip(tensor_dicts(module), (True, False), strict=True):
             for key, tensor in holder.items():
                 if tensor is not None:
                     name = first.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    found.append(Place(holder, key, name, trained))
-    # A module that is used twice is listed twice, and written once.
-    return list({(id(place.holder), place.key): place for place in found}.values())
+                    found.append(TensorRef(holder, key, name, trained))
+    # A module that is used twice is found twice.
+    return list({(id(ref.holder), ref.key): ref for ref in found}.values())
 
 
 def tensors(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Each tensor once, by its full name."""
+    """Return each tensor once, by its full name."""
     found: dict[str, Tensor] = {}
-    for place in places(model, skip):
-        tensor = place.holder[place.key]
+    for ref in tensor_refs(model, skip):
+        tensor = ref.holder[ref.key]
         assert tensor is not None
-        found.setdefault(place.name, tensor)
+        found.setdefault(ref.name, tensor)
     return found
 
 
 def within(path: str, roots: Sequence[str]) -> bool:
-    """Whether a module is one of these, or inside one; the empty path is the whole model."""
+    """Whether a module is one of the roots or inside one; the empty path is the whole model."""
     return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
 
 
 def difference(one: nn.Module, other: nn.Module, skip: Sequence[str] = ()) -> str | None:
-    """The first difference in structure between two models, by the layer's name; None where there is none.
+    """Describe the first difference in structure between two models; None if there is none.
 
     Args:
         one: a model.
         other: another.
-        skip: names of submodules that are not looked at.
+        skip: paths of submodules that are not compared.
     """
     ones, others = (dict(model.named_modules(remove_duplicate=False)) for model in (one, other))
     ones, others = ({p: m for p, m in every.items() if not within(p, skip)} for every in (ones, others))
@@ -89,21 +89,21 @@ def difference(one: nn.Module, other: nn.Module, skip: Sequence[str] = ()) -> st
         if a is None or b is None:
             found = a if b is None else b
             return f"layer {label} ({type(found).__name__}) is in one of them only"
-        unlike = _unlike_modules(a, b)
+        unlike = _difference_of_modules(a, b)
         if unlike is not None:
             return f"layer {label} ({type(a).__name__}): {unlike}"
-    ties = [[(place.key, place.name) for place in places(model, skip)] for model in (one, other)]
+    ties = [[(ref.key, ref.name) for ref in tensor_refs(model, skip)] for model in (one, other)]
     return None if ties[0] == ties[1] else "they tie their weights differently"
 
 
-def _unlike_modules(a: nn.Module, b: nn.Module) -> str | None:
+def _difference_of_modules(a: nn.Module, b: nn.Module) -> str | None:
     if type(a) is not type(b):
         return f"the other's is {type(b).__name__}"
-    for word, mine, theirs in zip(("parameter", "buffer"), holders(a), holders(b), strict=True):
+    for word, mine, theirs in zip(("parameter", "buffer"), tensor_dicts(a), tensor_dicts(b), strict=True):
         for name in sorted({*mine, *theirs}):
-            looks = [_looks(holder.get(name)) for holder in (mine, theirs)]
-            if looks[0] != looks[1]:
-                return f"{word} {name} is {looks[0]} in one and {looks[1]} in the other"
+            found = [_description(holder.get(name)) for holder in (mine, theirs)]
+            if found[0] != found[1]:
+                return f"{word} {name} is {found[0]} in one and {found[1]} in the other"
     mine, theirs = _settings(a), _settings(b)
     for name in sorted({*mine, *theirs}):
         if not _equal(mine.get(name), theirs.get(name)):
@@ -111,7 +111,7 @@ def _unlike_modules(a: nn.Module, b: nn.Module) -> str | None:
     return None
 
 
-def _looks(tensor: Tensor | None) -> str:
+def _description(tensor: Tensor | None) -> str:
     if tensor is None:
         return "absent"
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
@@ -119,7 +119,7 @@ def _looks(tensor: Tensor | None) -> str:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """What a module's forward may depend on, besides its tensors."""
+    """Return the attributes that a module's forward may depend on, besides its tensors."""
     skip = _INTERNAL - {"training"}
     if isinstance(module, _DROPOUTS):
         skip = skip | {"p", "dropout"}
@@ -127,7 +127,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equal as far as can be told; of objects of unknown kinds, no difference is assumed."""
+    """Whether two attributes are equal; objects of unknown types are taken to be."""
     if type(a) is not type(b):
         return isinstance(a, int | float) and isinstance(b, int | float) and a == b
     if isinstance(a, Tensor):
@@ -140,33 +140,32 @@ def _equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, partial):
         return _equal(a.func, b.func) and _equal(a.args, b.args) and _equal(a.keywords, b.keywords)
-    return _same_code(a, b) if isinstance(a, types.FunctionType) else True
+    if isinstance(a, types.FunctionType):
+        if a.__code__ is not b.__code__:
+            return False
+        # Two lambdas of one constructor have the same code, and may close over different values.
+        cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (a, b)]
+        return _equal(a.__defaults__, b.__defaults__) and _equal(*cells)
+    return True
 
 
-def _same_code(a: types.FunctionType, b: types.FunctionType) -> bool:
-    if a.__code__ is not b.__code__:
-        return False
-    cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (a, b)]
-    return _equal(a.__defaults__, b.__defaults__) and _equal(*cells)
-
-
-def check_alike(models: Sequence[nn.Module], loop: Sequence[str]) -> None:
-    """Refuse models that differ outside of the layers that are looped.
+def check_same_structure(models: Sequence[nn.Module], loop: Sequence[str]) -> None:
+    """Refuse models that differ outside the layers that are looped over.
 
     Raises:
-        ConfigError: naming the models, the layer, the difference and what to do.
+        ConfigError: it names the models, the layer, the difference and the fix.
     """
     for index, model in enumerate(models[1:], 1):
         found = difference(models[0], model, loop)
         if found is not None:
             raise ConfigError(
                 f"models 0 and {index} differ in structure: {found}; only weights, buffers and dropout rates may. Fuse "
-                'models that are alike, or keep what differs as a loop: fuse(..., loop=["that.layer"])'
+                'models of one structure, or loop over the layers that differ: fuse(..., loop=["that.layer"])'
             )
 
 
-def rates(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[float]]]:
-    """Every dropout rate: the layer's path, the attribute, and each model's value."""
+def dropout_rates(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[float]]]:
+    """Find all dropout rates: the layer's path, the attribute, and each model's value."""
     for path, module in models[0].named_modules():
         if isinstance(module, _DROPOUTS):
             name = "dropout" if isinstance(module, nn.MultiheadAttention) else "p"
@@ -176,12 +175,13 @@ def rates(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[float]]]
 def build(
     factory: Callable[..., nn.Module], hyperparameters: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None
 ) -> tuple[list[nn.Module], list[Tensor] | None]:
-    """Make every model; with seeds, as after `torch.manual_seed` in its own process, and torch's state after it."""
+    """Make every model; with seeds, each as after `torch.manual_seed`, and return torch's generator state after it."""
     if seeds is None:
         return [factory(**values) for values in hyperparameters], None
     models: list[nn.Module] = []
     states: list[Tensor] = []
     for seed, values in zip(seeds, hyperparameters, strict=True):
+        # The models must be those of separate runs, and torch's own generator must not change.
         with torch.random.fork_rng():
             torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
             models.append(factory(**values))

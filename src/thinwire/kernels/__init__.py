@@ -1,7 +1,7 @@
-"""The arithmetic of codecs, vectors to bytes and back; in `rows`, `normalised` and `linear` that of arrays of
-models, and in `nearest` that of coresets.
+"""The arithmetic of codecs (vectors to bytes and back), arrays of models (`rows`, `normalised`, `linear`) and coresets
+(`nearest`).
 
-C on the CPU, Triton on a GPU, and torch (`thinwire.kernels.reference`) wherever those are not to be had.
+It runs as C on the CPU, as Triton on a GPU, and as torch (`thinwire.kernels.reference`) where neither is available.
 """
 
 from thinwire.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices

@@ -1,6 +1,6 @@
-"""Steps of adaptive optimizers: many tensors, each read as seldom as can be.
+"""Steps of adaptive optimizers over lists of tensors, in as few passes over memory as possible.
 
-C does it where every tensor is fp32, on the CPU and contiguous; torch everywhere else.
+C runs where every tensor is fp32, contiguous and on the CPU; torch everywhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.kernels.base import check_length, compiled
 from thinwire.kernels.reference import adaptive as reference
-from thinwire.kernels.reference.bits import rooted
+from thinwire.kernels.reference.bits import exact_sqrt
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -29,7 +29,7 @@ def turn_(
     eps: float,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Turn momenta into 1-bit LAMB's directions, and tell how far each tensor may go.
+    r"""Turn momenta into 1-bit LAMB's directions, and compute what the trust ratio of each tensor needs.
 
     With $m$ the momentum, $m'$ the one before, $v$ the frozen and $\tilde v$ the fresh variance of one tensor $x$,
 
@@ -52,23 +52,25 @@ def turn_(
         $r$, $|u_0|$ and $|u|$ of each tensor, three vectors in the tensors' dtype; without decay the norms are 0.
 
     Raises:
-        ConfigError: there are not as many of each kind, or their shapes differ.
+        ConfigError: the lists differ in length, or their tensors in shape.
     """
     _check(momenta, before, frozen, fresh, parameters)
     beta1, beta2 = betas
     numbers = (beta1, beta2, (1 - beta2) / (1 - beta1) ** 2, eps, decay)
     library = _library(momenta, before, frozen, fresh, parameters)
     if library is None:
-        grown, plain, whole = reference.turn_(momenta, before, frozen, fresh, parameters, numbers)
-        return grown, plain, whole
-    found, habits = momenta[0].new_empty(len(momenta), 3), (c_float * 5)(*numbers)
+        ratio, plain, whole = reference.turn_(momenta, before, frozen, fresh, parameters, numbers)
+        return ratio, plain, whole
+    # Per tensor: the largest ratio and two sums of squares.
+    found, coefficients = momenta[0].new_empty(len(momenta), 3), (c_float * 5)(*numbers)
+    row_bytes = 3 * found.element_size()
     for place, (x, *others) in enumerate(zip(parameters, momenta, before, frozen, fresh, strict=True)):
-        pulled = x.data_ptr() if decay else None
-        ends = (x.numel(), habits, found.data_ptr() + 12 * place)
-        library.thinwire_turn(*(tensor.data_ptr() for tensor in others), pulled, *ends)
-    grown, *squares = found.unbind(1)
-    plain, whole = (rooted(square) for square in squares)
-    return grown, plain, whole
+        decayed = x.data_ptr() if decay else None
+        rest = (x.numel(), coefficients, found.data_ptr() + row_bytes * place)
+        library.thinwire_lamb_direction(*(tensor.data_ptr() for tensor in others), decayed, *rest)
+    ratio, *squares = found.unbind(1)
+    plain, whole = (exact_sqrt(square) for square in squares)
+    return ratio, plain, whole
 
 
 def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, *, rate: float) -> None:
@@ -76,12 +78,12 @@ def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor,
 
     Args:
         parameters: $x$.
-        directions: $u$, like the parameters; used up.
+        directions: $u$, like the parameters; overwritten.
         ratios: $r$, one for each tensor, in the tensors' dtype.
         rate: $\gamma$.
 
     Raises:
-        ConfigError: there are not as many of each kind, or their shapes differ.
+        ConfigError: the lists differ in length, or their tensors in shape.
     """
     _check(parameters, directions)
     check_length("ratios", ratios.numel(), len(parameters))
@@ -90,7 +92,7 @@ def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor,
         reference.descend_(parameters, directions, ratios, rate)
         return
     for x, direction, ratio in zip(parameters, directions, ratios.tolist(), strict=True):
-        library.thinwire_descend(x.data_ptr(), direction.data_ptr(), x.numel(), ratio, rate)
+        library.thinwire_scaled_step(x.data_ptr(), direction.data_ptr(), x.numel(), ratio, rate)
 
 
 def adam_descend_(
@@ -115,25 +117,25 @@ def adam_descend_(
         rate: $\gamma$.
 
     Raises:
-        ConfigError: there are not as many of each kind, or their shapes differ.
+        ConfigError: the lists differ in length, or their tensors in shape.
     """
     _check(parameters, before, momenta, frozen)
     library = _library(parameters, before, momenta, frozen)
     if library is None:
         reference.adam_descend_(parameters, before, momenta, frozen, (eps, decay, rate))
         return
-    for every in zip(parameters, before, momenta, frozen, strict=True):
-        library.thinwire_adam_descend(*(x.data_ptr() for x in every), every[0].numel(), eps, decay, rate)
+    for own in zip(parameters, before, momenta, frozen, strict=True):
+        library.thinwire_frozen_adam_step(*(x.data_ptr() for x in own), own[0].numel(), eps, decay, rate)
 
 
 def _library(*lists: list[Tensor]) -> CDLL | None:
-    """The compiled kernels, where they can read all of these tensors as runs of numbers."""
-    every = [x for each in lists for x in each]
-    return compiled(every[0]) if every and all(map(_is_run, every)) else None
-
-
-def _is_run(x: Tensor) -> bool:
-    return type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+    """Return the compiled kernels if all these tensors are contiguous fp32 in CPU memory."""
+    tensors = [x for each in lists for x in each]
+    # A subclass of Tensor may hold its numbers elsewhere than its data pointer says.
+    fits = all(
+        type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
+    )
+    return compiled(tensors[0]) if tensors and fits else None
 
 
 def _check(*lists: list[Tensor]) -> None:

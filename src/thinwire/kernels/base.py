@@ -1,4 +1,4 @@
-"""Who does the work, and what all kernels refuse."""
+"""Which implementation runs, on how many threads, and the checks that all kernels share."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.kernels import native
 
-# The same bits as torch: no sum is reassociated, and no product fused with a sum.
+# To give torch's bits: no sum is reassociated, and no product fused with a sum.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if platform.machine() == "x86_64":
-    # Compilers shun the widest vectors; for loops that do much with each element these pay.
+    # By default compilers avoid 512-bit vectors; loops with much arithmetic per element are faster with them.
     FLAGS.append("-mprefer-vector-width=512")
 _SOURCES = (
     *("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c"),
     *("normalised.c", "linear.c", "adaptive.c"),
 )
-# Products of numbers that take longer than handing them to another thread.
-PART = 1 << 22
-# Results of all models that drive each other out of the caches: they are written past them.
-AWAY_BYTES = 8 << 20
+# Multiplications that take longer than starting another thread.
+WORK_PER_THREAD = 1 << 22
+# Results larger than this would evict each other from the caches: they are written past them (non-temporal stores).
+STREAM_BYTES = 8 << 20
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
 
+# Of each function of the C files, without `thinwire_`.
 _ARGUMENTS = {
     "uniform": [_at, _long, _key, _key],
     "encode_signs": [_at, _at, _at, _long, _long, _int, _int],
@@ -50,17 +51,17 @@ _ARGUMENTS = {
     "layer_norm_back": [_at] * 6,
     **dict.fromkeys(("group_norm_back", "batch_norm_back"), (_at,) * 5),
     "linear_weights": [*[_at] * 5, _long, _at],
-    "turn": [*[_at] * 5, _long, _at, _at],
-    "descend": [_at, _at, _long, _float, _float],
-    "adam_descend": [*[_at] * 4, _long, *[_float] * 3],
+    "lamb_direction": [*[_at] * 5, _long, _at, _at],
+    "scaled_step": [_at, _at, _long, _float, _float],
+    "frozen_adam_step": [*[_at] * 4, _long, *[_float] * 3],
     **{f"sgd_rows{dtype}": [_at] * 4 for dtype in ("", "_double")},
 }
-_PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_COUNTING = ("top_k", "heavy", "linear_weights")
+_RETURN_INT64 = ("top_k", "heavy", "linear_weights")
+_THREAD_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, where they can work on a tensor and nobody has switched them off."""
+    """Return the compiled kernels if they can work on the tensor and are not disabled by THINWIRE_NATIVE=0."""
     return _compiled() if native.usable(x) else None
 
 
@@ -70,15 +71,15 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def load(flags: list[str]) -> ctypes.CDLL | None:
-    """The kernels' library, compiled with these flags; None where there is no compiler."""
-    return native.load("kernels", _SOURCES, flags, _ARGUMENTS, _COUNTING)
+    """Return the kernels' library, compiled with these flags; None if there is no compiler."""
+    return native.load("kernels", _SOURCES, flags, _ARGUMENTS, _RETURN_INT64)
 
 
-def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
-    """Do what is to be done for 0 to n in so many threads: each time from one number to another.
+def parallel_for(n: int, parts: int, work: Callable[[int, int], object]) -> None:
+    """Call `work(begin, end)` for the parts of 0 to n, on as many threads as there are parts.
 
-    Where torch's threads are those of GNU's OpenMP they do it: others would compete with them, for they go on looking
-    for work a while after they have had some.
+    torch's own threads are used if they are GNU OpenMP's: those spin for a while after their last work, and other
+    threads would compete with them for the cores.
     """
     if parts < 2:
         work(0, n)
@@ -86,9 +87,10 @@ def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
     spans, failures = pairwise(n * part // parts for part in range(parts + 1)), list[BaseException]()
     lock = Lock()
 
-    def some(_: object = None) -> None:
+    def run(_: object = None) -> None:
+        # OpenMP may give fewer threads than were asked for, so each takes parts until none is left.
         while True:
-            # C that calls this would lose what is raised, an interrupt too.
+            # An exception, also an interrupt, would be lost in the C code that calls this.
             try:
                 with lock:
                     span = next(spans, None)
@@ -98,48 +100,48 @@ def shared_out(n: int, parts: int, work: Callable[[int, int], object]) -> None:
             except BaseException as error:
                 failures.append(error)
 
-    team = torch_team()
-    if team is not None:
-        team(_PIECE(some), None, parts, 0)
+    openmp = gnu_openmp()
+    if openmp is not None:
+        openmp(_THREAD_FUNCTION(run), None, parts, 0)
     else:
         with ThreadPoolExecutor(parts) as threads:
-            for move in [threads.submit(some) for _ in range(parts)]:
-                move.result()
+            for future in [threads.submit(run) for _ in range(parts)]:
+                future.result()
     if failures:
         raise failures[0]
 
 
 @cache
-def torch_team() -> Callable[..., None] | None:
-    """What calls a function from every one of torch's threads, if they are GNU's."""
+def gnu_openmp() -> Callable[..., None] | None:
+    """Return the function that runs another one on all of torch's threads, if they are GNU OpenMP's."""
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes, found.restype = [_PIECE, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    found.argtypes, found.restype = [_THREAD_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
     return found
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether Triton can do the work."""
-    return x.is_cuda and _triton_is_there()
+    """Whether the tensor is on a GPU and Triton is installed."""
+    return x.is_cuda and _has_triton()
 
 
 @cache
-def _triton_is_there() -> bool:
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def single(x: Tensor) -> Tensor:
-    """A vector as contiguous fp32; itself where it is."""
+def as_fp32(x: Tensor) -> Tensor:
+    """Return a vector as contiguous fp32; no copy if it is."""
     return x.detach().to(torch.float32).contiguous()
 
 
 @contextmanager
 def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = False) -> Generator[Tensor, None, None]:
-    """A contiguous tensor of `dtype` whose values are put into `out` in the end; itself where it is one already.
+    """Yield a contiguous tensor of `dtype` that is copied into `out` at the end; `out` itself if it is one.
 
-    With `read` it holds the values of `out` to begin with.
+    With `read` it first holds the values of `out`.
     """
     if out.dtype == dtype and out.is_contiguous():
         yield out.detach()
@@ -152,7 +154,7 @@ def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = Fa
 
 
 def check_layout(block: int, scale_bytes: int) -> None:
-    """Refuse blocks and scales that cannot be.
+    """Refuse impossible sizes of blocks and scales.
 
     Raises:
         ConfigError: with the value and the rule.
@@ -164,17 +166,17 @@ def check_layout(block: int, scale_bytes: int) -> None:
 
 
 def check_norm(norm: str, known: tuple[str, str]) -> None:
-    """Refuse norms that are not known.
+    """Refuse unknown norms.
 
     Raises:
-        ConfigError: with those that are.
+        ConfigError: with the known ones.
     """
     if norm not in known:
         raise ConfigError(f"norm={norm!r}: must be one of {', '.join(known)}")
 
 
 def check_payload(payload: Tensor, nbytes: int) -> None:
-    """Refuse payloads of another size, whose bytes would be read or written beyond their end.
+    """Refuse payloads of another size: kernels would read or write beyond their end.
 
     Raises:
         ConfigError: with both sizes.
@@ -185,7 +187,7 @@ def check_payload(payload: Tensor, nbytes: int) -> None:
 
 
 def check_length(name: str, found: int, wanted: int) -> None:
-    """Refuse vectors that do not fit each other.
+    """Refuse vectors of another length.
 
     Raises:
         ConfigError: with both lengths.

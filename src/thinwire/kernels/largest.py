@@ -1,4 +1,4 @@
-"""The elements of largest absolute value, and their places as bits."""
+"""Find the elements of largest absolute value, and pack indices into bits."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.kernels.base import check_payload, compiled, single
+from thinwire.kernels.base import as_fp32, check_payload, compiled
 from thinwire.kernels.reference import largest
 
-# What lies in a net before its mesh is widened, beside twice what is asked for.
-_ROOM = 65536
+# Candidates that are collected, besides 2 k, before the smaller ones are dropped.
+_SPARE = 65536
+# As in largest.c.
 _BINS = 65536
 _LANES = 16
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """Places of the k largest absolute values (of all, where there are fewer), int64, rising; the first among equals.
+    """Return the indices of the k largest absolute values (of all, if there are fewer), int64, ascending.
+
+    Of equal values the first ones are taken.
 
     Raises:
         NonFiniteError: there is a NaN, which is neither larger nor smaller than others.
     """
-    x = single(x)
+    x = as_fp32(x)
     k, library = min(k, x.numel()), compiled(x)
     if k < 1 or library is None:
-        check_numbers(x)
+        refuse_nan(x)
         return largest.top_k(x, k) if k > 0 else torch.empty(0, dtype=torch.int64, device=x.device)
-    sizes, places, counts = net_of(x.numel(), k)
-    caught = [each.data_ptr() for each in (sizes, places, counts)]
-    found = library.thinwire_top_k(x.data_ptr(), x.numel(), k, *caught, sizes.numel())
+    sizes, indices, counts = candidate_buffers(x.numel(), k)
+    buffers = [each.data_ptr() for each in (sizes, indices, counts)]
+    found = library.thinwire_top_k(x.data_ptr(), x.numel(), k, *buffers, sizes.numel())
     if found < 0:
-        check_numbers(x)
-    return places[:found].clone()
+        refuse_nan(x)
+    return indices[:found].clone()
 
 
-def check_numbers(x: Tensor) -> None:
-    """Refuse what has no order.
+def refuse_nan(x: Tensor) -> None:
+    """Refuse vectors with NaN.
 
     Raises:
         NonFiniteError: there is a NaN.
@@ -45,29 +48,29 @@ def check_numbers(x: Tensor) -> None:
         raise NonFiniteError(f"{wrong} of {x.numel()} elements are NaN: none of them is the largest")
 
 
-def net_of(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for candidates' sizes and places, and for the counts by which they are thinned out."""
-    capacity = min(n, 2 * k + _ROOM) + 2 * _LANES
+def candidate_buffers(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the candidates' absolute values (as bits) and indices, and the histogram by which they are selected."""
+    capacity = min(n, 2 * k + _SPARE) + 2 * _LANES
     sizes, counts = torch.empty(capacity, dtype=torch.int32), torch.empty(_BINS, dtype=torch.int32)
     return sizes, torch.empty(capacity, dtype=torch.int64), counts
 
 
-def width_of(n: int) -> int:
-    """Bits that a place among `n` takes: the logarithm of n to base 2, rounded up."""
+def _index_bits(n: int) -> int:
+    """Return the bits of an index below `n`: the base-2 logarithm of n, rounded up."""
     return max(n - 1, 0).bit_length()
 
 
 def packed_nbytes(k: int, n: int) -> int:
-    """Bytes that k places among `n` take."""
-    return -(-k * width_of(n) // 8)
+    """Return the bytes that k indices below `n` take."""
+    return -(-k * _index_bits(n) // 8)
 
 
 def pack_indices(indices: Tensor, n: int) -> Tensor:
-    """Places among `n`, int64 [k], in as few bits each as hold them; uint8 [packed_nbytes(k, n)].
+    """Pack indices below `n`, int64 [k], into as few bits each as can hold them; uint8 [packed_nbytes(k, n)].
 
-    Bit j of byte i is bit 8i + j of the numbers laid end to end, each with its lowest bit first.
+    Bit j of byte i is bit 8i + j of the indices laid end to end, each with its lowest bit first.
     """
-    width, library = width_of(n), compiled(indices)
+    width, library = _index_bits(n), compiled(indices)
     if library is None:
         return largest.pack_indices(indices, width)
     indices = indices.to(torch.int64).contiguous()
@@ -77,18 +80,18 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
-    """The k places, int64 [k].
+    """Reverse `pack_indices`; int64 [k].
 
     Raises:
-        ConfigError: the bytes are not those of k places among n, or one of them is beyond n.
+        ConfigError: there are not as many bytes, or an index is not below n.
     """
     check_payload(packed, packed_nbytes(k, n))
-    width, library = width_of(n), compiled(packed)
+    width, library = _index_bits(n), compiled(packed)
     if library is None:
         out = largest.unpack_indices(packed, width, k)
     else:
         packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64)
         library.thinwire_unpack_indices(packed.data_ptr(), k, width, out.data_ptr())
     if not out.is_meta and k and int(out.max()) >= n:
-        raise ConfigError(f"place {int(out.max())}: must be below {n}; the payload is damaged or another vector's")
+        raise ConfigError(f"index {int(out.max())}: must be below {n}; the payload is damaged or another vector's")
     return out

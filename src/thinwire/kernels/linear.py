@@ -1,4 +1,4 @@
-"""Gradients of linear layers of many models by one call."""
+"""Gradients of the linear layers of many models in one call."""
 
 from __future__ import annotations
 
@@ -8,57 +8,59 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import AWAY_BYTES, PART, check_same_device, compiled, shared_out
+from thinwire.kernels.base import STREAM_BYTES, WORK_PER_THREAD, check_same_device, compiled, parallel_for
 
 
 class _Layer(ctypes.Structure):
     """`layer` of linear.c."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_model", "y_model", "away")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_model", "y_model", "stream")]
 
 
-def weights_between(x: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The gradients of the weights and of the shifts of $y_b = x_b W_b^\top + \beta_b$, from that of y.
+def weight_gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return the gradients of $W_b$ and $\beta_b$ in $y_b = x_b W_b^\top + \beta_b$, from the gradient of y.
 
-    Equal to torch's but for rounding.
+    They equal torch's except for rounding.
 
     Args:
-        x: fp32 [models, n, in], contiguous, or of stride 0 along the models, which then all see the same.
-        sent: the gradient of y, fp32 [models, n, out], contiguous.
+        x: fp32 [models, n, in], contiguous, or of stride 0 along the models if all share it.
+        gradient: of y, fp32 [models, n, out], contiguous.
 
     Returns:
         [models, out, in] and [models, out], contiguous.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
-    check_same_device(x, sent)
-    if x.dim() != 3 or sent.shape[:-1] != x.shape[:2] or not x.numel() or not sent.numel():
+    check_same_device(x, gradient)
+    if x.dim() != 3 or gradient.shape[:-1] != x.shape[:2] or not x.numel() or not gradient.numel():
         raise ConfigError(
-            f"shapes {list(x.shape)} and {list(sent.shape)}: must be [models, n, in] and [models, n, out]"
+            f"shapes {list(x.shape)} and {list(gradient.shape)}: must be [models, n, in] and [models, n, out]"
         )
-    for tensor in (x if x.stride(0) else x[0], sent):
+    for tensor in (x if x.stride(0) else x[0], gradient):
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
-    library, (models, n, width), out = compiled(x), x.shape, sent.shape[2]
+    library, (models, n, width), out = compiled(x), x.shape, gradient.shape[2]
     if library is None:
-        return torch.bmm(sent.transpose(1, 2), x), sent.sum(1)
-    found, of_shift = x.new_empty(models, out, width), x.new_empty(models, out)
+        return torch.bmm(gradient.transpose(1, 2), x), gradient.sum(1)
+    of_weight, of_bias = x.new_empty(models, out, width), x.new_empty(models, out)
     layer = _Layer(
         rows=n,
         inputs=width,
         outputs=out,
         x_model=x.stride(0),
-        y_model=sent.stride(0),
-        away=found.nbytes >= AWAY_BYTES,
+        y_model=gradient.stride(0),
+        stream=of_weight.nbytes >= STREAM_BYTES,
     )
+    # Called without a workspace, the kernel returns the size that it needs.
     nbytes = library.thinwire_linear_weights(*[None] * 4, ctypes.byref(layer), models, None)
-    places = [(each.data_ptr(), 4 * each.stride(0)) for each in (x, sent, found, of_shift)]
+    operands = [(each.data_ptr(), 4 * each.stride(0)) for each in (x, gradient, of_weight, of_bias)]
 
-    def some(begin: int, end: int) -> None:
-        room = torch.empty(nbytes, dtype=torch.uint8)
-        own = (at + begin * step for at, step in places)
-        library.thinwire_linear_weights(*own, ctypes.byref(layer), end - begin, room.data_ptr())
+    def run(begin: int, end: int) -> None:
+        workspace = torch.empty(nbytes, dtype=torch.uint8)
+        own = (address + begin * step for address, step in operands)
+        library.thinwire_linear_weights(*own, ctypes.byref(layer), end - begin, workspace.data_ptr())
 
-    shared_out(models, min(torch.get_num_threads(), models, found.numel() * n // PART), some)
-    return found, of_shift
+    threads = min(torch.get_num_threads(), models, of_weight.numel() * n // WORK_PER_THREAD)
+    parallel_for(models, threads, run)
+    return of_weight, of_bias

@@ -1,6 +1,6 @@
-"""C compiled once for this processor, kept in the user's cache, and called by ctypes.
+"""Compile C once for this processor, keep the library in the user's cache, and load it by ctypes.
 
-Nothing here is needed: where there is no compiler, or with THINWIRE_NATIVE=0, torch does the work, to the same result.
+All of it is optional: without a compiler, or with THINWIRE_NATIVE=0, torch computes the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPILE_SECONDS = 60.0
 
 
 def usable(x: Tensor) -> bool:
-    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE=0 does not ask for torch alone."""
+    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
     return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("THINWIRE_NATIVE") != "0"
 
 
@@ -34,16 +34,16 @@ def load(
     sources: Sequence[str],
     flags: Sequence[str],
     arguments: Mapping[str, Sequence[Any]],
-    counting: Container[str],
+    return_int64: Container[str],
 ) -> ctypes.CDLL | None:
-    """The functions of some files of `c/`, compiled as one, with their types; None where there is no compiler.
+    """Compile files of `c/` as one library and declare its functions' types; None if there is no compiler.
 
     Args:
         name: of the library in the cache.
-        sources: names of the files, each of which may use what stands in those before it.
+        sources: names of the files; each may use what the files before it define.
         flags: for the compiler.
-        arguments: the types of what each function takes; their names are without `thinwire_`.
-        counting: names of the functions that return a 64-bit integer; the others return nothing.
+        arguments: the types of each function's arguments, by its name without `thinwire_`.
+        return_int64: names of the functions that return a 64-bit integer; the others return nothing.
     """
     folder = resources.files("thinwire.kernels").joinpath("c")
     found = library(name, b"\n".join(folder.joinpath(source).read_bytes() for source in sources), flags)
@@ -51,16 +51,16 @@ def load(
         return None
     for each, types in arguments.items():
         function = getattr(found, f"thinwire_{each}")
-        function.argtypes, function.restype = types, ctypes.c_int64 if each in counting else None
+        function.argtypes, function.restype = types, ctypes.c_int64 if each in return_int64 else None
     return found
 
 
 def library(name: str, source: bytes, flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The functions of a C source; None where they cannot be made.
+    """Compile a C source and load it; None if that is not possible.
 
     Args:
-        name: of the file in the cache, before the hash of all that it depends on.
-        source: self-contained, but for the system's headers.
+        name: of the file in the cache, before the hash of everything that it depends on.
+        source: which includes only the system's headers.
         flags: for the compiler, besides those that make a library.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
@@ -73,32 +73,29 @@ def library(name: str, source: bytes, flags: Sequence[str]) -> ctypes.CDLL | Non
 
 
 def _built(name: str, compiler: str, source: bytes, flags: Sequence[str]) -> Path:
-    """The library's file, compiled unless a file for this source, compiler, flags and processor is there.
+    """Return the library's file, compiled unless there is one for this source, compiler, flags and processor.
 
     Raises:
         OSError: the cache cannot be used.
-        subprocess.SubprocessError: the compiler refused or took too long.
+        subprocess.SubprocessError: the compiler failed or took too long.
     """
     folder = _private(cache_folder() / "native")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_SECONDS).stdout
     facts = [source, version, " ".join(flags).encode(), _processor().encode()]
     path = folder / f"{name}-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:20]}.so"
-    if not path.exists():
-        _compile(compiler, source, flags, path)
-    return path
-
-
-def _compile(compiler: str, source: bytes, flags: Sequence[str], path: Path) -> None:
-    """Several ranks may do so at once: each under a name of its own, and the last one's file stays."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+    if path.exists():
+        return path
+    # Several ranks may compile at once: each in a folder of its own, and renaming is atomic.
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        made = Path(own) / path.name
         command = [compiler, *flags, "-x", "c", "-", "-o", str(made), "-lm"]
         subprocess.run(command, input=source, capture_output=True, check=True, timeout=_COMPILE_SECONDS)
         made.replace(path)
+    return path
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made if need be, as long as nobody else can put a library into it.
+    """Make the folder if needed, and refuse one into which someone else could put a library that we would run.
 
     Raises:
         OSError: it cannot be made, belongs to someone else, or others may write to it.
@@ -111,7 +108,7 @@ def _private(folder: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """THINWIRE_CACHE, or `thinwire` where the system keeps caches."""
+    """Return the folder for caches: THINWIRE_CACHE, or `thinwire` where the system keeps caches."""
     if named := os.environ.get("THINWIRE_CACHE"):
         return Path(named)
     if sys.platform == "darwin":
@@ -120,7 +117,7 @@ def cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """What instructions this processor has, as far as the system tells."""
+    """Describe the processor's instructions: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

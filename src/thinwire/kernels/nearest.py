@@ -1,6 +1,6 @@
-"""The nearest representative of each point, and what a candidate would save: the functions of `nearest.c`.
+"""Facility location for coresets: the nearest representative of each point, and the gain of each candidate (nearest.c).
 
-Where there is no compiler, or with THINWIRE_NATIVE=0, torch does the work, and the selection is the same.
+Without a compiler, or with THINWIRE_NATIVE=0, torch computes the same selection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.kernels import native
 
-# No distance is NaN or infinite; other kernels must keep torch's bits for such numbers too.
+# Distances are finite, so these flags are safe here; other kernels must give torch's bits for NaN and infinity too.
 _FLAGS = [
     *("-O3", "-march=native", "-fopenmp-simd", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"),
@@ -21,7 +21,7 @@ _long, _at = ctypes.c_int64, ctypes.c_void_p
 
 
 class Facility(ctypes.Structure):
-    """`facility` of nearest.c: the points, and how near each is to which representative."""
+    """`facility` of nearest.c: the points, and each one's nearest representative and distance."""
 
     _fields_ = [
         *((name, _at) for name in ("points", "near", "nearest")),
@@ -30,7 +30,7 @@ class Facility(ctypes.Structure):
 
 
 class Search(ctypes.Structure):
-    """`search` of nearest.c: what lazy greedy goes by, and what it finds."""
+    """`search` of nearest.c: the inputs and the results of lazy greedy."""
 
     _fields_ = [
         *((name, _at) for name in ("ids", "asked", "picked", "bounds", "sums", "gains", "rows")),
@@ -50,11 +50,11 @@ _ARGUMENTS = {
 
 
 def compiled(rows: Tensor) -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot work on these points, are switched off or cannot be made."""
+    """Return the compiled functions; None if they cannot work on these points, are disabled or cannot be compiled."""
     return _compiled() if native.usable(rows) else None
 
 
 @cache
 def _compiled() -> ctypes.CDLL | None:
-    counting = ("gains", "lazy", "lanes", "together", "most_threads")
-    return native.load("nearest", ("nearest.c",), _FLAGS, _ARGUMENTS, counting)
+    return_int64 = ("gains", "lazy", "lanes", "together", "most_threads")
+    return native.load("nearest", ("nearest.c",), _FLAGS, _ARGUMENTS, return_int64)

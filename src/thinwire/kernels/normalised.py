@@ -1,4 +1,4 @@
-"""Normalisation of many models by one call, each model with its own gain and shift."""
+"""Normalisation of many models in one call, each model with its own gain and shift."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.kernels.reference import normalised as reference
 
 
 class _Layers(ctypes.Structure):
-    """`layers` of normalised.c: rows of each model, and where their moments are."""
+    """`layers` of normalised.c: the rows of each model and their moments."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "gain", "means", "scales")),
@@ -23,11 +23,11 @@ class _Layers(ctypes.Structure):
 
 
 class _Blocks(ctypes.Structure):
-    """`blocks` of normalised.c: how the places of each model's channels lie in memory, and where their moments are."""
+    """`blocks` of normalised.c: the memory layout of each model's channels, and their moments."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "gain", "means", "variances")),
-        *((name, ctypes.c_int64) for name in ("outer", "inner", "models_inner", "channels", "places")),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "models_inner", "channels", "positions")),
         *((name, ctypes.c_int64) for name in ("x_outer", "x_inner", "groups")),
         ("eps", ctypes.c_float),
     ]
@@ -39,11 +39,11 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
     Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450, equations 3 and 4.
 
     Args:
-        x: fp32 [models, ..., n], contiguous, or of stride 0 along the models, which then all see the same; a row may
-            have several axes.
+        x: fp32 [models, ..., n], contiguous, or of stride 0 along the models if all share it; a row may have several
+            axes.
         gain: $\gamma$, fp32 [models, n], contiguous.
         shift: $\beta$, as gain.
-        eps: $\epsilon$; more bounds the scale of rows that hardly vary.
+        eps: $\epsilon$; a larger one bounds the scale of rows that hardly vary.
 
     Returns:
         y as x, and each row's $\mu$ and $1/\sqrt{\sigma^2 + \epsilon}$, fp32 [models, rows].
@@ -64,15 +64,15 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
 def layer_norm_back(
     gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, scale: Tensor, *, trained: bool = True
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """What a gradient of `layer_norm` is for the input, the gain and the shift.
+    """Return the gradients of the input, the gain and the shift of `layer_norm`.
 
     Args:
         gradient: of y, as x; copied unless it is contiguous.
-        x: as it was given.
-        gain: as it was given.
-        mean: as it was returned.
-        scale: as it was returned.
-        trained: whether the input's gradient is asked for; else it is None.
+        x: as passed to `layer_norm`.
+        gain: as passed.
+        mean: as returned.
+        scale: as returned.
+        trained: whether the input's gradient is needed; else it is None.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -98,8 +98,8 @@ def group_norm(
     Wu and He, Group Normalization, arXiv:1803.08494, equations 1 to 7.
 
     Args:
-        x: fp32 [models, samples, channels, places...], or with samples first; contiguous, or of stride 0 along the
-            models, which then all see the same, and it is read once.
+        x: fp32 [models, samples, channels, positions...], or with samples first; contiguous, or of stride 0 along the
+            models if all share it, whose moments are then computed once.
         gain: $\gamma$, fp32 [models, channels], contiguous.
         shift: $\beta$, as gain.
         axis: of the models, 0 or 1.
@@ -110,7 +110,7 @@ def group_norm(
         y, contiguous, and $\mu$ and $\sigma^2$, [models, samples, groups], or with samples first as in x.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     _check_blocks(x, gain, shift, axis)
     _check_groups(x, groups)
@@ -135,21 +135,21 @@ def group_norm_back(
     eps: float,
     trained: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """What a gradient of `group_norm` is for the input, the gain and the shift.
+    """Return the gradients of the input, the gain and the shift of `group_norm`.
 
     Args:
         gradient: of y, as y; copied unless it is contiguous.
-        x: as it was given.
-        gain: as it was given.
-        mean: as it was returned.
-        variance: as it was returned.
-        axis: as given.
-        groups: as given.
-        eps: as given.
-        trained: whether the input's gradient is asked for; else it is None.
+        x: as passed to `group_norm`.
+        gain: as passed.
+        mean: as returned.
+        variance: as returned.
+        axis: as passed.
+        groups: as passed.
+        eps: as passed.
+        trained: whether the input's gradient is needed; else it is None.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     _check_blocks(x, gain, gain, axis)
     _check_groups(x, groups)
@@ -165,12 +165,12 @@ def group_norm_back(
 
 
 def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_norm`, with moments over all samples and places of a channel, [models, channels].
+    """Normalise as `group_norm`, with moments over all samples and positions of a channel, [models, channels].
 
     Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167, algorithm 1.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     _check_blocks(x, gain, shift, axis)
     library = compiled(x)
@@ -193,10 +193,10 @@ def batch_norm_back(
     eps: float,
     trained: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """What a gradient of `batch_norm` is for the input, the gain and the shift; arguments as of `group_norm_back`.
+    """Return the gradients of the input, the gain and the shift of `batch_norm`; arguments as for `group_norm_back`.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     _check_blocks(x, gain, gain, axis)
     _check_gradient(gradient, x)
@@ -215,10 +215,10 @@ def _addresses(*tensors: Tensor | None) -> list[int | None]:
 
 
 def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
-    """Models, rows of each, numbers in a row, and the step from model to model.
+    """Return the models, the rows of each, the numbers in a row, and the stride from model to model.
 
     Raises:
-        ConfigError: they cannot be normalised.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     check_same_device(x, gain, shift)
     own, width = gain.shape, gain.dim() - 1
@@ -231,16 +231,16 @@ def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
 
 def _blocks(x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float, groups: int = 1) -> _Blocks:
     outer, inner, channels = x.shape[:3]
-    places = x.numel() // (outer * inner * channels)
-    where = _addresses(x, gain, mean, variance)
-    return _Blocks(*where, outer, inner, axis, channels, places, *x.stride()[:2], groups, eps)
+    positions = x.numel() // (outer * inner * channels)
+    addresses = _addresses(x, gain, mean, variance)
+    return _Blocks(*addresses, outer, inner, axis, channels, positions, *x.stride()[:2], groups, eps)
 
 
 def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
-    """Refuse what cannot be normalised by channels.
+    """Refuse tensors that cannot be normalised by channels.
 
     Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor does not lie as it must.
+        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
     """
     check_same_device(x, gain, shift)
     if axis not in (0, 1):
@@ -254,7 +254,7 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
 
 def _check_filled(x: Tensor) -> None:
     if not x.numel():
-        raise ConfigError(f"an input of shape {list(x.shape)}: has no numbers to normalise")
+        raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalise")
 
 
 def _check_groups(x: Tensor, groups: int) -> None:

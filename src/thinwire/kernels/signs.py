@@ -1,6 +1,6 @@
-"""Signs in a bit each, with a scale for every block.
+"""One bit per number: its sign, with a scale for every block.
 
-A payload is all scales, then all signs: the bit of an element is that of its sign, so that -0.0 counts as negative.
+A payload is all scales, then all sign bits, as floats have them: -0.0 counts as negative.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.base import (
+    as_fp32,
     check_layout,
     check_length,
     check_norm,
@@ -18,34 +19,33 @@ from thinwire.kernels.base import (
     check_same_device,
     compiled,
     on_gpu,
-    single,
     writable,
 )
 from thinwire.kernels.reference import signs
 
 
 def sign_nbytes(n: int, block: int, scale_bytes: int = 4) -> int:
-    """Bytes of the payload of `n` elements."""
+    """Return the bytes of the payload of `n` elements."""
     return -(-n // block) * scale_bytes + -(-n // 8)
 
 
 def encode_signs_(
     x: Tensor,
-    error: Tensor | None,
+    residual: Tensor | None,
     out: Tensor,
     *,
     block: int,
     norm: Literal["l1", "l2"] = "l1",
     scale_bytes: int = 4,
 ) -> None:
-    r"""Write the signs and scales of `x + error` into `out`, and what they leave unsaid into `error`.
+    r"""Write the signs and scales of `x + residual` into `out`, and what they lose into `residual` (error feedback).
 
-    The scale of a block is its mean absolute value ("l1") or its root mean square ("l2"), over elements that exist,
-    rounded as it travels; what is left unsaid is measured from the rounded one. It is read once and written once.
+    The scale of a block is its mean absolute value ("l1") or its root mean square ("l2"). The new residual is measured
+    from the scale as it is sent, after rounding. The residual is read once and written once.
 
     Args:
         x: fp32, [n]; other floats are converted.
-        error: fp32, [n]; None is zero, and nothing is kept.
+        residual: fp32, [n]; None is zero, and nothing is kept.
         out: uint8, `sign_nbytes(n, block, scale_bytes)`.
         block: elements that share a scale.
         norm: of the scales.
@@ -57,33 +57,33 @@ def encode_signs_(
     check_layout(block, scale_bytes)
     check_norm(norm, ("l1", "l2"))
     check_payload(out, sign_nbytes(x.numel(), block, scale_bytes))
-    check_same_device(x, error, out)
-    if error is None:
+    check_same_device(x, residual, out)
+    if residual is None:
         with writable(out, torch.uint8) as target:
-            _encode_signs(single(x), None, target, block, norm, scale_bytes)
+            _encode_signs(as_fp32(x), None, target, block, norm, scale_bytes)
         return
-    check_length("error", error.numel(), x.numel())
-    with writable(out, torch.uint8) as target, writable(error, read=True) as rest:
-        _encode_signs(single(x), rest, target, block, norm, scale_bytes)
+    check_length("residual", residual.numel(), x.numel())
+    with writable(out, torch.uint8) as target, writable(residual, read=True) as kept:
+        _encode_signs(as_fp32(x), kept, target, block, norm, scale_bytes)
 
 
-def _encode_signs(x: Tensor, error: Tensor | None, out: Tensor, block: int, norm: str, scale_bytes: int) -> None:
+def _encode_signs(x: Tensor, residual: Tensor | None, out: Tensor, block: int, norm: str, scale_bytes: int) -> None:
     n, library = x.numel(), compiled(x)
     if n == 0:
         return
     if on_gpu(x):
         from thinwire.kernels import triton_signs
 
-        triton_signs.encode_signs_(x, error, out, block=block, norm=norm, scale_bytes=scale_bytes)
+        triton_signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
     elif library is None:
-        signs.encode_signs_(x, error, out, block=block, norm=norm, scale_bytes=scale_bytes)
+        signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
     else:
-        rest = None if error is None else error.data_ptr()
-        library.thinwire_encode_signs(x.data_ptr(), rest, out.data_ptr(), n, block, norm == "l2", scale_bytes)
+        address = None if residual is None else residual.data_ptr()
+        library.thinwire_encode_signs(x.data_ptr(), address, out.data_ptr(), n, block, norm == "l2", scale_bytes)
 
 
 def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int = 4) -> None:
-    """Write into `out`, fp32 [n], each element's scale with its sign; zero where the scale is zero.
+    """Decode into `out`, fp32 [n]: each element is its block's scale with its own sign; zero if the scale is zero.
 
     Raises:
         ConfigError: sizes do not fit.
@@ -92,7 +92,7 @@ def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int 
 
 
 def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int = 4) -> None:
-    """Write into `out`, fp32 [n], the sum of what payloads, uint8 [m, bytes], stand for, in their order.
+    """Decode payloads, uint8 [m, bytes], and write their sum, in their order, into `out`, fp32 [n].
 
     Raises:
         ConfigError: sizes do not fit.
@@ -100,21 +100,17 @@ def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int = 
     check_layout(block, scale_bytes)
     check_payload(payloads, sign_nbytes(out.numel(), block, scale_bytes))
     check_same_device(out, payloads)
-    with writable(out) as target:
-        _sum_signs(payloads.contiguous(), target, block, scale_bytes)
-
-
-def _sum_signs(payloads: Tensor, out: Tensor, block: int, scale_bytes: int) -> None:
-    (count, nbytes), n, library = payloads.shape, out.numel(), compiled(out)
+    (count, nbytes), n, payloads, library = payloads.shape, out.numel(), payloads.contiguous(), compiled(out)
     if n == 0:
         return
-    if count == 0:
-        out.zero_()
-    elif on_gpu(out):
-        from thinwire.kernels import triton_signs
+    with writable(out) as target:
+        if count == 0:
+            target.zero_()
+        elif on_gpu(out):
+            from thinwire.kernels import triton_signs
 
-        triton_signs.sum_signs_(payloads, out, block=block, scale_bytes=scale_bytes)
-    elif library is None:
-        signs.sum_signs_(payloads, out, block=block, scale_bytes=scale_bytes)
-    else:
-        library.thinwire_sum_signs(payloads.data_ptr(), count, nbytes, out.data_ptr(), n, block, scale_bytes)
+            triton_signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
+        elif library is None:
+            signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
+        else:
+            library.thinwire_sum_signs(payloads.data_ptr(), count, nbytes, target.data_ptr(), n, block, scale_bytes)

@@ -1,7 +1,8 @@
-r"""Count sketches whose hash is a rotation of every block, so that no table of places is ever held.
+r"""Count sketches whose hash rotates every block of the vector, so memory is read in runs and no hash table is stored.
 
 With $c$ columns, element $i$ goes to column $(i + o_q(\lfloor i/c \rfloor)) \bmod c$ of row $q$, with an offset $o_q$
-drawn for each block of $c$ elements. Two elements of different blocks meet with probability $1/c$, two of one never.
+drawn for each block of $c$ elements. Two elements of different blocks collide with probability $1/c$, two of one block
+never.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import check_same_device, compiled, on_gpu, single, writable
-from thinwire.kernels.largest import check_numbers, net_of, top_k
+from thinwire.kernels.base import as_fp32, check_same_device, compiled, on_gpu, writable
+from thinwire.kernels.largest import candidate_buffers, refuse_nan, top_k
 from thinwire.kernels.reference import sketched
 
 # As in sketched.c.
 _SPAN = 512
-_MOST_ROWS = 15
-_LONG = 0xFFFFFFFFFFFFFFFF
+_MAX_ROWS = 15
+_UINT64 = 0xFFFFFFFFFFFFFFFF
 
 
 class _Sketch(ctypes.Structure):
-    """`sketch` of sketched.c: a table that is read, and how many elements it holds."""
+    """`sketch` of sketched.c: a table to read, and the length of the vector that it holds."""
 
     _fields_ = [
         ("table", ctypes.c_void_p),
@@ -41,86 +42,81 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
     Args:
         x: fp32, [n]; other floats are converted.
         table: fp32, [rows, columns].
-        key: of places and signs; tables of one key add up.
-        scale: of what is added.
+        key: of columns and signs; tables of one key can be added.
+        scale: multiplies x.
 
     Raises:
-        ConfigError: the table has no cell.
+        ConfigError: the table is empty.
     """
     _check(table)
     check_same_device(x, table)
     if x.numel() == 0:
         return
+    x, library = as_fp32(x), compiled(x)
     with writable(table, read=True) as cells:
-        _sketch(single(x), cells, key, scale)
-
-
-def _sketch(x: Tensor, table: Tensor, key: int, scale: float) -> None:
-    library = compiled(x)
-    if library is not None:
-        library.thinwire_sketch(x.data_ptr(), x.numel(), table.data_ptr(), *table.shape, key & _LONG, scale)
-    elif on_gpu(x):
-        from thinwire.kernels import triton_sketched
-
-        triton_sketched.sketch_(x, table, key=key, scale=scale)
-    else:
-        sketched.sketch_(x, table, key=key, scale=scale)
+        if library is not None:
+            library.thinwire_sketch(x.data_ptr(), x.numel(), cells.data_ptr(), *table.shape, key & _UINT64, scale)
+            return
+        sketch_by = sketched.sketch_
+        if on_gpu(x):
+            from thinwire.kernels.triton_sketched import sketch_ as sketch_by
+        sketch_by(x, cells, key=key, scale=scale)
 
 
 def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
-    """Estimates of elements of the vector [n] that a table holds: the median over rows; of all where None.
+    """Estimate elements of the vector [n] that a table holds, by the median over rows; all elements if None.
 
     Raises:
-        ConfigError: the table has no cell.
+        ConfigError: the table is empty.
     """
     _check(table)
-    table = single(table)
+    table = as_fp32(table)
     if n == 0 or (indices is not None and indices.numel() == 0):
         return table.new_zeros(0)
     if indices is None and on_gpu(table):
         from thinwire.kernels import triton_sketched
 
         return triton_sketched.unsketch(table, n, key=key)
-    library = None if indices is not None else _reader(table)
+    library = None if indices is not None else _median_kernels(table)
     if library is None:
         return sketched.unsketch(table, indices, n, key=key)
-    out, around = torch.empty(n), _around(table)
-    sketch = _Sketch(around.data_ptr(), *table.shape, key & _LONG, n)
+    out, wrapped = torch.empty(n), _wrapped(table)
+    sketch = _Sketch(wrapped.data_ptr(), *table.shape, key & _UINT64, n)
     library.thinwire_unsketch(ctypes.byref(sketch), out.data_ptr())
     return out
 
 
 def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
-    """Places of the k largest estimates, int64, rising; the first among equals.
+    """Return the indices of the heavy hitters, the k largest estimates, int64, ascending; the first of equal ones.
 
-    On the CPU estimates are made a few at a time and never held.
+    On the CPU estimates are computed a few at a time and never stored.
 
     Raises:
-        ConfigError: the table has no cell.
+        ConfigError: the table is empty.
         NonFiniteError: an estimate is NaN.
     """
     _check(table)
-    table, k = single(table), min(k, n)
-    library = _reader(table) if k > 0 else None
+    table, k = as_fp32(table), min(k, n)
+    library = _median_kernels(table) if k > 0 else None
     if library is None:
         return top_k(unsketch(table, None, n, key=key), k)
-    sizes, places, counts = net_of(n, k)
-    caught, around = [each.data_ptr() for each in (sizes, places, counts)], _around(table)
-    sketch = _Sketch(around.data_ptr(), *table.shape, key & _LONG, n)
-    found = library.thinwire_heavy(ctypes.byref(sketch), k, *caught, sizes.numel())
+    sizes, indices, counts = candidate_buffers(n, k)
+    buffers, wrapped = [each.data_ptr() for each in (sizes, indices, counts)], _wrapped(table)
+    sketch = _Sketch(wrapped.data_ptr(), *table.shape, key & _UINT64, n)
+    found = library.thinwire_heavy(ctypes.byref(sketch), k, *buffers, sizes.numel())
     if found < 0:
-        check_numbers(table)
-    return places[:found].clone()
+        refuse_nan(table)
+    return indices[:found].clone()
 
 
-def _reader(table: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, for tables whose medians they take; NaN has no place in a median of theirs."""
+def _median_kernels(table: Tensor) -> ctypes.CDLL | None:
+    """Return the compiled kernels if they can take the table's medians: their sorting networks would lose a NaN."""
     library = compiled(table)
-    return None if library is None or len(table) > _MOST_ROWS or bool(table.isnan().any()) else library
+    return None if library is None or len(table) > _MAX_ROWS or bool(table.isnan().any()) else library
 
 
-def _around(table: Tensor) -> Tensor:
-    """The table with as many columns more as are read at once, going round."""
+def _wrapped(table: Tensor) -> Tensor:
+    """Append the first columns, as many as are read at once, so that no read has to wrap around."""
     columns = table.shape[1]
     if columns >= _SPAN:
         return torch.cat([table, table[:, :_SPAN]], 1)

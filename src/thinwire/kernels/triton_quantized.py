@@ -1,4 +1,4 @@
-"""Numbers in a few bits each, on a GPU, to the last bit as on the CPU where the scale is the largest value."""
+"""Quantisation to a few bits per number on a GPU; the same bits as on the CPU if the scale is the largest value."""
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _quantize(
     if SQUARED:
         scale = tl.sqrt_rn(tl.sum(value * value, axis=0))
     else:
-        # Sizes are ordered as their bits are, and NaN is above them.
+        # Absolute values are ordered as their bits are, and NaN is above all: the largest bits keep a NaN.
         scale = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
     if UP:
         bits = scale.to(tl.int32, bitcast=True)
@@ -69,7 +69,7 @@ def _dequantize(
 def quantize_(
     x: Tensor, out: Tensor, *, bits: int, block: int, key: int, shift: float, norm: str, scale_bytes: int
 ) -> None:
-    """As `thinwire.kernels.quantize_`; blocks that no program can hold are left to torch."""
+    """Run `thinwire.kernels.quantize_`; torch computes blocks that are too large for one program."""
     if not fits(block):
         quantized.quantize_(x, out, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes)
         return
@@ -90,7 +90,7 @@ def quantize_(
 def dequantize_(
     payload: Tensor, out: Tensor, *, bits: int, block: int, key: int, dither: bool, shift: float, scale_bytes: int
 ) -> None:
-    """As `thinwire.kernels.dequantize_`, to the last bit."""
+    """Run `thinwire.kernels.dequantize_`, with the same bits."""
     n, blocks = out.numel(), blocks_of(out.numel(), block)
     scales, planes = read_scales(payload, blocks, scale_bytes), payload[blocks * scale_bytes :]
     _dequantize[(triton.cdiv(n, _SPAN),)](

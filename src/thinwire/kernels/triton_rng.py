@@ -1,4 +1,4 @@
-"""What the kernels for GPUs share: random words, draws, bits. Pyright is told nothing of what Triton compiles."""
+"""What the GPU kernels share: random numbers and packed bits. Pyright cannot check what Triton compiles."""
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ def mixed(word):
 
 
 @triton.jit
-def word_at(place, low, high):
-    """The random word of a place, from the two halves of a seed."""
-    return mixed(mixed(tl.cast(place, tl.uint32) ^ tl.cast(low, tl.uint32)) ^ tl.cast(high, tl.uint32))
+def word_at(index, low, high):
+    """Return the random 32-bit number of an index, from the two halves of a seed."""
+    return mixed(mixed(tl.cast(index, tl.uint32) ^ tl.cast(low, tl.uint32)) ^ tl.cast(high, tl.uint32))
 
 
 @triton.jit
-def draw_at(place, low, high, shift):
-    """A multiple of 2^-24 in [0, 1), turned by `shift`."""
-    draw = (word_at(place, low, high) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 + shift
+def draw_at(index, low, high, shift):
+    """Return a multiple of 2^-24 in [0, 1), plus `shift` modulo 1."""
+    draw = (word_at(index, low, high) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 + shift
     return tl.where(draw >= 1.0, draw - 1.0, draw)
 
 
 @triton.jit
 def packed(flags, SPAN: tl.constexpr):
-    """Flags of 0 and 1, uint32 [SPAN], as bytes [SPAN / 8], the first in the lowest bit."""
+    """Pack flags of 0 and 1, uint32 [SPAN], into bytes [SPAN / 8], the first in the lowest bit."""
     rows = tl.reshape(flags, (SPAN // 8, 8))
     return tl.sum(rows << tl.arange(0, 8)[None, :].to(tl.uint32), axis=1).to(tl.uint8)
 
 
 def halves(seed: int) -> tuple[int, int]:
-    """The lower and the upper 32 bits."""
+    """Return the lower and the upper 32 bits."""
     return seed & 0xFFFFFFFF, seed >> 32
 
 
-WIDEST_BLOCK = 16384
+MAX_BLOCK = 16384
 
 
 def fits(block: int) -> bool:
     """Whether one program can hold a block, and blocks end at whole bytes."""
-    return block % 8 == 0 and block <= WIDEST_BLOCK
+    return block % 8 == 0 and block <= MAX_BLOCK

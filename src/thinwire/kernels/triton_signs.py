@@ -1,7 +1,7 @@
-"""Signs in a bit each, on a GPU: a block is read once, and its scale never leaves the registers before it is used.
+"""One bit per number, its sign, on a GPU: each block is read once, and its scale stays in registers until it is used.
 
-A scale is summed in the order that suits the device, so that its last bits may differ from the CPU's; the signs are the
-same, what is left unsaid fits the scale that is sent, and what payloads stand for is the same everywhere.
+A scale is summed in an order that suits the device, so its last bits may differ from the CPU's. The signs are the same,
+the residual fits the scale that is sent, and payloads are decoded to the same bits everywhere.
 """
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -23,13 +23,13 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 @triton.jit
 def _encode(
     x,
-    error,
+    residual,
     scales,
     stream,
     n,
     block,
     SPAN: tl.constexpr,
-    OWED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     SQUARED: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -37,22 +37,22 @@ def _encode(
     count = tl.minimum(n - start, block)
     at = tl.arange(0, SPAN)
     real = at < count
-    residual = tl.load(x + start + at, mask=real, other=0.0)
-    if OWED:
-        residual += tl.load(error + start + at, mask=real, other=0.0)
-    scale = tl.sum(residual * residual if SQUARED else tl.abs(residual), axis=0)
+    total = tl.load(x + start + at, mask=real, other=0.0)
+    if RESIDUAL:
+        total += tl.load(residual + start + at, mask=real, other=0.0)
+    scale = tl.sum(total * total if SQUARED else tl.abs(total), axis=0)
     scale = tl.div_rn(scale, tl.cast(count, tl.float32))
     if SQUARED:
         scale = tl.sqrt_rn(scale)
     if HALF:
         scale = scale.to(tl.bfloat16).to(tl.float32)
     tl.store(scales + tl.program_id(0), scale)
-    negative = tl.where(real, residual.to(tl.uint32, bitcast=True) >> 31, 0)
+    negative = tl.where(real, total.to(tl.uint32, bitcast=True) >> 31, 0)
     bytes_at = tl.arange(0, SPAN // 8)
     tl.store(stream + start // 8 + bytes_at, packed(negative, SPAN), mask=bytes_at * 8 < count)
-    if OWED:
-        said = tl.where(scale == 0.0, 0.0, tl.where(negative != 0, -scale, scale))
-        tl.store(error + start + at, residual - said, mask=real)
+    if RESIDUAL:
+        decoded = tl.where(scale == 0.0, 0.0, tl.where(negative != 0, -scale, scale))
+        tl.store(residual + start + at, total - decoded, mask=real)
 
 
 @triton.jit
@@ -68,27 +68,28 @@ def _sum(streams, scales, out, n, block, blocks, count, stride, SPAN: tl.constex
     tl.store(out + at, total, mask=real)
 
 
-def encode_signs_(x: Tensor, error: Tensor | None, out: Tensor, *, block: int, norm: str, scale_bytes: int) -> None:
-    """As `thinwire.kernels.encode_signs_`; blocks that no program can hold are left to torch."""
+def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int, norm: str, scale_bytes: int) -> None:
+    """Run `thinwire.kernels.encode_signs_`; torch computes blocks that are too large for one program."""
     if not fits(block):
-        signs.encode_signs_(x, error, out, block=block, norm=norm, scale_bytes=scale_bytes)
+        signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
     scales, head = torch.empty(blocks, device=x.device), blocks * scale_bytes
     span = triton.next_power_of_2(block)
     _encode[(blocks,)](
-        *(x, x if error is None else error, scales, out[head:], n, block),
+        *(x, x if residual is None else residual, scales, out[head:], n, block),
         SPAN=span,
-        OWED=error is not None,
+        RESIDUAL=residual is not None,
         SQUARED=norm == "l2",
         HALF=scale_bytes == 2,
+        # A product fused with a sum would round once where the CPU rounds twice.
         enable_fp_fusion=False,
     )
     write_scales(scales, out[:head], scale_bytes)
 
 
 def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int) -> None:
-    """As `thinwire.kernels.sum_signs_`, to the last bit."""
+    """Run `thinwire.kernels.sum_signs_`, with the same bits."""
     n, blocks = out.numel(), blocks_of(out.numel(), block)
     head = blocks * scale_bytes
     scales = payloads[:, :head].clone(memory_format=torch.contiguous_format).view(_DTYPES[scale_bytes]).float()

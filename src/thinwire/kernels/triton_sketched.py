@@ -1,4 +1,4 @@
-"""Count sketches on a GPU, to the last bit as on the CPU: a program owns its cells, and adds block after block."""
+"""Count sketches on a GPU with the same bits as on the CPU: each program owns its cells and adds block after block."""
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from thinwire.kernels.reference.rng import mix64
 from thinwire.kernels.triton_rng import halves, word_at
 
 _SPAN = 1024
-_NETWORKS = (1, 3, 5)
+# Rows for which the median is a short network of minima and maxima.
+_MEDIAN_ROWS = (1, 3, 5)
 
 
 @triton.jit
@@ -27,27 +28,27 @@ def _sketch(x, table, seeds, n, columns, blocks, scale, SPAN: tl.constexpr):
     row = tl.program_id(1)
     column = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     mine = column < columns
-    turn_low, turn_high = tl.load(seeds + row * 4), tl.load(seeds + row * 4 + 1)
+    offset_low, offset_high = tl.load(seeds + row * 4), tl.load(seeds + row * 4 + 1)
     sign_low, sign_high = tl.load(seeds + row * 4 + 2), tl.load(seeds + row * 4 + 3)
     cells = table + row.to(tl.int64) * columns + column
     total = tl.load(cells, mask=mine, other=0.0)
     for block in range(blocks):
-        turned = (word_at(block, turn_low, turn_high) % tl.cast(columns, tl.uint32)).to(tl.int32)
-        inner = column - turned
+        offset = (word_at(block, offset_low, offset_high) % tl.cast(columns, tl.uint32)).to(tl.int32)
+        inner = column - offset
         place = tl.cast(block, tl.int64) * columns + tl.where(inner < 0, inner + columns, inner)
         value = tl.load(x + place, mask=mine & (place < n), other=0.0) * scale
-        # What does not exist adds nothing, not even to the sign of a zero.
+        # Elements beyond the end add nothing: adding a zero could change the sign of a zero.
         total = tl.where(place < n, total + tl.where(_negative(place, sign_low, sign_high), -value, value), total)
     tl.store(cells, total, mask=mine)
 
 
 @triton.jit
 def _cell(table, seeds, place, columns, real, ROW: tl.constexpr):
-    """What one row says of elements."""
-    turned = word_at(place // columns, tl.load(seeds + ROW * 4), tl.load(seeds + ROW * 4 + 1)) % tl.cast(
+    """Estimate elements by one row."""
+    offset = word_at(place // columns, tl.load(seeds + ROW * 4), tl.load(seeds + ROW * 4 + 1)) % tl.cast(
         columns, tl.uint32
     )
-    column = (place % columns + turned.to(tl.int64)) % columns
+    column = (place % columns + offset.to(tl.int64)) % columns
     value = tl.load(table + ROW * tl.cast(columns, tl.int64) + column, mask=real, other=0.0)
     return tl.where(_negative(place, tl.load(seeds + ROW * 4 + 2), tl.load(seeds + ROW * 4 + 3)), -value, value)
 
@@ -57,7 +58,7 @@ def _unsketch(table, seeds, out, n, columns, SPAN: tl.constexpr, ROWS: tl.conste
     place = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     real = place < n
     a = _cell(table, seeds, place, columns, real, 0)
-    # A sum has a NaN where one of its terms is, or where infinities meet, which medians of few numbers must not hide.
+    # Minima and maxima would lose a NaN of one row.
     wrong = a != a
     middle = a
     if ROWS > 1:
@@ -77,7 +78,7 @@ def _unsketch(table, seeds, out, n, columns, SPAN: tl.constexpr, ROWS: tl.conste
 
 
 def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
-    """As `thinwire.kernels.sketch_`."""
+    """Run `thinwire.kernels.sketch_`, with the same bits."""
     rows, columns = table.shape
     _sketch[(triton.cdiv(columns, _SPAN), rows)](
         *(x, table, _seeds(rows, key, x.device), x.numel(), columns, triton.cdiv(x.numel(), columns), scale),
@@ -87,9 +88,9 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
 
 
 def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
-    """As `thinwire.kernels.unsketch` of all elements; tables of other than 1, 3 or 5 rows are left to torch."""
+    """Run `thinwire.kernels.unsketch` for all elements; torch computes tables that have not 1, 3 or 5 rows."""
     rows, columns = table.shape
-    if rows not in _NETWORKS:
+    if rows not in _MEDIAN_ROWS:
         return sketched.unsketch(table, None, n, key=key)
     out = torch.empty(n, device=table.device)
     _unsketch[(triton.cdiv(n, _SPAN),)](
@@ -102,7 +103,7 @@ def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
 
 
 def _seeds(rows: int, key: int, device: torch.device) -> Tensor:
-    """Of every row the halves of the seeds of its rotations and of its signs, int64 [rows, 4]."""
+    """Return for every row the halves of the seeds of its rotations and of its signs, int64 [rows, 4]."""
     return torch.tensor(
         [[*halves(mix64(mix64(key) + 2 * row)), *halves(mix64(mix64(key) + 2 * row + 1))] for row in range(rows)],
         device=device,

@@ -1,4 +1,4 @@
-"""Optimizers of an array: torch's, with one of each hyperparameter per model."""
+"""Optimizers of an array: those of `torch.optim` and LAMB, with each hyperparameter per model."""
 
 from thinwire.fusion.optimizers.adam import Adam, AdamW
 from thinwire.fusion.optimizers.adaptive import Adadelta, Adagrad, RMSprop

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, Tensors, in_rows
-from thinwire.fusion.optimizers.vectors import (
+from thinwire.fusion.optimizers.parameter_batch import (
     Coefficient,
-    add_product_,
-    add_quotient_,
+    Group,
+    ParameterBatch,
+    addcdiv_,
+    addcmul_,
     divide_,
-    plus,
+    lerp_,
     scale_,
     shift_,
-    towards_,
 )
 from thinwire.kernels.rows import adam_rows_
 
@@ -32,20 +32,28 @@ class Adam(FusedOptimizer):
 
     $$x \leftarrow x - \frac{\gamma}{1-\beta_1^t} \frac{m}{\sqrt v / \sqrt{1-\beta_2^t} + \epsilon},$$
 
-    with $t$ the slot's own age. Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015, arXiv:1412.6980,
-    Algorithm 1; AMSGrad: Reddi, Kale and Kumar, ICLR 2018, arXiv:1904.09237.
+    with $t$ the slot's own number of steps. Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015,
+    arXiv:1412.6980, Algorithm 1; AMSGrad: Reddi, Kale and Kumar, ICLR 2018, arXiv:1904.09237.
 
     Args:
         params: an array's parameters, or groups of them.
         lr: $\gamma$; a number, or one per model.
-        betas: $\beta_1$ and $\beta_2$, each a number or one per model; more remembers longer.
-        eps: $\epsilon$, likewise; more bounds the steps of entries with small gradients.
+        betas: $\beta_1$ and $\beta_2$ in [0, 1), each a number or one per model; larger ones average longer.
+        eps: $\epsilon$, likewise; a larger one bounds the steps of entries with small gradients.
         weight_decay: $\lambda$, likewise.
         amsgrad: divide by the largest $v$ so far; the same for all models.
         models: the number of models; None finds it from the parameters.
 
     Raises:
         ConfigError: a value out of its range, or not one per model.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import Adam, fuse
+        >>> array = fuse([torch.nn.Linear(2, 1) for _ in range(3)])
+        >>> optimizer = Adam(array.parameters(), lr=[1e-3, 1e-2, 1e-1], betas=(0.9, [0.99, 0.99, 0.9]))
+        >>> optimizer.hyperparameters(2)
+        {'lr': 0.1, 'beta1': 0.9, 'beta2': 0.9, 'eps': 1e-08, 'weight_decay': 0.0}
     """
 
     ranges = {  # noqa: RUF012
@@ -55,8 +63,9 @@ class Adam(FusedOptimizer):
         "eps": (0.0, inf),
         "weight_decay": (0.0, inf),
     }
-    kept = ("exp_avg", "exp_avg_sq")
-    genuine = torch.optim.Adam
+    state_names = ("exp_avg", "exp_avg_sq")
+    torch_class = torch.optim.Adam
+    row_kernel = True
     decoupled: ClassVar[bool] = False
 
     def __init__(
@@ -73,60 +82,50 @@ class Adam(FusedOptimizer):
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values, {"amsgrad": amsgrad}, models=models)
 
-    def names(self, group: Group) -> tuple[str, ...]:
-        """With AMSGrad, the largest second moment too."""
-        return (*self.kept, "max_exp_avg_sq") if group["amsgrad"] else self.kept
+    def state_names_of(self, group: Group) -> tuple[str, ...]:
+        """Return the moments; with AMSGrad, the largest second moment too."""
+        return (*self.state_names, "max_exp_avg_sq") if group["amsgrad"] else self.state_names
 
-    def by_rows(self, handful: ParameterBatch) -> bool:
-        """On a CPU."""
-        return in_rows(handful)
-
-    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
-        """By a kernel of our own: torch's fused one has one of each hyperparameter."""
-        v, states, steps = handful.values, handful.states, handful.steps
-        none, pull = torch.zeros_like(steps), v["lr"] * v["weight_decay"]
-        shrink, decay = (1 - pull, none) if self.decoupled else (1 - none, v["weight_decay"])
-        first, second = 1 - v["beta1"], 1 - v["beta2"]
+    def update_rows_(self, batch: ParameterBatch, active: Tensor) -> None:
+        """Update by a kernel that takes numbers per model; torch's fused Adam takes one of each."""
+        v, states, steps = batch.values, batch.states, batch.steps
+        zero, pull = torch.zeros_like(steps), v["lr"] * v["weight_decay"]
+        shrink, decay = (1 - pull, zero) if self.decoupled else (1 - zero, v["weight_decay"])
+        # All in float64: the kernel rounds each number once, as torch does for its Python numbers.
         scale, rate = (1 - v["beta2"] ** steps).rsqrt(), v["lr"] / (1 - v["beta1"] ** steps)
-        numbers = [shrink, decay, first, v["beta1"], v["beta2"], second, scale, v["eps"], rate]
-        most = states.get("max_exp_avg_sq", [None] * len(handful.parameters))
-        every = zip(handful.parameters, handful.gradients, states["exp_avg"], states["exp_avg_sq"], most, strict=True)
-        every_number = torch.stack(numbers, 1)
-        for x, gradient, mean, square, largest in every:
-            adam_rows_(x, gradient.contiguous(), mean, square, largest, numbers=every_number, going=active)
+        columns = [shrink, decay, 1 - v["beta1"], v["beta1"], v["beta2"], 1 - v["beta2"], scale, v["eps"], rate]
+        numbers = torch.stack(columns, 1)
+        largest = states.get("max_exp_avg_sq", [None] * len(batch.parameters))
+        moments = zip(states["exp_avg"], states["exp_avg_sq"], largest, strict=True)
+        for x, gradient, (mean, square, most) in zip(batch.parameters, batch.gradients, moments, strict=True):
+            adam_rows_(x, gradient.contiguous(), mean, square, most, numbers=numbers, active=active)
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once, by torch's own formula."""
-        v, states, steps = handful.values, handful.states, handful.steps
-        gradients = self._decayed(handful)
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once by torch's own formula."""
+        v, states, steps, gradients = batch.values, batch.states, batch.steps, batch.gradients
+        if not self.decoupled:
+            gradients = batch.decayed_gradients()
+        elif bool(v["weight_decay"].any()):
+            scale_(batch.parameters, Coefficient(1 - v["lr"] * v["weight_decay"]))
         moments, squares = states["exp_avg"], states["exp_avg_sq"]
-        towards_(moments, gradients, Coefficient(1 - v["beta1"]))
+        lerp_(moments, gradients, Coefficient(1 - v["beta1"]))
         scale_(squares, Coefficient(v["beta2"]))
-        add_product_(squares, gradients, gradients, Coefficient(1 - v["beta2"]))
-        if handful.group["amsgrad"]:
+        addcmul_(squares, gradients, gradients, Coefficient(1 - v["beta2"]))
+        if batch.group["amsgrad"]:
             torch._foreach_maximum_(states["max_exp_avg_sq"], squares)  # pyright: ignore
             squares = states["max_exp_avg_sq"]
-        spreads = list(torch._foreach_sqrt(squares))  # pyright: ignore
-        divide_(spreads, Coefficient((1 - v["beta2"] ** steps).sqrt()))
-        shift_(spreads, Coefficient(v["eps"]))
-        add_quotient_(handful.parameters, moments, spreads, Coefficient(-v["lr"] / (1 - v["beta1"] ** steps)))
+        denominators = list(torch._foreach_sqrt(squares))  # pyright: ignore
+        divide_(denominators, Coefficient((1 - v["beta2"] ** steps).sqrt()))
+        shift_(denominators, Coefficient(v["eps"]))
+        addcdiv_(batch.parameters, moments, denominators, Coefficient(-v["lr"] / (1 - v["beta1"] ** steps)))
 
-    def _decayed(self, handful: ParameterBatch) -> Tensors:
-        decay = handful.values["weight_decay"]
-        if not bool(decay.any()):
-            return handful.gradients
-        if self.decoupled:
-            scale_(handful.parameters, Coefficient(1 - handful.values["lr"] * decay))
-            return handful.gradients
-        return plus(handful.gradients, handful.parameters, Coefficient(decay))
-
-    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """As torch's Adam takes them."""
-        return {**super().options(values, group), "amsgrad": group["amsgrad"]}
+    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """Return them as torch's Adam takes them."""
+        return {**super().torch_options(values, group), "amsgrad": group["amsgrad"]}
 
 
 class AdamW(Adam):
-    r"""`torch.optim.AdamW` of every model: as `Adam`, but weights decay apart from the gradient.
+    r"""`torch.optim.AdamW` of every model: `Adam` with weight decay that does not enter the gradient.
 
     $x \leftarrow (1 - \gamma\lambda) x$ before the step. Loshchilov and Hutter, Decoupled Weight Decay Regularization,
     ICLR 2019, arXiv:1711.05101, Algorithm 2.
@@ -144,7 +143,7 @@ class AdamW(Adam):
         ConfigError: a value out of its range, or not one per model.
     """
 
-    genuine = torch.optim.AdamW
+    torch_class = torch.optim.AdamW
     decoupled = True
 
     def __init__(

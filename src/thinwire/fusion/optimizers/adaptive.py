@@ -10,28 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, Tensors
-from thinwire.fusion.optimizers.vectors import (
+from thinwire.fusion.optimizers.parameter_batch import (
     Coefficient,
+    Group,
+    ParameterBatch,
     add_,
-    add_product_,
-    add_quotient_,
-    plus,
+    addcdiv_,
+    addcmul_,
+    lerp_,
     scale_,
     shift_,
-    towards_,
 )
-
-
-def _with_decay(handful: ParameterBatch) -> Tensors:
-    decay = handful.values["weight_decay"]
-    if not bool(decay.any()):
-        return handful.gradients
-    return plus(handful.gradients, handful.parameters, Coefficient(decay))
-
-
-def _one(models: Tensor) -> Coefficient:
-    return Coefficient(torch.ones_like(models))
 
 
 class Adagrad(FusedOptimizer):
@@ -47,7 +36,7 @@ class Adagrad(FusedOptimizer):
         lr: $\gamma$; a number, or one per model.
         lr_decay: $\eta$, likewise.
         weight_decay: likewise.
-        initial_accumulator_value: $s$ before the first step, likewise; more takes smaller first steps.
+        initial_accumulator_value: $s$ before the first step, likewise; a larger one makes the first steps smaller.
         eps: $\epsilon$, likewise.
         models: the number of models; None finds it from the parameters.
 
@@ -62,8 +51,8 @@ class Adagrad(FusedOptimizer):
         "initial_accumulator_value": (0.0, inf),
         "eps": (0.0, inf),
     }
-    kept = ("sum",)
-    genuine = torch.optim.Adagrad
+    state_names = ("sum",)
+    torch_class = torch.optim.Adagrad
 
     def __init__(
         self,
@@ -79,19 +68,19 @@ class Adagrad(FusedOptimizer):
         values = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, {**values, "initial_accumulator_value": initial_accumulator_value}, {}, models=models)
 
-    def initial(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
-        """Each model's initial sum."""
+    def initial_state(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
+        """Return each model's initial sum."""
         values = group["initial_accumulator_value"][slots].to(parameter)
         return torch.zeros_like(parameter) + values.view(-1, *[1] * (parameter.dim() - 1))
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once, by torch's own formula."""
-        v, sums, gradients = handful.values, handful.states["sum"], _with_decay(handful)
-        add_product_(sums, gradients, gradients, _one(v["lr"]))
-        spreads = list(torch._foreach_sqrt(sums))  # pyright: ignore
-        shift_(spreads, Coefficient(v["eps"]))
-        rate = v["lr"] / (1 + (handful.steps - 1) * v["lr_decay"])
-        add_quotient_(handful.parameters, gradients, spreads, Coefficient(-rate))
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once by torch's own formula."""
+        v, sums, gradients = batch.values, batch.states["sum"], batch.decayed_gradients()
+        addcmul_(sums, gradients, gradients, Coefficient(torch.ones_like(v["lr"])))
+        denominators = list(torch._foreach_sqrt(sums))  # pyright: ignore
+        shift_(denominators, Coefficient(v["eps"]))
+        rate = v["lr"] / (1 + (batch.steps - 1) * v["lr_decay"])
+        addcdiv_(batch.parameters, gradients, denominators, Coefficient(-rate))
 
 
 class RMSprop(FusedOptimizer):
@@ -100,13 +89,13 @@ class RMSprop(FusedOptimizer):
     $$v \leftarrow \alpha v + (1-\alpha) g^2, \qquad u \leftarrow \mu u + \frac{g}{\sqrt v + \epsilon}, \qquad
       x \leftarrow x - \gamma u;$$
 
-    centred, $v$ is lessened by the square of the mean gradient. Tieleman and Hinton, Lecture 6.5, Neural Networks for
-    Machine Learning, 2012; centred: Graves, arXiv:1308.0850.
+    if centred, the square of the mean gradient is subtracted from $v$. Tieleman and Hinton, Lecture 6.5, Neural
+    Networks for Machine Learning, 2012; centred: Graves, arXiv:1308.0850.
 
     Args:
         params: an array's parameters, or groups of them.
         lr: $\gamma$; a number, or one per model.
-        alpha: $\alpha$, likewise; more remembers longer.
+        alpha: $\alpha$, likewise; a larger one averages longer.
         eps: $\epsilon$, likewise.
         weight_decay: added to the gradient, likewise.
         momentum: $\mu$, likewise.
@@ -124,8 +113,8 @@ class RMSprop(FusedOptimizer):
         "weight_decay": (0.0, inf),
         "momentum": (0.0, inf),
     }
-    kept = ("square_avg", "momentum_buffer")
-    genuine = torch.optim.RMSprop
+    state_names = ("square_avg", "momentum_buffer")
+    torch_class = torch.optim.RMSprop
 
     def __init__(
         self,
@@ -142,30 +131,30 @@ class RMSprop(FusedOptimizer):
         values = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, values, {"centered": centered}, models=models)
 
-    def names(self, group: Group) -> tuple[str, ...]:
-        """Centred, the mean gradient too."""
-        return (*self.kept, "grad_avg") if group["centered"] else self.kept
+    def state_names_of(self, group: Group) -> tuple[str, ...]:
+        """Return the states; if centred, the mean gradient too."""
+        return (*self.state_names, "grad_avg") if group["centered"] else self.state_names
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once, by torch's own formula."""
-        v, states, gradients = handful.values, handful.states, _with_decay(handful)
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once by torch's own formula."""
+        v, states, gradients = batch.values, batch.states, batch.decayed_gradients()
         scale_(states["square_avg"], Coefficient(v["alpha"]))
-        add_product_(states["square_avg"], gradients, gradients, Coefficient(1 - v["alpha"]))
+        addcmul_(states["square_avg"], gradients, gradients, Coefficient(1 - v["alpha"]))
         squares = states["square_avg"]
-        if handful.group["centered"]:
-            towards_(states["grad_avg"], gradients, Coefficient(1 - v["alpha"]))
+        if batch.group["centered"]:
+            lerp_(states["grad_avg"], gradients, Coefficient(1 - v["alpha"]))
             squares = list(torch._foreach_addcmul(squares, states["grad_avg"], states["grad_avg"], -1))  # pyright: ignore
-        spreads = list(torch._foreach_sqrt(squares))  # pyright: ignore
-        shift_(spreads, Coefficient(v["eps"]))
+        denominators = list(torch._foreach_sqrt(squares))  # pyright: ignore
+        shift_(denominators, Coefficient(v["eps"]))
         if not bool(v["momentum"].any()):
-            add_quotient_(handful.parameters, gradients, spreads, Coefficient(-v["lr"]))
+            addcdiv_(batch.parameters, gradients, denominators, Coefficient(-v["lr"]))
             return
         scale_(states["momentum_buffer"], Coefficient(v["momentum"]))
-        add_quotient_(states["momentum_buffer"], gradients, spreads, _one(v["lr"]))
-        add_(handful.parameters, states["momentum_buffer"], Coefficient(-v["lr"]))
+        addcdiv_(states["momentum_buffer"], gradients, denominators, Coefficient(torch.ones_like(v["lr"])))
+        add_(batch.parameters, states["momentum_buffer"], Coefficient(-v["lr"]))
 
-    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """As torch's RMSprop takes them."""
+    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """Return them as torch's RMSprop takes them."""
         return {**values, "centered": group["centered"]}
 
 
@@ -180,8 +169,8 @@ class Adadelta(FusedOptimizer):
     Args:
         params: an array's parameters, or groups of them.
         lr: $\gamma$; a number, or one per model.
-        rho: $\rho$, likewise; more remembers longer.
-        eps: $\epsilon$, likewise; more takes longer first steps.
+        rho: $\rho$, likewise; a larger one averages longer.
+        eps: $\epsilon$, likewise; a larger one makes the first steps larger.
         weight_decay: added to the gradient, likewise.
         models: the number of models; None finds it from the parameters.
 
@@ -190,8 +179,8 @@ class Adadelta(FusedOptimizer):
     """
 
     ranges = {"lr": (0.0, inf), "rho": (0.0, 1.0), "eps": (0.0, inf), "weight_decay": (0.0, inf)}  # noqa: RUF012
-    kept = ("square_avg", "acc_delta")
-    genuine = torch.optim.Adadelta
+    state_names = ("square_avg", "acc_delta")
+    torch_class = torch.optim.Adadelta
 
     def __init__(
         self,
@@ -206,18 +195,18 @@ class Adadelta(FusedOptimizer):
         values = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values, {}, models=models)
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once, by torch's own formula."""
-        v, states, gradients = handful.values, handful.states, _with_decay(handful)
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once by torch's own formula."""
+        v, states, gradients = batch.values, batch.states, batch.decayed_gradients()
         rho, eps = Coefficient(v["rho"]), Coefficient(v["eps"])
         scale_(states["square_avg"], rho)
-        add_product_(states["square_avg"], gradients, gradients, Coefficient(1 - v["rho"]))
-        spreads, deltas = ([tensor.clone() for tensor in states[name]] for name in self.kept)
-        for tensors in (spreads, deltas):
+        addcmul_(states["square_avg"], gradients, gradients, Coefficient(1 - v["rho"]))
+        denominators, deltas = ([tensor.clone() for tensor in states[name]] for name in self.state_names)
+        for tensors in (denominators, deltas):
             shift_(tensors, eps)
             torch._foreach_sqrt_(tensors)  # pyright: ignore
-        torch._foreach_div_(deltas, spreads)  # pyright: ignore
+        torch._foreach_div_(deltas, denominators)  # pyright: ignore
         torch._foreach_mul_(deltas, gradients)  # pyright: ignore
         scale_(states["acc_delta"], rho)
-        add_product_(states["acc_delta"], deltas, deltas, Coefficient(1 - v["rho"]))
-        add_(handful.parameters, deltas, Coefficient(-v["lr"]))
+        addcmul_(states["acc_delta"], deltas, deltas, Coefficient(1 - v["rho"]))
+        add_(batch.parameters, deltas, Coefficient(-v["lr"]))

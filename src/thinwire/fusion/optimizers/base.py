@@ -1,9 +1,9 @@
-"""An optimizer of an array: every hyperparameter is a vector, and every slot has an age of its own."""
+"""The base of all optimizers of an array: every hyperparameter is a vector, and every slot counts its own steps."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
@@ -11,23 +11,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, as_they_were, count_models, slots_of
+from thinwire.fusion.optimizers.parameter_batch import (
+    Group,
+    ParameterBatch,
+    count_models,
+    inactive_unchanged,
+    slots_of,
+)
 from thinwire.fusion.store import Selection, owner_of
 
 Numbers = float | Sequence[float] | Tensor
 
 
 class FusedOptimizer(Optimizer):
-    """What all optimizers of an array share.
+    """The base of all optimizers of an array.
 
     A hyperparameter is a number for all models or a sequence with one per model, and is kept in
     `param_groups[...]["lr"]` as a float64 vector [models] that may be edited in place between steps. A slot that is not
-    `active` is left as it is, bitwise, and no model's numbers ever meet another's.
+    `active` is left unchanged, bitwise, and no model's numbers affect another's.
+
+    Subclasses define the formula twice: `update_` by calls of torch for all models, which runs everywhere, and, if they
+    have a `row_kernel`, `update_rows_`, which runs where the tensors fit it.
 
     Args:
-        params: an array's parameters, or groups of them.
+        params: of an array, or groups of them.
         defaults: hyperparameters by name, checked against `ranges`.
-        shared: settings that are the same for all models.
+        shared: options that are the same for all models.
         models: the number of models; None finds it from the parameters.
 
     Raises:
@@ -35,8 +44,13 @@ class FusedOptimizer(Optimizer):
     """
 
     ranges: ClassVar[dict[str, tuple[float, float]]]
-    kept: ClassVar[tuple[str, ...]]
-    genuine: ClassVar[type[Optimizer] | None] = None
+    """Hyperparameters, and the half-open interval that each must be in."""
+    state_names: ClassVar[tuple[str, ...]]
+    """States that are kept per parameter."""
+    torch_class: ClassVar[type[Optimizer] | None] = None
+    """The same optimizer of torch, whose state dicts `extract` and `insert` exchange."""
+    row_kernel: bool = False
+    """Whether `update_rows_` is defined."""
 
     def __init__(
         self,
@@ -57,14 +71,14 @@ class FusedOptimizer(Optimizer):
         Raises:
             ConfigError: a value out of its range, or a sequence that is not one per model.
         """
-        split = param_group.pop("betas", None) or self.defaults.get("betas")
-        if split is not None:
-            if len(split) != 2:
-                raise ConfigError(f"betas={split!r}: a pair, each a number or one per model")
-            param_group.update(beta1=split[0], beta2=split[1])
-        for name, bounds in self.ranges.items():
-            value = param_group.get(name, self.defaults.get(name))
-            param_group[name] = self._vector(name, value, bounds)
+        # One beta per model cannot be edited inside a tuple: they are kept as two hyperparameters.
+        betas = param_group.pop("betas", None) or self.defaults.get("betas")
+        if betas is not None:
+            if len(betas) != 2:
+                raise ConfigError(f"betas={betas!r}: a pair, each a number or one per model")
+            param_group.update(beta1=betas[0], beta2=betas[1])
+        for name in self.ranges:
+            param_group[name] = self._vector(name, param_group.get(name, self.defaults.get(name)))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.pop("betas", None)
@@ -74,13 +88,14 @@ class FusedOptimizer(Optimizer):
                     f"a parameter of shape {list(parameter.shape)}: the first axis must be the {self.models} models"
                 )
 
-    def _vector(self, name: str, value: Any, bounds: tuple[float, float]) -> Tensor:
+    def _vector(self, name: str, value: Any) -> Tensor:
         found = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
         if found.dim() == 0:
             found = found.expand(self.models)
         if found.shape != (self.models,):
             raise ConfigError(f"{name} of shape {list(found.shape)}: a number, or one for each of {self.models} models")
-        low, high = bounds
+        low, high = self.ranges[name]
+        # Negated, so that NaN is refused too.
         wrong = (~((found >= low) & (found < high))).nonzero().flatten().tolist()
         if wrong:
             raise ConfigError(f"{name}={float(found[wrong[0]])} of model {wrong[0]}: must be in [{low}, {high})")
@@ -96,95 +111,88 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every active slot, of the parameters that have a gradient.
+        """Take one step of every active slot, of the parameters that have a gradient.
 
         Args:
-            closure: computes the losses and their gradients anew, where a loop works so.
+            closure: computes the losses and their gradients again, as for optimizers of torch.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for step, owner, parameters in self._alike(group):
-                self._advance(group, step, owner, parameters)
+            # Parameters that share a step counter have the same step counts in all slots, and are updated together.
+            together: dict[tuple[int, int | None], list[nn.Parameter]] = {}
+            counters: dict[int | None, Tensor] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                state, owner = self.state[parameter], owner_of(parameter)
+                if not state:
+                    self._begin(parameter, group, counters.setdefault(owner, torch.zeros(parameter.shape[0])))
+                together.setdefault((id(state["step"]), owner), []).append(parameter)
+            for parameters in together.values():
+                self._update(group, parameters)
         return loss
 
-    def _alike(self, group: Group) -> Iterator[tuple[Tensor, int | None, list[nn.Parameter]]]:
-        """Parameters with gradients, by their age and by whom they belong to."""
-        ready = [p for p in group["params"] if p.grad is not None and p.numel()]
-        fresh: dict[int | None, Tensor] = {}
-        found: dict[tuple[int, int | None], tuple[Tensor, int | None, list[nn.Parameter]]] = {}
-        for parameter in ready:
-            state, owner = self.state[parameter], owner_of(parameter)
-            if not state:
-                self._begin(parameter, group, fresh.setdefault(owner, torch.zeros(parameter.shape[0])))
-            step = state["step"]
-            found.setdefault((id(step), owner), (step, owner, []))[2].append(parameter)
-        yield from found.values()
-
     def _begin(self, parameter: nn.Parameter, group: Group, step: Tensor) -> None:
-        slots = slots_of(parameter)
         self.state[parameter]["step"] = step
-        for name in self.names(group):
-            self.state[parameter][name] = self.initial(name, parameter.detach(), group, slots)
+        for name in self.state_names_of(group):
+            self.state[parameter][name] = self.initial_state(name, parameter.detach(), group, slots_of(parameter))
 
-    def _advance(self, group: Group, step: Tensor, owner: int | None, parameters: list[nn.Parameter]) -> None:
-        slots = slots_of(parameters[0])
+    def _update(self, group: Group, parameters: list[nn.Parameter]) -> None:
+        slots, step = slots_of(parameters[0]), self.state[parameters[0]]["step"]
         active = self.active[slots]
         if not bool(active.any()):
             return
         step += active
-        handful = ParameterBatch(
+        batch = ParameterBatch(
             [parameter.detach() for parameter in parameters],
             [parameter.grad for parameter in parameters if parameter.grad is not None],
-            {name: [self.state[parameter][name] for parameter in parameters] for name in self.names(group)},
+            {name: [self.state[parameter][name] for parameter in parameters] for name in self.state_names_of(group)},
             {name: group[name][slots] for name in self.ranges},
             step.double(),
             group,
         )
-        if self.by_rows(handful):
-            self.move_rows(handful, active)
-            torch.autograd.graph.increment_version(handful.parameters)
+        if self.row_kernel and batch.fits_row_kernels():
+            self.update_rows_(batch, active)
+            # Autograd does not see what a kernel writes.
+            torch.autograd.graph.increment_version(batch.parameters)
             return
-        with as_they_were([handful.parameters, *handful.states.values()], active):
-            self.move(handful)
+        with inactive_unchanged([batch.parameters, *batch.states.values()], active):
+            self.update_(batch)
 
-    def names(self, group: Group) -> tuple[str, ...]:
-        """What is kept for every parameter of a group."""
-        return self.kept
+    def state_names_of(self, group: Group) -> tuple[str, ...]:
+        """Return the states that are kept for every parameter of a group."""
+        return self.state_names
 
-    def initial(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
-        """What a state of these slots is before their first step, of the shape of their part of a parameter."""
+    def initial_state(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
+        """Return a state before the first step, in the shape of these slots' part of a parameter."""
         return torch.zeros_like(parameter)
 
-    def by_rows(self, handful: ParameterBatch) -> bool:
-        """Whether there is a kernel for these tensors, `move_rows`; elsewhere it is `move`."""
-        return False
-
     @abstractmethod
-    def move(self, handful: ParameterBatch) -> None:
-        """Change parameters and states of all models by one step."""
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update parameters and states of all models by one step."""
 
-    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
-        """Change those of the models that are active, bool [models] on the host, by one pass over memory."""
+    def update_rows_(self, batch: ParameterBatch, active: Tensor) -> None:
+        """Update those of the active models, bool [models] on the CPU, in one pass over memory."""
 
-    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """One model's hyperparameters as torch's own optimizer takes them."""
+    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """Return one model's hyperparameters as torch's own optimizer takes them."""
         found: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith("beta")}
         if "beta1" in values:
             found["betas"] = (values["beta1"], values["beta2"])
         return found
 
-    # -- the array's life ----------------------------------------------------------------------------------------------
+    # -- models enter and leave ----------------------------------------------------------------------------------------
 
     def hyperparameters(self, index: int, group: int = 0) -> dict[str, float]:
-        """One model's hyperparameters."""
+        """Return one model's hyperparameters."""
         return {name: float(self.param_groups[group][name][index]) for name in self.ranges}
 
     @torch.no_grad()
     def extract(self, index: int) -> dict[str, Any]:
-        """One model's state as the `state_dict` of torch's own optimizer over that model's parameters."""
+        """Return one model's state as the `state_dict` of torch's own optimizer over that model's parameters."""
         state: dict[int, dict[str, Any]] = {}
         groups: list[Group] = []
         count = 0
@@ -194,23 +202,21 @@ class FusedOptimizer(Optimizer):
                 row = 0 if owner_of(parameter) is not None else index
                 if self.state.get(parameter) and float(self.state[parameter]["step"][row]) > 0:
                     state[number] = {name: value[row].clone() for name, value in self.state[parameter].items()}
-            options = self.options(self.hyperparameters(index, place), group)
-            groups.append({**self._settings(options), "params": list(range(count, count + len(own)))})
+            options = self.torch_options(self.hyperparameters(index, place), group)
+            if self.torch_class is not None:
+                # torch adds options that an array has not, such as `foreach`.
+                made = self.torch_class([nn.Parameter(torch.zeros(()))], **options)
+                options = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+            groups.append({**options, "params": list(range(count, count + len(own)))})
             count += len(own)
         return {"state": state, "param_groups": groups}
 
-    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
-        if self.genuine is None:
-            return options
-        made = self.genuine([nn.Parameter(torch.zeros(()))], **options)
-        return {name: value for name, value in made.param_groups[0].items() if name != "params"}
-
     @torch.no_grad()
     def insert(self, index: int, state_dict: dict[str, Any]) -> None:
-        """Take over a slot's state from the `state_dict` of torch's own optimizer, or from `extract`; others stay.
+        """Load a slot's state from the `state_dict` of torch's own optimizer, or from `extract`; others are unchanged.
 
         Raises:
-            ConfigError: as many groups or parameters are not there.
+            ConfigError: the numbers of groups or parameters differ.
         """
         self.reset(index)
         groups = state_dict["param_groups"]
@@ -227,28 +233,28 @@ class FusedOptimizer(Optimizer):
                 if name in values:
                     group[name][index] = float(values[name])
             for parameter, number in zip(own, given["params"], strict=True):
-                self._fill(parameter, index, state_dict["state"].get(number, {}), group)
-        self._share_ages()
+                self._insert_state(parameter, index, state_dict["state"].get(number, {}), group)
+        self._share_step_counters()
 
-    def _fill(self, parameter: nn.Parameter, index: int, given: dict[str, Any], group: Group) -> None:
+    def _insert_state(self, parameter: nn.Parameter, index: int, given: dict[str, Any], group: Group) -> None:
         if not given:
             return
         if not self.state[parameter]:
             self._begin(parameter, group, torch.zeros(parameter.shape[0]))
         state = self.state[parameter]
-        # A parameter that was never stepped may have another age than the rest.
+        # This slot's step count may now differ from that of the parameters which share the counter.
         state["step"] = state["step"].clone()
         row = 0 if owner_of(parameter) is not None else index
         for name, value in given.items():
             if name in state and value is not None:
                 state[name][row].copy_(torch.as_tensor(value))
         if "step" not in given:
-            # torch's SGD keeps no age; all that it asks is whether there was a step.
+            # torch's SGD does not count steps; its formula only needs to know that there was one.
             state["step"][row] = 1
 
     @torch.no_grad()
     def reset(self, index: int, **hyperparameters: float) -> None:
-        """Make a slot's state as before its first step, and active; others stay as they are, bitwise.
+        """Set a slot's state back to before its first step, and make it active; others are unchanged, bitwise.
 
         Args:
             index: the slot.
@@ -262,59 +268,53 @@ class FusedOptimizer(Optimizer):
         for name, value in hyperparameters.items():
             if name not in self.ranges:
                 raise ConfigError(f"{name}={value}: {type(self).__name__} has {', '.join(self.ranges)} for each model")
-            checked = self._vector(name, value, self.ranges[name])
+            checked = self._vector(name, value)
             for group in self.param_groups:
                 group[name][index] = checked[index]
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._clear(parameter, index, group)
+                owner, state = owner_of(parameter), self.state.get(parameter)
+                if not state or owner not in (None, index):
+                    continue
+                row = 0 if owner is not None else index
+                state["step"][row] = 0
+                for name in self.state_names_of(group):
+                    own, slots = parameter.detach()[row : row + 1], slice(index, index + 1)
+                    state[name][row].copy_(self.initial_state(name, own, group, slots)[0])
         self.active[index] = True
-
-    def _clear(self, parameter: nn.Parameter, index: int, group: Group) -> None:
-        owner, state = owner_of(parameter), self.state.get(parameter)
-        if not state or owner not in (None, index):
-            return
-        row = 0 if owner is not None else index
-        state["step"][row] = 0
-        for name in self.names(group):
-            first = self.initial(name, parameter.detach()[row : row + 1], group, slice(index, index + 1))
-            state[name][row].copy_(first[0])
 
     @torch.no_grad()
     def select(self, kept: Selection) -> None:
-        """Follow `FusedArray.select`: its parameters, every state, hyperparameter and age; bitwise."""
+        """Follow `FusedArray.select`: its parameters, all states, hyperparameters and step counts; bitwise."""
         before = self.state
         self.state = type(before)(dict)
-        ages: dict[int, Tensor] = {}
+        counters: dict[int, Tensor] = {}
         for group in self.param_groups:
-            group["params"] = [new for old in group["params"] for new in self._moved(old, kept, before, ages)]
+            parameters: list[nn.Parameter] = []
+            for old in group["params"]:
+                for new in kept.moved.get(old, (old,)):
+                    parameters.append(new)
+                    for name, value in (before.get(old) or {}).items():
+                        rows = kept.rows(value) if owner_of(old) is None else value.clone()
+                        # Parameters that shared a step counter go on sharing one.
+                        self.state[new][name] = counters.setdefault(id(value), rows) if name == "step" else rows
+            group["params"] = parameters
             for name in self.ranges:
                 group[name] = kept.rows(group[name])
         self.active, self.models = kept.rows(self.active), len(kept.indices)
 
-    def _moved(
-        self, old: nn.Parameter, kept: Selection, before: Any, ages: dict[int, Tensor]
-    ) -> tuple[nn.Parameter, ...]:
-        news = kept.moved.get(old, (old,))
-        state = before.get(old) or {}
-        for new in news:
-            for name, value in state.items():
-                rows = kept.rows(value) if owner_of(old) is None else value.clone()
-                self.state[new][name] = ages.setdefault(id(value), rows) if name == "step" else rows
-        return news
-
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and which slots are active."""
+        """Return torch's state dict, and which slots are active."""
         return {**super().state_dict(), "active": self.active}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         super().load_state_dict(state_dict)
         self.active = state_dict["active"].clone()
-        self._share_ages()
+        self._share_step_counters()
 
-    def _share_ages(self) -> None:
-        """Parameters of a group and of the same age keep it in the same tensor, so that they are moved together."""
+    def _share_step_counters(self) -> None:
+        """Let parameters of a group with the same step counts share one counter, so that they are updated together."""
         for group in self.param_groups:
             known: dict[tuple[Any, ...], Tensor] = {}
             for parameter in group["params"]:

@@ -10,19 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch
-from thinwire.fusion.optimizers.vectors import Coefficient, add_, add_product_, divide_, scale_, shift_, towards_
+from thinwire.fusion.optimizers.parameter_batch import (
+    Coefficient,
+    Group,
+    ParameterBatch,
+    add_,
+    addcmul_,
+    divide_,
+    lerp_,
+    scale_,
+    shift_,
+)
 
 
 class LAMB(FusedOptimizer):
-    r"""Adam's direction at a length in proportion to each tensor's norm, every model's by its own norms.
+    r"""LAMB of every model: Adam's direction, scaled in proportion to the norm of each of the model's tensors.
 
     $$m \leftarrow \beta_1 m + (1-\beta_1) g, \qquad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \qquad
       u = \frac{m / (1-\beta_1^t)}{\sqrt{v / (1-\beta_2^t)} + \epsilon} + \lambda x,$$
 
     $$x \leftarrow x - \gamma \min(\max(|x|/|u|, c_{min}), c_{max})\, u,$$
 
-    where the ratio is one as long as either norm is zero. You et al., Large Batch Optimization for Deep Learning:
+    where the ratio is 1 if either norm is zero. You et al., Large Batch Optimization for Deep Learning:
     Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962, Algorithm 2.
 
     Args:
@@ -37,6 +46,13 @@ class LAMB(FusedOptimizer):
 
     Raises:
         ConfigError: a value out of its range, or not one per model.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import LAMB, fuse
+        >>> array = fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> LAMB(array.parameters(), lr=[0.01, 0.02]).hyperparameters(1)["lr"]
+        0.02
     """
 
     ranges = {  # noqa: RUF012
@@ -48,7 +64,7 @@ class LAMB(FusedOptimizer):
         "least_trust": (0.0, inf),
         "most_trust": (0.0, inf),
     }
-    kept = ("momentum", "variance")
+    state_names = ("momentum", "variance")
 
     def __init__(
         self,
@@ -65,28 +81,28 @@ class LAMB(FusedOptimizer):
         values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**values, "least_trust": least_trust, "most_trust": most_trust}, {}, models=models)
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once."""
-        v, steps, gradients = handful.values, handful.steps, handful.gradients
-        momenta, variances = handful.states["momentum"], handful.states["variance"]
-        towards_(momenta, gradients, Coefficient(1 - v["beta1"]))
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once."""
+        v, steps, gradients = batch.values, batch.steps, batch.gradients
+        momenta, variances = batch.states["momentum"], batch.states["variance"]
+        lerp_(momenta, gradients, Coefficient(1 - v["beta1"]))
         scale_(variances, Coefficient(v["beta2"]))
-        add_product_(variances, gradients, gradients, Coefficient(1 - v["beta2"]))
-        spreads, directions = ([tensor.clone() for tensor in tensors] for tensors in (variances, momenta))
-        divide_(spreads, Coefficient(1 - v["beta2"] ** steps))
-        torch._foreach_sqrt_(spreads)  # pyright: ignore
-        shift_(spreads, Coefficient(v["eps"]))
+        addcmul_(variances, gradients, gradients, Coefficient(1 - v["beta2"]))
+        denominators, directions = ([tensor.clone() for tensor in tensors] for tensors in (variances, momenta))
+        divide_(denominators, Coefficient(1 - v["beta2"] ** steps))
+        torch._foreach_sqrt_(denominators)  # pyright: ignore
+        shift_(denominators, Coefficient(v["eps"]))
         divide_(directions, Coefficient(1 - v["beta1"] ** steps))
-        torch._foreach_div_(directions, spreads)  # pyright: ignore
-        add_(directions, handful.parameters, Coefficient(v["weight_decay"]))
-        for parameter, direction in zip(handful.parameters, directions, strict=True):
-            direction.mul_(_ratios(parameter, direction, v).view(-1, *[1] * (parameter.dim() - 1)))
-        add_(handful.parameters, directions, Coefficient(-v["lr"]))
+        torch._foreach_div_(directions, denominators)  # pyright: ignore
+        add_(directions, batch.parameters, Coefficient(v["weight_decay"]))
+        for parameter, direction in zip(batch.parameters, directions, strict=True):
+            direction.mul_(_trust_ratios(parameter, direction, v).view(-1, *[1] * (parameter.dim() - 1)))
+        add_(batch.parameters, directions, Coefficient(-v["lr"]))
 
 
-def _ratios(parameter: Tensor, direction: Tensor, values: dict[str, Tensor]) -> Tensor:
-    """How far each model goes along its direction, [models]."""
-    lengths, reaches = (torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in (parameter, direction))
-    least, most = (values[name].to(lengths) for name in ("least_trust", "most_trust"))
-    bounded = torch.minimum(torch.maximum(lengths / reaches, least), most)
-    return torch.where((lengths > 0) & (reaches > 0), bounded, torch.ones_like(bounded))
+def _trust_ratios(parameter: Tensor, direction: Tensor, values: dict[str, Tensor]) -> Tensor:
+    """Return each model's trust ratio for one tensor, [models]."""
+    own, step = (torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in (parameter, direction))
+    least, most = (values[name].to(own) for name in ("least_trust", "most_trust"))
+    bounded = torch.minimum(torch.maximum(own / step, least), most)
+    return torch.where((own > 0) & (step > 0), bounded, torch.ones_like(bounded))

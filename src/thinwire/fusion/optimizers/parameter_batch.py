@@ -1,4 +1,8 @@
-"""Parameters that are moved together, and which of their slots are."""
+"""Parameters that an optimizer updates together, and arithmetic of lists of tensors with one coefficient per model.
+
+Tensors are [models, ...]. If all models have the same coefficient, torch's own arithmetic with a number is used: it is
+faster, and rounds like `torch.optim`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ Tensors = list[Tensor]
 
 @dataclass(slots=True)
 class ParameterBatch:
-    """Parameters of one group, of the same age, to be moved together.
+    """Parameters of one group that have taken the same numbers of steps and are updated together.
 
     Args:
         parameters: each [models, ...].
-        gradients: in the same order; they may be overwritten by what is computed from them, but not in place.
+        gradients: in the same order; not to be changed.
         states: each named state of the parameters, in the same order.
-        values: hyperparameters, float64 vectors [models] on the host.
-        steps: each model's number of steps, this one included; float64 [models] on the host.
-        group: the group, for settings that all models share.
+        values: hyperparameters, float64 vectors [models] on the CPU.
+        steps: each model's number of steps, this one included; float64 [models] on the CPU.
+        group: the parameter group, for options that all models share.
     """
 
     parameters: Tensors
@@ -37,21 +41,27 @@ class ParameterBatch:
     steps: Tensor
     group: Group
 
+    def decayed_gradients(self) -> Tensors:
+        """Return the gradients with weight decay added, as L2 regularisation."""
+        decay = self.values["weight_decay"]
+        if not bool(decay.any()):
+            return self.gradients
+        return plus(self.gradients, self.parameters, Coefficient(decay))
 
-def in_rows(handful: ParameterBatch) -> bool:
-    """Whether every model's part of every tensor is a row in the host's memory, as the kernels for rows need it."""
-    first = handful.parameters[0].dtype
-    columns = (handful.parameters, *handful.states.values())
-    return first in (torch.float32, torch.float64) and all(
-        tensor.device.type == "cpu" and tensor.dtype == first and tensor.is_contiguous()
-        for column in columns
-        for tensor in column
-    )
+    def fits_row_kernels(self) -> bool:
+        """Whether all tensors are contiguous in CPU memory and of one dtype that the row kernels support."""
+        dtype = self.parameters[0].dtype
+        columns = (self.parameters, *self.states.values())
+        return dtype in (torch.float32, torch.float64) and all(
+            tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+            for column in columns
+            for tensor in column
+        )
 
 
 @contextmanager
-def as_they_were(columns: Sequence[Tensors], active: Tensor) -> Generator[None]:
-    """Inside, all slots may be written to; afterwards those that are not active are what they were, bitwise."""
+def inactive_unchanged(columns: Sequence[Tensors], active: Tensor) -> Generator[None]:
+    """Inside, all slots may be written to; afterwards those that are not active are restored, bitwise."""
     stopped = (~active).nonzero().flatten()
     tensors = [tensor for column in columns for tensor in column] if len(stopped) else []
     held = [tensor[stopped.to(tensor.device)] for tensor in tensors]
@@ -61,13 +71,13 @@ def as_they_were(columns: Sequence[Tensors], active: Tensor) -> Generator[None]:
 
 
 def slots_of(parameter: Tensor) -> slice:
-    """The slots whose part of a vector a parameter is moved by."""
+    """Return the slots whose hyperparameters update a parameter: all, or the one that has it."""
     owner = owner_of(parameter)
     return slice(None) if owner is None else slice(owner, owner + 1)
 
 
 def count_models(given: Sequence[Any]) -> int:
-    """The number of models, from the parameters."""
+    """Find the number of models from parameters or groups of them."""
     parameters = [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     common = [parameter.shape[0] for parameter in parameters if owner_of(parameter) is None]
     if common:
@@ -75,3 +85,96 @@ def count_models(given: Sequence[Any]) -> int:
     if not parameters:
         raise ConfigError("an optimizer without parameters: pass array.parameters()")
     return 1 + max(owner_of(parameter) or 0 for parameter in parameters)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+class Coefficient:
+    """One number per model.
+
+    Args:
+        vector: float64 [models] on the CPU.
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        first = float(vector[0])
+        self.number = first if bool((vector == first).all()) else None
+
+    def like(self, tensors: Sequence[Tensor]) -> Tensors:
+        """Return the vector in a shape that broadcasts with each tensor [models, ...]."""
+        made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        found: Tensors = []
+        for tensor in tensors:
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            if (dtype, tensor.device) not in made:
+                made[dtype, tensor.device] = self.vector.to(tensor.device, dtype)
+            found.append(made[dtype, tensor.device].view(-1, *[1] * (tensor.dim() - 1)))
+        return found
+
+
+def scale_(tensors: Tensors, by: Coefficient) -> None:
+    """Multiply in place."""
+    if by.number is not None:
+        torch._foreach_mul_(tensors, by.number)  # pyright: ignore
+        return
+    torch._foreach_mul_(tensors, by.like(tensors))  # pyright: ignore
+
+
+def divide_(tensors: Tensors, by: Coefficient) -> None:
+    """Divide in place."""
+    if by.number is not None:
+        torch._foreach_div_(tensors, by.number)  # pyright: ignore
+        return
+    torch._foreach_div_(tensors, by.like(tensors))  # pyright: ignore
+
+
+def shift_(tensors: Tensors, by: Coefficient) -> None:
+    """Add the coefficient in place."""
+    if by.number is not None:
+        torch._foreach_add_(tensors, by.number)  # pyright: ignore
+        return
+    torch._foreach_add_(tensors, by.like(tensors))  # pyright: ignore
+
+
+def add_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add others times the coefficient in place."""
+    if by.number is not None:
+        torch._foreach_add_(tensors, others, alpha=by.number)  # pyright: ignore
+        return
+    torch._foreach_add_(tensors, torch._foreach_mul(others, by.like(others)))  # pyright: ignore
+
+
+def plus(tensors: Tensors, others: Tensors, by: Coefficient) -> Tensors:
+    """Return tensors plus others times the coefficient."""
+    if by.number is not None:
+        return list(torch._foreach_add(tensors, others, alpha=by.number))  # pyright: ignore
+    return list(torch._foreach_add(tensors, torch._foreach_mul(others, by.like(others))))  # pyright: ignore
+
+
+def lerp_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Interpolate towards others in place; a coefficient of 1 gives the others."""
+    if by.number is not None:
+        torch._foreach_lerp_(tensors, others, by.number)  # pyright: ignore
+        return
+    differences = torch._foreach_sub(others, tensors)  # pyright: ignore
+    torch._foreach_add_(tensors, torch._foreach_mul(differences, by.like(tensors)))  # pyright: ignore
+
+
+def addcmul_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add the products of ones and others times the coefficient in place."""
+    if by.number is not None:
+        torch._foreach_addcmul_(tensors, ones, others, by.number)  # pyright: ignore
+        return
+    products = torch._foreach_mul(torch._foreach_mul(ones, by.like(ones)), others)  # pyright: ignore
+    torch._foreach_add_(tensors, products)  # pyright: ignore
+
+
+def addcdiv_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add the quotients of ones and others times the coefficient in place."""
+    if by.number is not None:
+        torch._foreach_addcdiv_(tensors, ones, others, by.number)  # pyright: ignore
+        return
+    quotients = torch._foreach_div(torch._foreach_mul(ones, by.like(ones)), others)  # pyright: ignore
+    torch._foreach_add_(tensors, quotients)  # pyright: ignore

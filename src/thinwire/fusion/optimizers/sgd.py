@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.fusion.optimizers.parameter_batch import Group, ParameterBatch, in_rows
-from thinwire.fusion.optimizers.vectors import Coefficient, add_, plus, scale_
+from thinwire.fusion.optimizers.parameter_batch import Coefficient, Group, ParameterBatch, add_, plus, scale_
 from thinwire.kernels.rows import sgd_rows_
 
 
@@ -21,12 +20,12 @@ class SGD(FusedOptimizer):
 
     $$g \leftarrow g + \lambda x, \qquad u \leftarrow \mu u + (1-\delta) g, \qquad x \leftarrow x - \gamma u,$$
 
-    where the first step has $u = g$, and Nesterov's momentum moves by $g + \mu u$ instead of $u$.
+    with $u = g$ in the first step; Nesterov's momentum steps along $g + \mu u$ instead of $u$.
 
     Args:
         params: an array's parameters, or groups of them.
         lr: $\gamma$; a number, or one per model.
-        momentum: $\mu$, likewise; more remembers longer.
+        momentum: $\mu$, likewise; a larger one averages longer.
         dampening: $\delta$, likewise.
         weight_decay: $\lambda$, likewise.
         nesterov: True, False, or one per model.
@@ -34,6 +33,17 @@ class SGD(FusedOptimizer):
 
     Raises:
         ConfigError: a value out of its range, not one per model, or Nesterov's momentum without momentum.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.fusion import SGD, fuse
+        >>> array = fuse([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+        >>> optimizer = SGD(array.parameters(), lr=[0.1, 0.2])
+        >>> before = next(array.parameters()).detach().clone()
+        >>> array.losses(torch.mean, array(torch.ones(1, 1))).sum().backward()
+        >>> optimizer.step()
+        >>> [round(step, 6) for step in (before - next(array.parameters())).flatten().tolist()]
+        [0.1, 0.2]
     """
 
     ranges = {  # noqa: RUF012
@@ -43,8 +53,9 @@ class SGD(FusedOptimizer):
         "weight_decay": (0.0, inf),
         "nesterov": (0.0, 2.0),
     }
-    kept = ("momentum_buffer",)
-    genuine = torch.optim.SGD
+    state_names = ("momentum_buffer",)
+    torch_class = torch.optim.SGD
+    row_kernel = True
 
     def __init__(
         self,
@@ -65,39 +76,34 @@ class SGD(FusedOptimizer):
                 model = int(wrong.nonzero()[0])
                 raise ConfigError(f"nesterov of model {model}: needs momentum above 0 and dampening 0")
 
-    def by_rows(self, handful: ParameterBatch) -> bool:
-        """On a CPU."""
-        return in_rows(handful)
+    def update_rows_(self, batch: ParameterBatch, active: Tensor) -> None:
+        """Update by a kernel; it leaves the momentum of models without momentum at zero."""
+        v = batch.values
+        fresh = torch.where(batch.steps == 1, 1.0, 1 - v["dampening"])
+        numbers = torch.stack([v["weight_decay"], v["momentum"], fresh, v["nesterov"], v["lr"]], 1)
+        columns = batch.parameters, batch.gradients, batch.states["momentum_buffer"]
+        for x, gradient, momentum in zip(*columns, strict=True):
+            sgd_rows_(x, gradient.contiguous(), momentum, numbers=numbers, active=active)
 
-    def move_rows(self, handful: ParameterBatch, active: Tensor) -> None:
-        """By a kernel of our own; a model without momentum keeps none."""
-        v = handful.values
-        take = torch.where(handful.steps == 1, 1.0, 1 - v["dampening"])
-        numbers = torch.stack([v["weight_decay"], v["momentum"], take, v["nesterov"], v["lr"]], 1)
-        every = zip(handful.parameters, handful.gradients, handful.states["momentum_buffer"], strict=True)
-        for x, gradient, momentum in every:
-            sgd_rows_(x, gradient.contiguous(), momentum, numbers=numbers, going=active)
+    def update_(self, batch: ParameterBatch) -> None:
+        """Update all models at once; the momentum of models without momentum is their gradient."""
+        v, buffers = batch.values, batch.states["momentum_buffer"]
+        gradients = plus(batch.gradients, batch.parameters, Coefficient(v["weight_decay"]))
+        undamped = (batch.steps == 1) | (v["momentum"] == 0)
+        scale_(buffers, Coefficient(v["momentum"]))
+        add_(buffers, gradients, Coefficient(torch.where(undamped, 1.0, 1 - v["dampening"])))
+        # Models with and without Nesterov's momentum (n = 1 or 0) in one formula: (1 - n) u + n (g + mu u).
+        nesterov = v["nesterov"]
+        directions = plus(buffers, buffers, Coefficient(nesterov * (v["momentum"] - 1)))
+        add_(directions, gradients, Coefficient(nesterov))
+        add_(batch.parameters, directions if bool(nesterov.any()) else buffers, Coefficient(-v["lr"]))
 
-    def move(self, handful: ParameterBatch) -> None:
-        """All models at once; one without momentum keeps its gradient as its momentum."""
-        values, buffers = handful.values, handful.states["momentum_buffer"]
-        gradients = plus(handful.gradients, handful.parameters, Coefficient(values["weight_decay"]))
-        first = (handful.steps == 1) | (values["momentum"] == 0)
-        scale_(buffers, Coefficient(values["momentum"]))
-        add_(buffers, gradients, Coefficient(torch.where(first, 1.0, 1 - values["dampening"])))
-        # d = (1 - n) u + n (g + mu u)
-        ahead = values["nesterov"]
-        directions = plus(buffers, buffers, Coefficient(ahead * (values["momentum"] - 1)))
-        add_(directions, gradients, Coefficient(ahead))
-        moving = directions if bool(ahead.any()) else buffers
-        add_(handful.parameters, moving, Coefficient(-values["lr"]))
-
-    def options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """As torch's SGD takes them."""
+    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
+        """Return them as torch's SGD takes them."""
         return {**values, "nesterov": bool(values["nesterov"])}
 
     def extract(self, index: int) -> dict[str, Any]:
-        """One model's state as `torch.optim.SGD.state_dict` has it."""
+        """Return one model's state in the form of `torch.optim.SGD.state_dict`."""
         found = super().extract(index)
         for group in found["param_groups"]:
             for number in group["params"]:

@@ -1,8 +1,7 @@
-/* What the kernels share: sixteen numbers at a time, in whatever vectors the processor has.
+/* What the kernels share: arithmetic on sixteen numbers at a time, in whatever vectors the processor has.
 
-   No sum is reassociated and no product fused with a sum, so that the results are, bit by bit, those of torch.
-   With THINWIRE_PORTABLE no instruction is named; the results are the same. Gradients of linear layers
-   alone are equal but for rounding. */
+   No sum is reassociated and no product fused with a sum, so the results are torch's, bit by bit. Only the gradients of
+   linear layers (linear.c) differ in rounding. THINWIRE_PORTABLE avoids all intrinsics; the results are the same. */
 
 #include <stdint.h>
 #include <string.h>
@@ -16,17 +15,18 @@
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64)));
-typedef floats anywhere __attribute__((aligned(4), may_alias));
+typedef floats unaligned __attribute__((aligned(4), may_alias));
 
-static const words SIGN_PLACES = {31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16};
+/* How far bit 0 to 15 of a word is from the sign bit of its lane. */
+static const words SIGN_SHIFTS = {31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16};
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE floats load(const float *x) { return *(const anywhere *)x; }
-INLINE void store(float *x, floats value) { *(anywhere *)x = value; }
-INLINE floats all(float x) { return x - (floats){}; }
-INLINE floats sizes_of(floats x) { return (floats)((words)x & 0x7fffffffu); }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE floats load(const float *x) { return *(const unaligned *)x; }
+INLINE void store(float *x, floats value) { *(unaligned *)x = value; }
+INLINE floats broadcast(float x) { return x - (floats){}; }
+INLINE floats abs_of(floats x) { return (floats)((words)x & 0x7fffffffu); }
 
-/* Bit j is the highest bit of lane j. */
+/* Collect the highest bit of every lane: bit j is that of lane j. */
 INLINE uint32_t high_bits(words x) {
 #if defined(__AVX512DQ__) && !defined(THINWIRE_PORTABLE)
     return _mm512_movepi32_mask((__m512i)x);
@@ -43,6 +43,7 @@ INLINE uint32_t high_bits(words x) {
 }
 
 #if defined(__AVX512F__) && !defined(THINWIRE_PORTABLE)
+/* Minimum and maximum of each lane. */
 INLINE floats lower(floats a, floats b) { return (floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE floats upper(floats a, floats b) { return (floats)_mm512_max_ps((__m512)b, (__m512)a); }
 #elif defined(__AVX2__) && !defined(THINWIRE_PORTABLE)
@@ -73,11 +74,11 @@ INLINE floats upper(floats a, floats b) {
 }
 #endif
 
-/* The sign bits that lie at bit `place` of a stream, moved to where floats have theirs; reads four bytes. */
+/* Sixteen bits of a stream from bit `place` on, moved to the sign bits of the lanes. Reads four bytes. */
 INLINE words signs_at(const uint8_t *stream, int64_t place) {
     uint32_t word;
     memcpy(&word, stream + (place >> 3), 4);
-    return ((word >> (place & 7)) + (words){}) << SIGN_PLACES & 0x80000000u;
+    return ((word >> (place & 7)) + (words){}) << SIGN_SHIFTS & 0x80000000u;
 }
 
 INLINE uint32_t bits_of(float x) {
@@ -92,7 +93,7 @@ INLINE float float_of(uint32_t bits) {
     return x;
 }
 
-/* -- numbers that depend on their place alone -- */
+/* -- random numbers: a function of a seed and an index -- */
 
 INLINE uint32_t mixed(uint32_t word) {
     word = (word ^ word >> 16) * 0x85ebca6bu;
@@ -141,27 +142,28 @@ INLINE float read_scale(const uint8_t *payload, int64_t at, int scale_bytes) {
     return float_of(bits);
 }
 
-/* -- sums: neighbours first, row by row of sixteen; then the lanes, halves first -- */
+/* -- pairwise sums of rows of sixteen lanes, as a binary counter: level k holds the sum of 2^k rows; then the lanes are
+   added, halves first -- */
 
 typedef struct {
     floats levels[48];
-    uint64_t held;
+    uint64_t occupied;
 } tree;
 
 INLINE void tree_add(tree *sum, floats row, int level) {
-    for (; sum->held >> level & 1; level++) {
+    for (; sum->occupied >> level & 1; level++) {
         row = sum->levels[level] + row;
-        sum->held ^= 1ull << level;
+        sum->occupied ^= 1ull << level;
     }
     sum->levels[level] = row;
-    sum->held |= 1ull << level;
+    sum->occupied |= 1ull << level;
 }
 
 static float tree_total(const tree *sum) {
     floats row = {};
     int found = 0;
     for (int level = 0; level < 48; level++)
-        if (sum->held >> level & 1) {
+        if (sum->occupied >> level & 1) {
             row = found ? (floats)(sum->levels[level] + row) : sum->levels[level];
             found = 1;
         }
@@ -172,25 +174,25 @@ static float tree_total(const tree *sum) {
     return lanes[0];
 }
 
-/* The last elements, fewer than sixteen, filled up with zeros. */
+/* The last elements, fewer than sixteen, padded with zeros. */
 INLINE floats load_some(const float *x, int64_t count) {
     float filled[LANES] = {0};
     for (int64_t i = 0; i < count; i++) filled[i] = x[i];
     return load(filled);
 }
 
-INLINE floats measured(floats x, int squared) { return squared ? x * x : sizes_of(x); }
+INLINE floats magnitude(floats x, int squared) { return squared ? x * x : abs_of(x); }
 
 /* The sum of absolute values, or of squares. */
 static float tree_sum(const float *x, int64_t n, int squared) {
-    tree sum = {.held = 0};
+    tree sum = {.occupied = 0};
     int64_t i = 0;
     for (; i + 8 * LANES <= n; i += 8 * LANES) {
         floats row[8];
-        for (int k = 0; k < 8; k++) row[k] = measured(load(x + i + k * LANES), squared);
+        for (int k = 0; k < 8; k++) row[k] = magnitude(load(x + i + k * LANES), squared);
         tree_add(&sum, ((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7])), 3);
     }
-    for (; i + LANES <= n; i += LANES) tree_add(&sum, measured(load(x + i), squared), 0);
-    if (i < n) tree_add(&sum, measured(load_some(x + i, n - i), squared), 0);
+    for (; i + LANES <= n; i += LANES) tree_add(&sum, magnitude(load(x + i), squared), 0);
+    if (i < n) tree_add(&sum, magnitude(load_some(x + i, n - i), squared), 0);
     return tree_total(&sum);
 }

@@ -1,11 +1,13 @@
-/* Gains of facility location from the points themselves: distances, rounding, gains and their sums in one pass.
+/* Facility location from the points' coordinates: distances, rounding, gains and their sums in one pass, so that no
+   distance is stored.
 
-   Points lie in panels, [panels][features][LANES], so that one load brings one feature of LANES points. Every squared
-   distance is a sum of squared differences in the order of the features, whatever is computed beside it: what lies
-   close together loses no digits, and a pair's distance never depends on the block it was asked for in.
+   Points are stored in panels, [panels][features][LANES], so that one load reads one feature of LANES points. Every
+   squared distance is the sum of squared differences in the order of the features: the expanded form with products
+   would lose the digits of points that are close together, and a pair's distance must not depend on the block in which
+   it is computed.
 
-   No distance is above 1. Each is rounded to a multiple of 2^-23: sums of up to 2^30 of them are exact in double, so
-   that neither blocks nor threads nor ranks change a gain. */
+   Distances are at most 1, and are rounded to multiples of 2^-23: sums of up to 2^30 of them are exact in double, so
+   neither blocks nor threads nor ranks change a gain. */
 
 #include <math.h>
 #include <pthread.h>
@@ -23,11 +25,11 @@
 #define PANELS 4
 #define BLOCK_FLOATS (1 << 16)
 #define MOST_THREADS 64
-#define WORTH_A_THREAD (1 << 20)
+#define WORK_PER_THREAD (1 << 20)
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* From squared distances to rounded ones, in place. */
+/* Replace squared distances by rounded distances. Adding and subtracting 1 rounds to multiples of 2^-23. */
 static inline __attribute__((always_inline)) void finish(float *squares, int count) {
 #pragma omp simd
     for (int i = 0; i < count; i++) {
@@ -48,7 +50,7 @@ static inline __attribute__((always_inline)) void measure(
     }
 }
 
-/* Some of the panels, and what is to be done with them. */
+/* A task on some of the panels. */
 typedef struct {
     const float *points, *candidates;
     float *near;
@@ -78,12 +80,12 @@ static void *add_gains(void *given) {
             const float *candidates = w->candidates + first * w->features;
             double total[TOGETHER][LANES] = {}, later[TOGETHER][LANES] = {};
             for (int64_t p = from; p < to; p++) {
-                float apart[TOGETHER][LANES] __attribute__((aligned(4 * LANES)));
-                measure(w->points + p * w->features * LANES, candidates, w->features, TOGETHER, (lanes *)apart);
-                finish(apart[0], TOGETHER * LANES);
+                float distances[TOGETHER][LANES] __attribute__((aligned(4 * LANES)));
+                measure(w->points + p * w->features * LANES, candidates, w->features, TOGETHER, (lanes *)distances);
+                finish(distances[0], TOGETHER * LANES);
                 for (int c = 0; c < TOGETHER; c++) {
-                    add(w->near + p * LANES, apart[c], total[c]);
-                    if (w->later) add(w->later + p * LANES, apart[c], later[c]);
+                    add(w->near + p * LANES, distances[c], total[c]);
+                    if (w->later) add(w->later + p * LANES, distances[c], later[c]);
                 }
             }
             for (int c = 0; c < TOGETHER; c++)
@@ -96,7 +98,7 @@ static void *add_gains(void *given) {
     return NULL;
 }
 
-/* near = min(near, distance to the candidate); whoever is nearer now is represented by `position`. */
+/* near = min(near, distance to the candidate); points that are nearer to it are now represented by `position`. */
 static void *take(void *given) {
     const work *w = given;
     for (int64_t first = 0; first < w->panels; first += PANELS) {
@@ -123,8 +125,8 @@ static void *take(void *given) {
     return NULL;
 }
 
-/* The work in as many parts as there are threads; a part whose thread cannot be started is done here. */
-static void share(void *(*task)(void *), work whole, double *sums, int64_t threads) {
+/* Run a task on as many threads; a part whose thread cannot be started runs in this one. */
+static void run_parallel(void *(*task)(void *), work whole, double *sums, int64_t threads) {
     work parts[MOST_THREADS];
     pthread_t started[MOST_THREADS];
     int running[MOST_THREADS] = {0};
@@ -146,13 +148,14 @@ static void share(void *(*task)(void *), work whole, double *sums, int64_t threa
         if (running[t]) pthread_join(started[t], NULL);
 }
 
-/* How many threads so many numbers are worth. */
+/* How many threads are worth starting for so many multiplications. */
 static int64_t threads_for(int64_t numbers, int64_t most) {
-    int64_t worth = numbers / WORTH_A_THREAD;
+    int64_t worth = numbers / WORK_PER_THREAD;
     return worth < 1 ? 1 : worth < most ? worth : most;
 }
 
-/* The points in panels; how near each is to its representative, and which that is; and the most threads. */
+/* The points in panels; each one's distance to its representative, and which that is; and the largest number of
+   threads. */
 typedef struct {
     const float *points;
     float *near;
@@ -160,24 +163,28 @@ typedef struct {
     int64_t panels, features, threads;
 } facility;
 
-/* sums: room for [threads][count], and for as much again where there is a `later`; the first of them, as many as are
-   returned, are to be added up, then as many for `later`. candidates: [count][features], count a multiple of TOGETHER.
-   What fills up the last panel has near = 0 and gains nothing. */
+/* The gains of candidates, and, if `later` is given, what they would be if the points were as near as that.
+
+   sums: [threads][count], twice as large with `later`. Returns the number of rows that were written, which the caller
+   adds up; as many rows for `later` follow at [threads]. candidates: [count][features], count a multiple of TOGETHER.
+   Padding of the last panel has near = 0, and so no gain. */
 int64_t thinwire_gains(const facility *f, const float *later, const float *candidates, int64_t count, double *sums) {
     work whole = {.points = f->points, .candidates = candidates, .near = f->near, .later = later,
                   .panels = f->panels, .features = f->features, .count = count};
     int64_t used = threads_for(count * f->panels * f->features * LANES, f->threads);
-    share(add_gains, whole, sums, used);
+    run_parallel(add_gains, whole, sums, used);
     return used;
 }
 
 void thinwire_take(const facility *f, const float *candidate, int32_t position) {
     work whole = {.points = f->points, .candidates = candidate, .near = f->near, .nearest = f->nearest,
                   .position = position, .panels = f->panels, .features = f->features};
-    share(take, whole, NULL, threads_for(f->panels * f->features * LANES, f->threads));
+    run_parallel(take, whole, NULL, threads_for(f->panels * f->features * LANES, f->threads));
 }
 
-/* Lazy greedy. A heap of candidates, the one of the highest bound first, of equal ones the smallest number. */
+/* -- lazy greedy -- */
+
+/* A heap of candidates by their upper bounds, highest first; of equal ones the smallest number. */
 typedef struct {
     int64_t *ids, size;
     double *bounds;
@@ -210,9 +217,9 @@ static void copy_row(const float *points, int64_t features, int64_t point, float
     for (int64_t k = 0; k < features; k++) row[k] = panel[k * LANES];
 }
 
-/* What lazy greedy goes by, and what it finds. `ids` is a heap of `size` candidates by `bounds`, `asked` has room for
-   as many. `rows` has room for [widest][features], `sums` for [threads][widest]; block and widest are multiples of
-   TOGETHER. At most `picks` are made, the first of them number `position`, into `picked` and `gains`. */
+/* The inputs and results of lazy greedy. `ids` is a heap of `size` candidates by `bounds`; `asked` is a buffer as
+   large. `rows` is a buffer of [widest][features], `sums` of [threads][widest]; block and widest are multiples of
+   TOGETHER. At most `picks` are made, the first of them with number `position`, and written to `picked` and `gains`. */
 typedef struct {
     int64_t *ids, *asked, *picked;
     double *bounds, *sums, *gains;
@@ -221,8 +228,9 @@ typedef struct {
     double cost, enough;
 } search;
 
-/* The candidate that gains most, taken out of the heap; gains are asked for in blocks, each up to twice the last. */
-static int64_t settle(const facility *f, const search *s, heap *h) {
+/* Remove the candidate of the largest gain from the heap. A bound is an old gain, and gains only shrink: candidates are
+   evaluated until no bound exceeds the best gain, in blocks, each twice as large as the last. */
+static int64_t remove_best(const facility *f, const search *s, heap *h) {
     int64_t count = 0, best = -1, *asked = s->asked;
     work whole = {.points = f->points, .near = f->near, .panels = f->panels, .features = f->features};
     for (int64_t width = s->block;; width = 2 * width < s->widest ? 2 * width : s->widest) {
@@ -234,7 +242,7 @@ static int64_t settle(const facility *f, const search *s, heap *h) {
             copy_row(f->points, f->features, asked[c], s->rows + (c - first) * f->features);
         int64_t threads = threads_for(whole.count * f->panels * f->features * LANES, f->threads);
         whole.candidates = s->rows;
-        share(add_gains, whole, s->sums, threads);
+        run_parallel(add_gains, whole, s->sums, threads);
         for (int64_t c = first; c < count; c++) {
             double gain = 0;
             for (int64_t t = 0; t < threads; t++) gain += s->sums[t * whole.count + c - first];
@@ -247,13 +255,13 @@ static int64_t settle(const facility *f, const search *s, heap *h) {
     return best;
 }
 
-/* Picks until there are `picks` more, the cost comes to `enough`, or candidates run out; returns how many. Changes
-   `size` and `cost`. */
+/* Pick until there are `picks` more, the cost is at most `enough`, or no candidate is left. Returns how many were
+   picked; updates `size` and `cost`. */
 int64_t thinwire_lazy(const facility *f, search *s) {
     heap h = {.ids = s->ids, .size = s->size, .bounds = s->bounds};
     int64_t done = 0;
     for (; done < s->picks && h.size && !(s->position + done > 0 && s->cost <= s->enough); done++) {
-        int64_t best = settle(f, s, &h);
+        int64_t best = remove_best(f, s, &h);
         int32_t position = (int32_t)(s->position + done);
         copy_row(f->points, f->features, best, s->rows);
         thinwire_take(f, s->rows, position);
@@ -267,7 +275,7 @@ int64_t thinwire_lazy(const facility *f, search *s) {
     return done;
 }
 
-/* Points in a panel, candidates at a time, and threads at most. */
+/* Points in a panel, candidates that are evaluated together, and the largest number of threads. */
 int64_t thinwire_lanes(void) { return LANES; }
 int64_t thinwire_together(void) { return TOGETHER; }
 int64_t thinwire_most_threads(void) { return MOST_THREADS; }

@@ -1,8 +1,8 @@
-/* Codes of one to eight bits, in planes of bits. */
+/* Quantisation to codes of one to eight bits, stored as bit planes. */
 
 #define TILE 1024
 
-/* How numbers are coded; as they are decoded, what `squared` says is of no account, and the reverse for `dither`. */
+/* The parameters of the code; `squared` is used only to encode, `dither` only to decode. */
 typedef struct {
     int64_t n, block;
     uint64_t seed;
@@ -27,18 +27,19 @@ INLINE float draw_for(const grid *g, int64_t place) {
 }
 
 static void code(const float *x, int64_t begin, int64_t count, float scale, const grid *g, uint8_t *codes) {
-    float half = g->half, top = 2 * half, some = scale > 0 ? scale : 1;
+    float half = g->half, top = 2 * half, divisor = scale > 0 ? scale : 1;
     for (int64_t i = 0; i < count; i++) {
-        float ratio = scale > 0 ? x[i] / some : 0;
+        float ratio = scale > 0 ? x[i] / divisor : 0;
         float place = half == 0.5f ? (ratio + 1) * 0.5f : ratio * half + half;
         place = place + draw_for(g, begin + i);
+        /* In fp32 the sum may round up to the next code, and NaN must not reach the cast. */
         place = place > 0 ? place : 0;
         place = place < top ? place : top;
         codes[i] = (uint8_t)(int32_t)place;
     }
 }
 
-/* Bits of `count` codes, a multiple of 8, into the planes' bytes. */
+/* Write the bits of `count` codes, a multiple of 8, into the planes. */
 static void write_planes(const uint8_t *codes, int64_t count, uint8_t *out, int64_t plane, int bits) {
     int64_t i = 0;
 #if defined(__AVX2__) && !defined(THINWIRE_PORTABLE)
@@ -86,7 +87,7 @@ static void read_planes(uint8_t *codes, int64_t count, const uint8_t *payload, i
 
 static float largest_size(const float *x, int64_t n) {
     int32_t largest = 0;
-    /* Sizes are ordered as their bits are, and NaN is above them. */
+    /* Absolute values are ordered as their bits are, and NaN is above all: the largest bits keep a NaN. */
     for (int64_t i = 0; i < n; i++) {
         int32_t bits = (int32_t)(bits_of(x[i]) & 0x7fffffffu);
         largest = bits > largest ? bits : largest;
@@ -97,6 +98,7 @@ static float largest_size(const float *x, int64_t n) {
 static float scale_of(const float *x, int64_t n, int squared, int scale_bytes) {
     float scale = squared ? __builtin_sqrtf(tree_sum(x, n, 1)) : largest_size(x, n);
     if (scale_bytes == 4) return scale;
+    /* Rounded up to bf16: no element may exceed its scale. */
     uint32_t half = half_of(scale);
     if (float_of(half << 16) < scale) half++;
     return float_of(half << 16);
@@ -109,11 +111,11 @@ void thinwire_quantize(const float *x, uint8_t *out, const coding *c) {
     int64_t blocks = (n + block - 1) / block, plane = (n + 7) / 8, i = 0;
     uint8_t codes[TILE], *planes = out + blocks * scale_bytes;
     for (int64_t b = 0; b < blocks; b++) {
-        int64_t end = least(n, (b + 1) * block);
+        int64_t end = smaller(n, (b + 1) * block);
         float scale = scale_of(x + i, end - i, squared, scale_bytes);
         write_scale(out, b, scale, scale_bytes);
         while (i < end) {
-            int64_t some = least(end - i, TILE - i % TILE);
+            int64_t some = smaller(end - i, TILE - i % TILE);
             code(x + i, i, some, scale, &g, codes + i % TILE);
             i += some;
             if (i % TILE == 0) write_planes(codes, TILE, planes + (i - TILE) / 8, plane, bits);
@@ -141,10 +143,10 @@ void thinwire_dequantize(const uint8_t *payload, float *out, const coding *c) {
     uint8_t codes[TILE];
     const uint8_t *planes = payload + blocks * scale_bytes;
     for (int64_t i = 0; i < n;) {
-        int64_t begin = i, end = least(n, begin + TILE);
+        int64_t begin = i, end = smaller(n, begin + TILE);
         read_planes(codes, (end - begin + 7) / 8 * 8, planes + begin / 8, plane, bits);
         while (i < end) {
-            int64_t b = i / block, some = least(end, (b + 1) * block) - i;
+            int64_t b = i / block, some = smaller(end, (b + 1) * block) - i;
             value(codes + (i - begin), i, some, read_scale(payload, b, scale_bytes), &g, out + i);
             i += some;
         }

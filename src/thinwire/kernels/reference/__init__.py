@@ -1,1 +1,1 @@
-"""What the kernels compute, in a few torch operations each: the baseline of the compiled ones, and their fallback."""
+"""The definition of every kernel in a few operations of torch: tests compare with it, and it is the fallback."""

@@ -1,6 +1,6 @@
-"""Steps of adaptive optimizers, by torch: lists of tensors of any shapes.
+"""Steps of adaptive optimizers by torch, over lists of tensors of any shapes.
 
-On a CPU norms are summed in the order of the compiled kernels; elsewhere as torch sees fit.
+On a CPU norms are summed in the order of the compiled kernels; elsewhere in torch's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.bits import rooted, tree_sums
+from thinwire.kernels.reference.bits import exact_sqrt, tree_sums
 
 
 def turn_(
@@ -21,27 +21,29 @@ def turn_(
     parameters: list[Tensor],
     numbers: Sequence[float],
 ) -> Tensor:
-    """Directions in the place of momenta; of each tensor the largest ratio, and two norms where there is decay, [3, k].
+    """Replace momenta by directions; returns each tensor's largest ratio and, with decay, two norms, [3, k].
 
     `numbers` are those of `thinwire.kernels.adaptive.turn_`.
     """
-    keep, remember, take, eps, decay = numbers
-    ways = torch._foreach_sub(momenta, torch._foreach_mul(before, keep))  # pyright: ignore
-    torch._foreach_mul_(fresh, remember)  # pyright: ignore
-    torch._foreach_add_(fresh, torch._foreach_mul(torch._foreach_mul(ways, ways), take))  # pyright: ignore
+    beta1, beta2, fresh_weight, eps, decay = numbers
+    gradients = torch._foreach_sub(momenta, torch._foreach_mul(before, beta1))  # pyright: ignore
+    torch._foreach_mul_(fresh, beta2)  # pyright: ignore
+    squares = torch._foreach_mul(gradients, gradients)  # pyright: ignore
+    torch._foreach_add_(fresh, torch._foreach_mul(squares, fresh_weight))  # pyright: ignore
     torch._foreach_copy_(before, momenta)  # pyright: ignore
-    spreads = _denominators_of(frozen, eps)
-    grown = torch.stack(torch._foreach_max(torch._foreach_div(spreads, _denominators_of(fresh, eps))))  # pyright: ignore
-    torch._foreach_div_(momenta, spreads)  # pyright: ignore
+    denominators = _denominators(frozen, eps)
+    ratios = torch._foreach_div(denominators, _denominators(fresh, eps))  # pyright: ignore
+    largest = torch.stack(torch._foreach_max(ratios))  # pyright: ignore
+    torch._foreach_div_(momenta, denominators)  # pyright: ignore
     if not decay:
-        return torch.stack([grown, *torch.zeros_like(grown).expand(2, -1)])
-    plain = _norms_of(momenta)
+        return torch.stack([largest, *torch.zeros_like(largest).expand(2, -1)])
+    plain = _norms(momenta)
     torch._foreach_add_(momenta, torch._foreach_mul(parameters, decay))  # pyright: ignore
-    return torch.stack([grown, plain, _norms_of(momenta)])
+    return torch.stack([largest, plain, _norms(momenta)])
 
 
 def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, rate: float) -> None:
-    """So far along each direction; the directions are used up."""
+    """Step by rate times ratio along each direction; the directions are overwritten."""
     torch._foreach_mul_(directions, list(ratios.unbind()))  # pyright: ignore
     torch._foreach_mul_(directions, rate)  # pyright: ignore
     torch._foreach_sub_(parameters, directions)  # pyright: ignore
@@ -54,9 +56,9 @@ def adam_descend_(
     frozen: list[Tensor],
     numbers: Sequence[float],
 ) -> None:
-    """Along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.adam_descend_`."""
+    """Step along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.adam_descend_`."""
     eps, decay, rate = numbers
-    directions = torch._foreach_div(momenta, _denominators_of(frozen, eps))  # pyright: ignore
+    directions = torch._foreach_div(momenta, _denominators(frozen, eps))  # pyright: ignore
     if decay:
         torch._foreach_add_(directions, torch._foreach_mul(parameters, decay))  # pyright: ignore
     torch._foreach_copy_(before, momenta)  # pyright: ignore
@@ -64,20 +66,17 @@ def adam_descend_(
     torch._foreach_sub_(parameters, directions)  # pyright: ignore
 
 
-def _denominators_of(variances: list[Tensor], eps: float) -> list[Tensor]:
-    roots = list(map(_root_of, variances)) if _on_cpu(variances) else torch._foreach_sqrt(variances)  # pyright: ignore
+def _denominators(variances: list[Tensor], eps: float) -> list[Tensor]:
+    on_cpu = variances[0].device.type == "cpu"
+    roots = list(map(_sqrt, variances)) if on_cpu else torch._foreach_sqrt(variances)  # pyright: ignore
     return list(torch._foreach_add(roots, eps))  # pyright: ignore
 
 
-def _root_of(variance: Tensor) -> Tensor:
-    return rooted(variance) if variance.dtype == torch.float32 else variance.sqrt()
+def _sqrt(x: Tensor) -> Tensor:
+    return exact_sqrt(x) if x.dtype == torch.float32 else x.sqrt()
 
 
-def _norms_of(tensors: list[Tensor]) -> Tensor:
-    if not _on_cpu(tensors):
+def _norms(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore
-    return torch.stack([_root_of(tree_sums(x.square().reshape(1, -1))[0]) for x in tensors])
-
-
-def _on_cpu(tensors: list[Tensor]) -> bool:
-    return tensors[0].device.type == "cpu"
+    return torch.stack([_sqrt(tree_sums(x.square().reshape(1, -1))[0]) for x in tensors])

@@ -1,4 +1,4 @@
-"""Flags and scales as bytes, and sums whose order is fixed. Bit j of byte k is element 8k + j."""
+"""Pack flags and scales into bytes, and sum in a fixed order. Bit j of byte k is element 8k + j."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ LANES = 16
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Flags of 0 and 1, [n], as uint8 [ceil(n/8)]; what is left of the last byte is 0."""
+    """Pack flags of 0 and 1, [n], into uint8 [ceil(n/8)]; the unused bits of the last byte are 0."""
     n = flags.numel()
     padded = torch.zeros(-(-n // 8) * 8, dtype=torch.uint8, device=flags.device)
     padded[:n] = flags
-    return (padded.view(-1, 8) << _PLACES.to(flags.device)).sum(1, dtype=torch.uint8)
+    return (padded.view(-1, 8) << _SHIFTS.to(flags.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
-    """The first `n` flags, uint8 [n]."""
-    return ((packed[:, None] >> _PLACES.to(packed.device)) & 1).reshape(-1)[:n]
+    """Return the first `n` flags, uint8 [n]."""
+    return ((packed[:, None] >> _SHIFTS.to(packed.device)) & 1).reshape(-1)[:n]
 
 
 def blocks_of(n: int, block: int) -> int:
-    """How many blocks `n` elements fill, the last one perhaps in part."""
+    """Return the number of blocks that `n` elements fill, the last one perhaps in part."""
     return -(-n // block)
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
-    """A vector [n] as [blocks, block], filled up with zeros."""
+    """Reshape a vector [n] to [blocks, block], padded with zeros."""
     count = blocks_of(x.numel(), block)
     if count * block == x.numel():
         return x.view(count, block)
@@ -37,10 +37,11 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def tree_sums(rows: Tensor) -> Tensor:
-    """The sums of rows [m, n] without negative elements, in the one order that the compiled kernels have too.
+    """Sum rows [m, n] without negative elements, in the order of the compiled kernels.
 
-    Rows are read in strips of sixteen lanes; neighbouring strips are added until one is left, then its halves.
+    Rows are split into strips of sixteen lanes; neighbouring strips are added until one is left, then its halves.
     """
+    # Without negative elements the zeros of the padding change no bit, not even the sign of a zero.
     strips = in_lanes(rows)
     while strips.shape[1] > 1:
         if strips.shape[1] % 2:
@@ -52,32 +53,32 @@ def tree_sums(rows: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def rooted(x: Tensor) -> Tensor:
-    """Square roots to the last bit, which torch's own in fp32 may miss."""
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Return correctly rounded square roots; the last bit of torch's own in fp32 may be wrong."""
     return x.double().sqrt().float()
 
 
 def in_lanes(rows: Tensor) -> Tensor:
-    """Rows [m, n] as [m, strips, 16], filled up with zeros."""
+    """Reshape rows [m, n] to [m, strips, 16], padded with zeros."""
     missing = -rows.shape[1] % LANES
     return torch.nn.functional.pad(rows, (0, missing)).view(len(rows), -1, LANES)
 
 
 def write_scales(scales: Tensor, out: Tensor, scale_bytes: int) -> None:
-    """Put scales, fp32 [m], into bytes [m * scale_bytes]: as fp32, or rounded to bf16."""
+    """Write scales, fp32 [m], into bytes [m * scale_bytes], as fp32 or rounded to bf16."""
     out.copy_(scales.to(_DTYPES[scale_bytes]).view(torch.uint8))
 
 
 def read_scales(payload: Tensor, count: int, scale_bytes: int) -> Tensor:
-    """The first `count` scales of a payload, fp32."""
-    # A copy, as bytes need not begin where a number may.
+    """Return the first `count` scales of a payload, fp32."""
+    # A copy, because the bytes may not be aligned for floats.
     return payload[: count * scale_bytes].clone().view(_DTYPES[scale_bytes]).float()
 
 
-def spread(scales: Tensor, n: int, block: int) -> Tensor:
-    """Every element's scale, [n]."""
+def scale_per_element(scales: Tensor, n: int, block: int) -> Tensor:
+    """Repeat each block's scale for its elements, [n]."""
     return scales[:, None].expand(-1, block).reshape(-1)[:n]
 
 
-_PLACES = torch.arange(8, dtype=torch.uint8)
+_SHIFTS = torch.arange(8, dtype=torch.uint8)
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -1,26 +1,26 @@
-"""Normalisation of many models by torch, each with its own gain and shift: what the compiled kernels must equal."""
+"""Normalisation of many models by torch, each with its own gain and shift; the compiled kernels give the same bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.bits import LANES, rooted
+from thinwire.kernels.reference.bits import LANES, exact_sqrt
 
 
 def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What is normalised, and each row's mean and scale."""
+    """Return the normalised rows, and each row's mean and scale."""
     rows, own, moved = _rows(x, gain), gain.flatten(1).unsqueeze(1), shift.flatten(1).unsqueeze(1)
     mean = _total(rows) / _width(rows)
     centred = rows - mean
-    scale = 1 / rooted(_total(centred * centred) / _width(rows) + eps)
+    scale = 1 / exact_sqrt(_total(centred * centred) / _width(rows) + eps)
     return (centred * scale * own + moved).view_as(x), mean.squeeze(2), scale.squeeze(2)
 
 
 def layer_norm_back(
     gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the gain and the shift; each of the latter two is added up row after row."""
+    """Return the gradients of the input, the gain and the shift; the last two are summed row after row."""
     rows, back, own = _rows(x, gain), _rows(gradient, gain), gain.flatten(1)
     middle, factor = mean.unsqueeze(2), scale.unsqueeze(2)
     normal, of_x = (rows - middle) * factor, back * own.unsqueeze(1)
@@ -36,7 +36,7 @@ def layer_norm_back(
 def group_norm(
     x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `layer_norm`, by groups of channels; means and variances are [models, samples, groups], or as x."""
+    """Normalise by groups of channels; means and variances are [models, samples, groups], or in the order of x."""
     blocks = _models_first(x, axis)
     mean, variance = _moments(blocks.unflatten(2, (groups, 1, -1)).flatten(4))
     apart = blocks.unflatten(2, (groups, -1))
@@ -49,13 +49,13 @@ def group_norm(
 def group_norm_back(
     gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the gain and the shift; each of the latter two is added up sample after sample."""
+    """Return the gradients of the input, the gain and the shift; the last two are summed sample after sample."""
     mean, variance = mean.transpose(0, axis), variance.transpose(0, axis)
     apart, back = (_models_first(each, axis).unflatten(2, (groups, -1)) for each in (x, gradient))
     own, scale = gain.unflatten(1, (groups, -1)).unsqueeze(1), _scale(variance, eps).unsqueeze(3)
     centred = apart - mean[..., None, None]
     plain, weighted = _total(back).squeeze(4), _total(back * (centred * scale.unsqueeze(4))).squeeze(4)
-    first, second = (_shares(each * own, apart[0, 0, 0].numel()) for each in (plain, weighted))
+    first, second = (_mean(each * own, apart[0, 0, 0].numel()) for each in (plain, weighted))
     all, some = scale * first.unsqueeze(3), scale * scale * second.unsqueeze(3)
     of_x = back * (scale * own).unsqueeze(4) - (all.unsqueeze(4) + centred * some.unsqueeze(4))
     of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
@@ -66,7 +66,7 @@ def group_norm_back(
 
 
 def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_norm`, over all samples; means and variances are [models, channels]."""
+    """Normalise each channel over all samples; means and variances are [models, channels]."""
     blocks = _models_first(x, axis)
     mean, variance = _moments(blocks.transpose(1, 2))
     factor = _scale(variance, eps) * gain
@@ -77,47 +77,47 @@ def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) ->
 def batch_norm_back(
     gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the gain and the shift."""
+    """Return the gradients of the input, the gain and the shift."""
     blocks, back = _models_first(x, axis), _models_first(gradient, axis)
     scale, centred = _scale(variance, eps), blocks - _per_channel(mean)
     plain = _total(back).squeeze(3).transpose(1, 2)
     weighted = _total(back * (centred * _per_channel(scale))).squeeze(3).transpose(1, 2)
     factor = scale * gain
-    first, second = (_shares(each, blocks[0, :, 0].numel()) for each in (plain, weighted))
+    first, second = (_mean(each, blocks[0, :, 0].numel()) for each in (plain, weighted))
     all, some = factor * first, scale * factor * second
     of_x = back * _per_channel(factor) - (_per_channel(all) + centred * _per_channel(some))
-    return _as_given(of_x, x, axis), _in_double(weighted).float(), _in_double(plain).float()
+    return _as_given(of_x, x, axis), _sum_in_double(weighted).float(), _sum_in_double(plain).float()
 
 
 def _rows(x: Tensor, gain: Tensor) -> Tensor:
-    """[models, rows, n]."""
+    """Reshape to [models, rows, n]."""
     return x.reshape(len(x), -1, gain[0].numel())
 
 
 def _models_first(x: Tensor, axis: int) -> Tensor:
-    """[models, samples, channels, places]."""
+    """Reshape to [models, samples, channels, positions]."""
     return x.reshape(*x.shape[:3], -1).transpose(0, axis)
 
 
 def _as_given(found: Tensor, x: Tensor, axis: int) -> Tensor:
-    """The reverse of `_models_first`."""
+    """Reverse `_models_first`."""
     return found.transpose(0, axis).reshape(x.shape).contiguous()
 
 
 def _moments(sets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [..., parts, places], each part's sum in single and their total in double precision."""
+    """Return mean and variance of [..., parts, positions]; a part is summed in fp32, and the parts in fp64."""
     count = sets.shape[-2] * sets.shape[-1]
-    mean = _shares(_total(sets).squeeze(-1), count)
+    mean = _mean(_total(sets).squeeze(-1), count)
     centred = sets - mean[..., None, None]
-    return mean, _shares(_total(centred * centred).squeeze(-1), count)
+    return mean, _mean(_total(centred * centred).squeeze(-1), count)
 
 
-def _shares(parts: Tensor, count: int) -> Tensor:
-    return (_in_double(parts) / count).float()
+def _mean(parts: Tensor, count: int) -> Tensor:
+    return (_sum_in_double(parts) / count).float()
 
 
-def _in_double(parts: Tensor) -> Tensor:
-    """The sum along the last axis, one after another."""
+def _sum_in_double(parts: Tensor) -> Tensor:
+    """Sum along the last axis, one part after another."""
     total = parts.new_zeros(parts.shape[:-1], dtype=torch.float64)
     for part in parts.double().unbind(-1):
         total = total + part
@@ -125,16 +125,16 @@ def _in_double(parts: Tensor) -> Tensor:
 
 
 def _scale(variance: Tensor, eps: float) -> Tensor:
-    return 1 / rooted(variance + eps)
+    return 1 / exact_sqrt(variance + eps)
 
 
 def _among_groups(value: Tensor, groups: int) -> Tensor:
-    """[models, channels] beside [models, samples, groups, parts, places]."""
+    """View [models, channels] to broadcast with [models, samples, groups, parts, positions]."""
     return value.unflatten(1, (groups, -1)).unsqueeze(1).unsqueeze(4)
 
 
 def _per_channel(value: Tensor) -> Tensor:
-    """[models, channels] beside [models, samples, channels, places]."""
+    """View [models, channels] to broadcast with [models, samples, channels, positions]."""
     return value.unsqueeze(1).unsqueeze(3)
 
 
@@ -143,7 +143,7 @@ def _width(x: Tensor) -> Tensor:
 
 
 def _total(x: Tensor) -> Tensor:
-    """The sum along the last axis, which is kept, in the order of the compiled kernel."""
+    """Sum along the last axis, which is kept, in the order of the compiled kernel."""
     whole = x.shape[-1] // (8 * LANES) * 8 * LANES
     sums = x.new_zeros(*x.shape[:-1], LANES)
     for block in x[..., :whole].split(8 * LANES, -1) if whole else ():

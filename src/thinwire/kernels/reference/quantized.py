@@ -1,4 +1,4 @@
-"""Numbers in a few bits each, by torch."""
+"""Quantisation to a few bits per number, by torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from thinwire.kernels.reference.bits import (
     blocks_of,
+    exact_sqrt,
     in_blocks,
     pack_bits,
     read_scales,
-    rooted,
-    spread,
+    scale_per_element,
     tree_sums,
     unpack_bits,
     write_scales,
@@ -22,17 +22,23 @@ from thinwire.kernels.reference.rng import uniform
 def quantize_(
     x: Tensor, out: Tensor, *, bits: int, block: int, key: int, shift: float, norm: str, scale_bytes: int
 ) -> None:
-    """The scales, then the planes of codes."""
+    """Write the scales, then the bit planes of the codes."""
     n = x.numel()
     rows = in_blocks(x, block)
-    scales = rows.abs().amax(1) if norm == "max" else rooted(tree_sums(rows.square()))
+    scales = rows.abs().amax(1) if norm == "max" else exact_sqrt(tree_sums(rows.square()))
     if scale_bytes == 2:
         scales = _rounded_up(scales)
     head, plane = len(rows) * scale_bytes, -(-n // 8)
     write_scales(scales, out[:head], scale_bytes)
-    scale = spread(scales, n, block)
+    scale = scale_per_element(scales, n, block)
     ratio = torch.where(scale > 0, x / scale, 0.0)
-    codes = _places(ratio, bits).add_(_draws(n, key, shift, x.device)).floor_().clamp_(0, top_of(bits)).to(torch.uint8)
+    codes = (
+        _unrounded_codes(ratio, bits)
+        .add_(_draws(n, key, shift, x.device))
+        .floor_()
+        .clamp_(0, top_of(bits))
+        .to(torch.uint8)
+    )
     for bit in range(bits):
         out[head + bit * plane : head + (bit + 1) * plane].copy_(pack_bits((codes >> bit) & 1))
 
@@ -40,10 +46,10 @@ def quantize_(
 def dequantize_(
     payload: Tensor, out: Tensor, *, bits: int, block: int, key: int, dither: bool, shift: float, scale_bytes: int
 ) -> None:
-    """What codes stand for; with `dither` less the draws that rounded them."""
+    """Decode; with `dither`, subtract the random numbers of the rounding."""
     n = out.numel()
     count, plane = blocks_of(n, block), -(-n // 8)
-    scale = spread(read_scales(payload, count, scale_bytes), n, block)
+    scale = scale_per_element(read_scales(payload, count, scale_bytes), n, block)
     codes = torch.zeros(n, device=out.device)
     for bit in range(bits):
         begin = count * scale_bytes + bit * plane
@@ -55,12 +61,12 @@ def dequantize_(
 
 
 def top_of(bits: int) -> int:
-    """The highest code."""
+    """Return the highest code."""
     return 1 if bits == 1 else 2**bits - 2
 
 
-def _places(ratio: Tensor, bits: int) -> Tensor:
-    """Where elements lie between the lowest code and the highest."""
+def _unrounded_codes(ratio: Tensor, bits: int) -> Tensor:
+    """Map [-1, 1] to the range of the codes."""
     if bits == 1:
         return (ratio + 1) * 0.5
     half = top_of(bits) // 2
@@ -73,7 +79,7 @@ def _draws(n: int, key: int, shift: float, device: torch.device) -> Tensor:
 
 
 def _rounded_up(scales: Tensor) -> Tensor:
-    """To bf16, so that nothing in a block is beyond its scale."""
+    """Round up to bf16: no element of a block may exceed its scale."""
     low = scales.to(torch.bfloat16)
     up = torch.nextafter(low, torch.full_like(low, torch.inf))
     return torch.where(low.float() < scales, up, low).float()

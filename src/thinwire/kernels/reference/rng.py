@@ -1,4 +1,4 @@
-"""Random numbers that are a function of their place: the same wherever, and in whatever order, they are drawn."""
+"""Counter-based random numbers by torch: each is a function of a key and an index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 
 def mix64(key: int) -> int:
-    """A number of 64 bits that looks random, for a key of any size (the finisher of MurmurHash3, Appleby 2011)."""
+    """Hash a key of any size to 64 bits (the finisher of MurmurHash3, Appleby 2011)."""
     word = key & _LONG
     word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD & _LONG
     word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53 & _LONG
@@ -18,18 +18,18 @@ def mix64(key: int) -> int:
 
 
 def words(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:
-    """Numbers of 32 bits, int64 [n]: that of place `offset + i` depends on the key and the place alone."""
+    """Return random 32-bit numbers, int64 [n]; element i depends on the key and on `offset + i` alone."""
     seed = mix64(key)
-    places = torch.arange(offset, offset + n, dtype=torch.int64, device=device)
-    return _mixed(_mixed((places ^ (seed & _WORD)) & _WORD) ^ (seed >> 32))
+    indices = torch.arange(offset, offset + n, dtype=torch.int64, device=device)
+    return _mix32(_mix32((indices ^ (seed & _WORD)) & _WORD) ^ (seed >> 32))
 
 
 def uniform(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:
-    """Multiples of 2^-24 in [0, 1), fp32 [n]."""
+    """Return multiples of 2^-24 in [0, 1), fp32 [n]."""
     return (words(n, key, offset, device=device) >> 8).to(torch.float32) * 2.0**-24
 
 
-def _mixed(word: Tensor) -> Tensor:
+def _mix32(word: Tensor) -> Tensor:
     word = (word ^ (word >> 16)) * 0x85EBCA6B & _WORD
     word = (word ^ (word >> 13)) * 0xC2B2AE35 & _WORD
     return word ^ (word >> 16)

@@ -23,23 +23,23 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
 
 
 def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
-    """Medians over rows."""
+    """Estimate elements by the medians over rows."""
     rows, columns = table.shape
-    places = torch.arange(n, device=table.device) if indices is None else indices
+    indices = torch.arange(n, device=table.device) if indices is None else indices
     found: list[Tensor] = []
     for row in range(rows):
-        turned = rotations(n, columns, row, key, table.device)[places // columns]
-        found.append(table[row][(places + turned) % columns] * signs_of(n, row, key, table.device)[places])
+        offset = rotations(n, columns, row, key, table.device)[indices // columns]
+        found.append(table[row][(indices + offset) % columns] * signs_of(n, row, key, table.device)[indices])
     return torch.stack(found).median(0).values
 
 
 def rotations(n: int, columns: int, row: int, key: int, device: torch.device) -> Tensor:
-    """Of every block in one row, int64 [ceil(n/columns)]."""
+    """Return the offset of every block in one row, int64 [ceil(n/columns)]."""
     return words(-(-n // columns), mix64(key) + 2 * row, device=device) % columns
 
 
 def signs_of(n: int, row: int, key: int, device: torch.device) -> Tensor:
-    """+1 or -1, fp32 [n]: one word has those of 32 elements, the lowest bit first."""
+    """Return +1 or -1, fp32 [n]; one random word gives the signs of 32 elements, the lowest bit first."""
     drawn = words(-(-n // _WORD_BITS), mix64(key) + 2 * row + 1, device=device)
     flags = (drawn[:, None] >> torch.arange(_WORD_BITS, device=device)) & 1
     return 1.0 - 2.0 * flags.reshape(-1)[:n].to(torch.float32)
