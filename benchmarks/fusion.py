@@ -2,7 +2,7 @@
 
 python -m benchmarks.fusion [--quick] [steps] [layers] [sweep]
 
-The process keeps the memory that is freed (`fusion.keep_memory`), for all ways alike.
+The process keeps freed memory (`fusion.keep_memory`), for all contenders alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire import fusion
-from thinwire.fusion import Each, forget_choices, fuse, keep_memory, measuring
+from thinwire.fusion import Each, clear_autotune_cache, fuse, keep_memory, measuring
 from thinwire.sweep.sampling import RandomSampler
 from thinwire.sweep.space import Space, parse_domain
 from thinwire.sweep.sweeping import sweep
@@ -34,10 +34,10 @@ _TURN_SECONDS = 5e-3
 
 
 def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float = 0.0) -> dict[str, list[float]]:
-    """CPU seconds of each contender, taking turns for some rounds and some time.
+    """Return the CPU seconds of each contender; they take turns for some rounds and some time.
 
-    A turn is as many uses as take five milliseconds, after one that is not counted: it finds in the caches what the
-    contender before has left there. The first two rounds, and the choice of kernels, are not counted either.
+    A turn is as many uses as take five milliseconds, after one that is not counted, because the caches still hold the
+    previous contender's data. The first two rounds and autotuning are not counted either.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     with measuring():
@@ -57,7 +57,7 @@ def seconds(contenders: Mapping[str, Work], rounds: int, *, least_seconds: float
 
 
 def _timed(work: Work, uses: int) -> float:
-    """CPU seconds of one use."""
+    """Return the CPU seconds of one use."""
     start = time.process_time()
     for _ in range(uses):
         work()
@@ -65,10 +65,10 @@ def _timed(work: Work, uses: int) -> float:
 
 
 def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) -> dict[str, Work]:
-    """Forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap.
+    """Make forward and backward of one layer of `size` models: as an array, as a loop, and under plain vmap.
 
-    The gradient of every model's output is there beforehand, as it comes from the layer behind, and gradients of
-    parameters are kept until the model's next pass, as training keeps them.
+    The gradient of every model's output exists beforehand, as from the next layer, and gradients of parameters are kept
+    until the model's next pass, as in training.
     """
     models = [factory() for _ in range(size)]
     array = fuse(models)
@@ -106,7 +106,7 @@ def layer(factory: Callable[[], nn.Module], x: Tensor, size: int, shared: bool) 
 
 
 def layers(quick: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
-    """Layers and sizes of one model's input."""
+    """Return layers and the shape of one model's input."""
     found: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
         ("linear 64-64, n=32", lambda: nn.Linear(64, 64), (32, 64)),
         ("linear 256-256, n=64", lambda: nn.Linear(256, 256), (64, 256)),
@@ -128,7 +128,7 @@ def layers(quick: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, .
 
 
 def layer_rows(quick: bool) -> Iterator[Row]:
-    """Each layer: milliseconds, and the array's time over the better other's, by the median over rounds."""
+    """Measure each layer: milliseconds, and the array's time relative to the faster alternative's, medians."""
     for name, factory, shape in layers(quick):
         for size in (8,) if quick else (4, 16):
             for shared in (True, False):
@@ -144,18 +144,18 @@ def layer_rows(quick: bool) -> Iterator[Row]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
-    """The quartiles of ratios within rounds."""
+    """Return the quartiles of ratios within rounds."""
     low, middle, high = statistics.quantiles((a / b for a, b in zip(over, under, strict=True)), n=4)
     return low, middle, high
 
 
 def perceptron() -> nn.Module:
-    """Three layers of 9034 numbers in all."""
+    """Make a perceptron of three linear layers."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def cnn() -> nn.Module:
-    """Two convolutions with batch norm, and a linear layer."""
+    """Make two convolutions with batch norm, and a linear layer."""
     body = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(
         *body, nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
@@ -176,12 +176,12 @@ class Contest:
         self.lrs, self.step = [1e-3 * (1 + index / size) for index in range(size)], 0
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """The next batch."""
+        """Return the next batch."""
         self.step += 1
         return self.batches[self.step % len(self.batches)]
 
     def array(self) -> Work:
-        """One fused array."""
+        """Train one fused array."""
         array = fuse(self.models)
         optimizer = fusion.Adam(array.parameters(), lr=self.lrs)
 
@@ -194,7 +194,7 @@ class Contest:
         return work
 
     def loop(self) -> Work:
-        """One model after another."""
+        """Train one model after another."""
         optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(self.models, self.lrs, strict=True)]
 
         def work() -> None:
@@ -207,7 +207,7 @@ class Contest:
         return work
 
     def vmap(self, shared_rate: bool) -> Work:
-        """With torch alone: one Adam per model on its rows, or, with one learning rate for all, one Adam."""
+        """Train by torch alone: one Adam per model on its rows, or one Adam for all with a shared learning rate."""
         parameters, buffers = torch.func.stack_module_state(self.models)
         stacked, skeleton = list(parameters.values()), self.models[0]
         rows = [[p.detach()[index].requires_grad_() for p in stacked] for index in range(len(self.models))]
@@ -233,7 +233,7 @@ class Contest:
 
 
 def step_rows(quick: bool) -> list[Row]:
-    """Whole training steps: the median over rounds of the others' time over the array's."""
+    """Measure whole training steps: the alternatives' time relative to the array's, medians over rounds."""
     cases = [("MLP 64-64-64-10, n=32", perceptron, (32, 64), 32), ("CNN with batch norm, n=8", cnn, (8, 3, 16, 16), 8)]
     rows: list[Row] = []
     for name, factory, shape, size in cases:
@@ -255,13 +255,13 @@ def step_rows(quick: bool) -> list[Row]:
 
 
 def sweep_rows(quick: bool) -> list[Row]:
-    """Trials of `digits` as one array and one after another: seconds, the ratio, and whether they end alike."""
+    """Measure trials of `digits` as one array and one after another: seconds, ratio, difference of losses."""
     rows: list[Row] = []
     for size, trials, steps in (("mlp", 64, 50 if quick else 300), ("cnn", 16, 10 if quick else 300)):
         space = Space({"lr": parse_domain("log:1e-4:1e-1"), "momentum": parse_domain("0:0.95")})
         fixed = Space({**space.domains, "model_size": parse_domain(size)})
         plan = Plan(load("digits"), steps=steps)
-        # Reading the data is no part of either, nor is what torch loads with a process's first optimizer.
+        # Neither time should include reading the data, or what torch loads with a process's first optimizer.
         train_alone(replace(plan, steps=1), RandomSampler(fixed, seed=0).ask(1)[0])
         start = time.perf_counter()
         fused = sweep(plan, RandomSampler(fixed, seed=0), trials)
@@ -281,14 +281,14 @@ def main(arguments: Sequence[str]) -> None:
     quick, parts = "--quick" in arguments, [each for each in arguments if not each.startswith("-")]
     torch.set_num_threads(1)
     keep_memory()
-    forget_choices()
+    clear_autotune_cache()
     show = partial(print, flush=True)
     tables = {
         "steps": (("training step", "array, ms", "speed ratio", "quartiles"), step_rows),
         "layers": (
             (
                 *("layer, forward and backward", "array, ms", "loop, ms", "vmap, ms"),
-                "array / better of loop and vmap (quartiles)",
+                "array / faster of loop and vmap (quartiles)",
             ),
             layer_rows,
         ),

@@ -1,4 +1,4 @@
-"""What the kernels cost on one core, beside copying the vector, and beside torch doing the same.
+"""What the kernels cost on one core, relative to copying the vector and to torch computing the same.
 
 python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only RECIPE_CLASSES]
 """
@@ -33,7 +33,7 @@ MILLION = 1 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the same by torch, and the most nanoseconds an element that it may take."""
+    """A kernel, the same computation by torch, and the nanoseconds per element that it should not exceed."""
 
     name: str
     ours: Work
@@ -42,32 +42,32 @@ class Case:
 
 
 def sign_cases(x: Tensor) -> list[Case]:
-    """Signs with what is owed, there and back."""
-    n, rest, said = x.numel(), torch.zeros_like(x), torch.empty_like(x)
+    """Encode signs with a residual, and decode them."""
+    n, residual, decoded = x.numel(), torch.zeros_like(x), torch.empty_like(x)
     payload = torch.empty(kernels.sign_nbytes(n, BLOCK), dtype=torch.uint8)
     several, how = torch.zeros(8, len(payload), dtype=torch.uint8), {"block": BLOCK, "scale_bytes": 4}
 
     def ours() -> None:
-        kernels.encode_signs_(x, rest, payload, block=BLOCK)
-        kernels.decode_signs_(payload, said, block=BLOCK)
+        kernels.encode_signs_(x, residual, payload, block=BLOCK)
+        kernels.decode_signs_(payload, decoded, block=BLOCK)
 
     def theirs() -> None:
-        signs.encode_signs_(x, rest, payload, norm="l1", **how)
-        signs.decode_signs_(payload, said, **how)
+        signs.encode_signs_(x, residual, payload, norm="l1", **how)
+        signs.decode_signs_(payload, decoded, **how)
 
     return [
         Case("1-bit encode with residual + decode", ours, theirs, 3.0),
         Case(
             "sum of 8 workers' signs",
-            lambda: kernels.sum_signs_(several, said, block=BLOCK),
-            lambda: signs.sum_signs_(several, said, **how),
+            lambda: kernels.sum_signs_(several, decoded, block=BLOCK),
+            lambda: signs.sum_signs_(several, decoded, **how),
         ),
     ]
 
 
 def bit_cases(x: Tensor) -> list[Case]:
-    """Four bits, there and back."""
-    said, payload = (
+    """Quantise to four bits, and decode."""
+    decoded, payload = (
         torch.empty_like(x),
         torch.empty(kernels.quantized_nbytes(x.numel(), BITS, BLOCK), dtype=torch.uint8),
     )
@@ -82,19 +82,19 @@ def bit_cases(x: Tensor) -> list[Case]:
         ),
         Case(
             "4-bit dequantise",
-            lambda: kernels.dequantize_(payload, said, **how),
-            lambda: quantized.dequantize_(payload, said, dither=False, **more),
+            lambda: kernels.dequantize_(payload, decoded, **how),
+            lambda: quantized.dequantize_(payload, decoded, dither=False, **more),
         ),
         Case(
             "4-bit dequantise with dither",
-            lambda: kernels.dequantize_(payload, said, dither=True, **how),
-            lambda: quantized.dequantize_(payload, said, dither=True, **more),
+            lambda: kernels.dequantize_(payload, decoded, dither=True, **how),
+            lambda: quantized.dequantize_(payload, decoded, dither=True, **more),
         ),
     ]
 
 
 def large_cases(x: Tensor) -> list[Case]:
-    """The largest, from the vector and from its sketch."""
+    """Find the largest elements, of the vector and of its sketch."""
     n, table = x.numel(), torch.zeros(ROWS, x.numel() // 64)
     k = n // 2048
 
@@ -107,14 +107,14 @@ def large_cases(x: Tensor) -> list[Case]:
         largest.top_k(sketched.unsketch(table, None, n, key=KEY), k)
 
     return [
-        Case("sketch (5 rows) + the heavy ones", ours, theirs, 12.0),
+        Case("sketch (5 rows) + heavy hitters", ours, theirs, 12.0),
         Case("the largest thousandth", lambda: kernels.top_k(x, n // 1000), lambda: largest.top_k(x, n // 1000)),
         Case("the largest hundredth", lambda: kernels.top_k(x, n // 100), lambda: largest.top_k(x, n // 100)),
     ]
 
 
 def step_cases(x: Tensor) -> list[Case]:
-    """Steps of 1-bit LAMB and 1-bit Adam once the variance is frozen."""
+    """Steps of 1-bit LAMB and 1-bit Adam with frozen variance."""
     one = torch.ones_like(x)
     momentum, before, frozen, fresh, weights = ([each] for each in (x.clone(), x.clone(), one, one.clone(), x.clone()))
     how: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "decay": 0.01}
@@ -139,8 +139,8 @@ def step_cases(x: Tensor) -> list[Case]:
     ]
 
 
-def silently(work: Work) -> Step:
-    """The same, without a result."""
+def without_result(work: Work) -> Step:
+    """Run the same without returning a result."""
 
     def once() -> None:
         work()
@@ -149,14 +149,14 @@ def silently(work: Work) -> Step:
 
 
 def turns_of(contenders: Mapping[str, Work], rounds: int, *, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of contenders that take turns."""
-    steps = {name: silently(work) for name, work in contenders.items()}
+    """Return the seconds of contenders that take turns."""
+    steps = {name: without_result(work) for name, work in contenders.items()}
     turns = take_turns(steps, rounds=rounds, steps=1, warm_up=warm_up)
     return {name: turn.wall for name, turn in turns.items()}
 
 
 def measured(case: Case, x: Tensor, torch_rounds: int) -> Row:
-    """One line of the table: beside copying, then beside torch, which takes up to a hundred times as long."""
+    """Measure one row: in turns with a copy, then with torch, which takes up to a hundred times as long."""
     copy = torch.empty_like(x)
     beside_copy = turns_of({"copy": lambda: copy.copy_(x), "ours": case.ours}, 9, warm_up=1)
     beside_torch = turns_of({"theirs": case.theirs, "ours": case.ours}, torch_rounds, warm_up=int(torch_rounds > 1))
@@ -170,7 +170,7 @@ def measured(case: Case, x: Tensor, torch_rounds: int) -> Row:
 
 
 def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
-    """The whole table, line by line."""
+    """Measure all rows of the table."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     for make in (sign_cases, bit_cases, large_cases, step_cases):
@@ -178,7 +178,7 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    """What was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a vector of 4 Mi entries instead of 32 Mi")
     parser.add_argument("--torch-rounds", type=int, default=1, help="how often torch is timed; 3 for a median")
@@ -190,13 +190,13 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a Markdown table, in which ranges are from least to most, and the most memory that was held."""
+    """Print a Markdown table, with ranges from minimum to maximum, and the peak memory."""
     asked = options(arguments)
     start()
     if compiled(torch.empty(0)) is None:
         print("no compiled kernels: there is no C compiler, or THINWIRE_NATIVE=0")
         return
-    head = ("what, on one core", "ns an element", "speed vs copying", "speed vs torch", "bar")
+    head = ("kernel, on one core", "ns per element", "speed vs copying", "speed vs torch", "bar")
     for row in chain((head, ("---",) * 5), rows(quick=asked.quick, torch_rounds=asked.torch_rounds, only=asked.only)):
         print(f"| {' | '.join(row)} |", flush=True)
     print(f"\nat most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MILLION:.1f} GiB of memory")
