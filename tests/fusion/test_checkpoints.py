@@ -1,4 +1,4 @@
-"""An array goes on from disk as if it had never stopped, and one of its models as a plain run."""
+"""An array continues from disk bit for bit, and one of its models continues as a separate run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Run:
             self.schedules.step(losses)
 
     def life(self) -> None:
-        """Overflow, stop, drop, refill, copy: slots of many ages."""
+        """Overflow, deactivate, drop, insert and copy models, so that slots have different step counts."""
         self.train(range(4))
         self.train(range(4, 5), spoil=2)
         self.optimizer.active[0] = False
@@ -81,7 +81,7 @@ class Run:
         self.train(range(7, 10))
 
     def slot(self, index: int) -> dict[str, Tensor]:
-        """All that it holds; torch's SGD says None for no momentum."""
+        """All that a slot holds; torch's SGD has None for no momentum."""
         return {name: value for name, value in whole(self.array, self.optimizer, index).items() if value is not None}
 
     def everything(self) -> list[Any]:
@@ -90,7 +90,7 @@ class Run:
         return [*slots, repr(rest), self.optimizer.active.tolist()]
 
 
-# What a scheduler writes into its groups comes from disk too.
+# The scheduler's values in the groups must be read from disk, not kept from this factory.
 OTHER_PEAK = partial(REFILLED, max_lr=0.1)
 NOW = [FACTORIES[3], OTHER_PEAK, FACTORIES[1], FACTORIES[0], FACTORIES[2]]
 
@@ -101,7 +101,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_array_of_many_ages_goes_on_from_disk_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_an_array_with_different_step_counts_continues_from_disk_bit_for_bit(name: str, tmp_path: Path) -> None:
     run = Run(name, FACTORIES)
     run.life()
     checkpoints.save(tmp_path / "array", run.array, **run.parts, extra={"step": 10, "order": (3, 1)})
@@ -114,7 +114,7 @@ def test_an_array_of_many_ages_goes_on_from_disk_bit_for_bit(name: str, tmp_path
     assert equal(run.everything(), other.everything())
 
 
-def test_an_array_is_made_as_large_as_the_one_that_was_saved(tmp_path: Path) -> None:
+def test_an_array_is_resized_to_the_one_that_was_saved(tmp_path: Path) -> None:
     for now, before in ((2, 4), (4, 2)):
         run, other = (Run("Adam", [FACTORIES[0]] * count, seed=count) for count in (now, before))
         run.train(range(6))
@@ -125,7 +125,7 @@ def test_an_array_is_made_as_large_as_the_one_that_was_saved(tmp_path: Path) -> 
         assert other.array.size == now and equal(run.everything(), other.everything())
 
 
-def test_models_without_generators_of_their_own_go_on_with_torch_s(tmp_path: Path) -> None:
+def test_models_without_generators_continue_with_torch_s(tmp_path: Path) -> None:
     array = fuse(make(Net))
     optimizer = fusion.SGD(array.parameters(), lr=0.1)
     with torch.random.fork_rng():
@@ -139,7 +139,7 @@ def test_models_without_generators_of_their_own_go_on_with_torch_s(tmp_path: Pat
     assert all(torch.equal(after[name], tensor) for name, tensor in other.state_dict().items())
 
 
-def test_layers_that_differ_go_on_from_disk_too(tmp_path: Path) -> None:
+def test_layers_that_differ_continue_from_disk_too(tmp_path: Path) -> None:
     array, other = (fuse(wide(), loop=["body"]) for _ in range(2))
     optimizer, theirs = (fusion.Adam(each.parameters(), lr=RATES[:3]) for each in (array, other))
     train(array, optimizer, steps=range(3))
@@ -154,7 +154,7 @@ def test_layers_that_differ_go_on_from_disk_too(tmp_path: Path) -> None:
 
 
 class Dropping(nn.Module):
-    """A body of any width that drops."""
+    """A body of any width with dropout."""
 
     def __init__(self, width: int, rate: float) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_rates_of_layers_that_differ_are_changed_put_in_and_read_back(tmp_path: 
     assert not torch.equal(read(X[0]), dropped(X[0]))
 
 
-def test_writing_anew_replaces_what_was_there_and_a_torn_write_changes_nothing(tmp_path: Path) -> None:
+def test_saving_again_replaces_the_checkpoint_and_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     folder, array = tmp_path / "array", fuse(make(Wide))
     checkpoints.save(folder, array, extra={"step": 1})
     checkpoints.save(folder, fuse(make(Wide, seed=2)), extra={"step": 2})
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(file: str, tmp_
 
 
 @pytest.mark.parametrize("missing", ["generators", "rates", "tensors", "optimizer"])
-def test_what_an_older_version_wrote_is_refused_by_what_it_lacks(missing: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_is_refused_by_the_missing_part(missing: str, tmp_path: Path) -> None:
     run = Run("Adam", FACTORIES)
     state = checkpoints.state_of(run.array, **run.parts)
     checkpoints.write(tmp_path, {"array": {name: part for name, part in state.items() if name != missing}, "extra": {}})
@@ -216,13 +216,13 @@ def test_what_an_older_version_wrote_is_refused_by_what_it_lacks(missing: str, t
     assert same(before, run.array.state_dict())
 
 
-def test_a_member_that_an_older_version_wrote_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+def test_a_member_of_an_older_version_is_refused_by_the_missing_part(tmp_path: Path) -> None:
     checkpoints.write(tmp_path, {"member": {"model": {}, "rates": {}}})
     with pytest.raises(CheckpointError, match="has no 'optimizer': another version of thinwire wrote it"):
         members.load_member(tmp_path)
 
 
-def test_what_belongs_elsewhere_is_refused_by_name_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_models_is_refused_by_name_and_nothing_is_changed(tmp_path: Path) -> None:
     run = Run("Adam", FACTORIES)
     run.train(range(3))
     checkpoints.save(tmp_path / "array", run.array, **run.parts)
@@ -265,7 +265,7 @@ def _swapped(name: str, factories: list[Any]) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
 @pytest.mark.parametrize("slot", [0, 1, 3])
-def test_one_model_of_an_array_goes_on_by_itself(name: str, slot: int, tmp_path: Path) -> None:
+def test_one_model_of_an_array_continues_as_a_separate_run(name: str, slot: int, tmp_path: Path) -> None:
     settings = {"momentum": 0.9} if name == "SGD" else {}
     array = fuse(make(Net, 4), seeds=range(4))
     optimizer = getattr(fusion, name)(array.parameters(), lr=RATES[:4], **settings)
@@ -327,7 +327,7 @@ def test_a_model_that_was_saved_goes_into_a_slot_of_another_array(tmp_path: Path
 
 
 class Widened(Net):
-    """One class more."""
+    """A model with one class more."""
 
     def __init__(self) -> None:
         super().__init__()

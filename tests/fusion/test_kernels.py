@@ -114,31 +114,31 @@ ONLY_SHARED = {
     ("side by side", "linear"),
 }
 EVERY = [
-    pytest.param(factory, shape, way, given, id=f"{name}, {way}, {given}")
-    for name, factory, shape, ways in [*NORMALISED, *CONVOLVED]
-    for way in ways
+    pytest.param(factory, shape, candidate, given, id=f"{name}, {candidate}, {given}")
+    for name, factory, shape, candidates in [*NORMALISED, *CONVOLVED]
+    for candidate in candidates
     for given in ("models first", "samples first", "shared")
-    if given == "shared" or (way, name) not in ONLY_SHARED
+    if given == "shared" or (candidate, name) not in ONLY_SHARED
 ]
 
 
-@pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
+@pytest.mark.parametrize(("factory", "shape", "candidate", "given"), EVERY)
 def test_every_implementation_has_torchs_first_and_second_derivatives(
     factory: Callable[[], nn.Module],
     shape: tuple[int, ...],
-    way: str,
+    candidate: str,
     given: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The kernels are of single precision.
-    dtype, tolerance = (torch.float32, 2e-4) if way == "kernel" else (torch.float64, 1e-9)
-    if way == "kernel" and compiled(torch.zeros(1)) is None:
+    dtype, tolerance = (torch.float32, 2e-4) if candidate == "kernel" else (torch.float64, 1e-9)
+    if candidate == "kernel" and compiled(torch.zeros(1)) is None:
         pytest.skip("no C compiler")
     models = [changed(factory().to(dtype), place) for place in range(MODELS)]
     own = given != "shared"
     x = drawn(*((MODELS, *shape) if own else shape)).to(dtype)
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
-    taken, array = forced(monkeypatch, way), fuse(models)
+    taken, array = forced(monkeypatch, candidate), fuse(models)
     found = gradients(array(Each(x) if own else x).pow(3).sum(), [x, *array.parameters()] if own else [x])
     assert taken
     if own:
@@ -159,15 +159,15 @@ def test_every_implementation_has_torchs_first_and_second_derivatives(
             same([slopes], wanted, place, tolerance)
 
 
-@pytest.mark.parametrize(("factory", "shape", "way", "given"), EVERY)
+@pytest.mark.parametrize(("factory", "shape", "candidate", "given"), EVERY)
 def test_what_every_implementation_returns_may_be_changed_in_place(
     factory: Callable[[], nn.Module],
     shape: tuple[int, ...],
-    way: str,
+    candidate: str,
     given: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken, own = forced(monkeypatch, way), given != "shared"
+    taken, own = forced(monkeypatch, candidate), given != "shared"
     models = [nn.Sequential(changed(factory(), place), nn.ReLU(inplace=True)) for place in range(MODELS)]
     x = drawn(*((MODELS, *shape) if own else shape)).float()
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if given == "samples first" else x).requires_grad_()
@@ -202,13 +202,13 @@ def test_normalisation_by_kernel_keeps_the_axis_of_the_models() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", ["batched", "side by side"])
+@pytest.mark.parametrize("candidate", ["batched", "side by side"])
 def test_every_implementation_of_linear_has_torchs_derivatives_laid_out_as_the_weights(
-    way: str, bias: bool, own: bool, monkeypatch: pytest.MonkeyPatch
+    candidate: str, bias: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [torch.nn.Linear(5, 3, bias=bias).double() for _ in range(MODELS)]
     x = drawn(MODELS, 4, 5).requires_grad_()
-    forced(monkeypatch, way)
+    forced(monkeypatch, candidate)
     array = fuse(models)
     given = x if own else x[0].detach().requires_grad_()
     found = gradients(array(Each(given) if own else given).pow(3).sum(), [given, *array.parameters()])
@@ -335,11 +335,11 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     )
     taken: list[str] = []
 
-    def way(name: str) -> Callable[..., Batch]:
+    def implementation(name: str) -> Callable[..., Batch]:
         return lambda x: taken.append(name) or Batch(x, 0)
 
     def choose(count: int, *names: str) -> str:
-        autotune.run_fastest("test", {name: way(name) for name in names}, (torch.zeros(2, count),))
+        autotune.run_fastest("test", {name: implementation(name) for name in names}, (torch.zeros(2, count),))
         return taken.pop()
 
     return choose
@@ -366,7 +366,7 @@ def test_an_implementation_that_is_slow_only_at_its_first_use_can_be_chosen(monk
     monkeypatch.setattr(autotune, "thread_time", lambda: now[0])
     monkeypatch.setattr(autotune, "perf_counter", lambda: now[0])
 
-    def way(name: str, seconds: float) -> Callable[[Tensor], Batch]:
+    def implementation(name: str, seconds: float) -> Callable[[Tensor], Batch]:
         def work(x: Tensor) -> Batch:
             now[0] += 10.0 if name == "slow at first" and not used[name] else seconds
             used[name] += 1
@@ -374,9 +374,13 @@ def test_an_implementation_that_is_slow_only_at_its_first_use_can_be_chosen(monk
 
         return work
 
-    ways = {"steady": way("steady", 2.0), "slow at first": way("slow at first", 1.0), "slow": way("slow", 9.0)}
+    candidates = {
+        "steady": implementation("steady", 2.0),
+        "slow at first": implementation("slow at first", 1.0),
+        "slow": implementation("slow", 9.0),
+    }
     with measuring():
-        autotune.run_fastest("test", ways, (torch.zeros(2, 3),))
+        autotune.run_fastest("test", candidates, (torch.zeros(2, 3),))
     assert list(autotune_choices().values()) == ["slow at first"]
     assert used["slow"] == 2
 
@@ -418,11 +422,11 @@ def test_measurements_of_several_processes_are_merged_and_the_oldest_dropped(mon
     one, other = autotune_cache.AutotuneCache(), autotune_cache.AutotuneCache()
     for cache, cases in ((one, "abc"), (other, "cd")):
         for case in cases:
-            cache.put(case, f"way of {cases}")
+            cache.put(case, f"name of {cases}")
     one.write()
     other.write()
-    assert json.loads(autotune_cache.place().read_text()) == {"b": "way of abc", "c": "way of cd", "d": "way of cd"}
-    assert autotune_cache.AutotuneCache().get("c") == "way of cd" and autotune_cache.AutotuneCache().get("a") is None
+    assert json.loads(autotune_cache.place().read_text()) == {"b": "name of abc", "c": "name of cd", "d": "name of cd"}
+    assert autotune_cache.AutotuneCache().get("c") == "name of cd" and autotune_cache.AutotuneCache().get("a") is None
     atexit.unregister(one.write)
     atexit.unregister(other.write)
 
@@ -437,15 +441,15 @@ def test_a_file_that_cannot_be_read_is_ignored(content: bytes | None) -> None:
         path.write_bytes(content)
     cache = autotune_cache.AutotuneCache()
     assert cache.get("case") is None
-    cache.put("case", "way")
+    cache.put("case", "name")
     cache.write()
-    assert autotune_cache.AutotuneCache().get("case") == (None if content is None else "way")
+    assert autotune_cache.AutotuneCache().get("case") == (None if content is None else "name")
     atexit.unregister(cache.write)
 
 
 def test_a_cleared_cache_is_not_written() -> None:
     cache = autotune_cache.AutotuneCache()
-    cache.put("case", "way")
+    cache.put("case", "name")
     cache.clear()
     cache.write()
     assert autotune_cache.AutotuneCache().get("case") is None

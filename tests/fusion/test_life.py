@@ -1,4 +1,4 @@
-"""Models of an array come, go, stop, and are copied; what is not built for it is refused by name."""
+"""Models are inserted, removed, deactivated and copied; what an array does not support is refused by name."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_model_that_is_copied_over_another_goes_its_own_way_from_there() -> No
 
 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "at once"])
-def test_a_slot_that_is_filled_anew_is_a_fresh_run_and_the_others_do_not_notice(rows: bool) -> None:
+def test_an_inserted_model_trains_as_a_separate_run_and_the_others_do_not_change(rows: bool) -> None:
     array, optimizer, schedules, scaler = started()
     if not rows:
         optimizer.row_kernel = False
@@ -270,7 +270,7 @@ def test_what_cannot_be_done_for_all_at_once_is_named_with_its_layer_and_can_be_
         fuse(make(partial(Choosing, how), 2))(X[0])
 
 
-class Remembering(nn.Module):
+class ReplacingBuffer(nn.Module):
     """Replaces a buffer instead of writing to it."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("loop", [False, True])
 def test_buffers_that_are_replaced_are_kept(loop: bool) -> None:
-    models = make(Remembering)
+    models = make(ReplacingBuffer)
     array, alone = fuse(models, loop=loop), copies(models)
     for step in range(3):
         array(X[step])

@@ -1,4 +1,4 @@
-"""Memory that is kept."""
+"""Freed memory is kept in the process."""
 
 import ctypes
 import json
@@ -18,7 +18,7 @@ from thinwire.fusion import keep_memory
 kept = sys.argv[1] == "kept" and keep_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-# What small blocks leave behind, before their caches are full, may be in a large one's way.
+# Small blocks that are freed first may split the memory that a large one needs.
 for _ in range(24):
     torch.ones(1 << 23)
 before = faults()
@@ -28,9 +28,9 @@ print(json.dumps([kept, faults() - before]))
 """
 
 
-def faults(way: str) -> tuple[bool, int]:
-    """Whether it was taken, and the pages that the system gives to eight more tensors of 32 MiB, one after another."""
-    done = subprocess.run([sys.executable, "-c", LARGE, way], capture_output=True, text=True, check=True, timeout=60)
+def faults(mode: str) -> tuple[bool, int]:
+    """Whether the settings were accepted, and the page faults of eight more tensors of 32 MiB, one after another."""
+    done = subprocess.run([sys.executable, "-c", LARGE, mode], capture_output=True, text=True, check=True, timeout=60)
     kept, count = json.loads(done.stdout)
     return kept, count
 

@@ -208,7 +208,7 @@ def test_messages_do_not_grow_with_the_models() -> None:
     assert many == few > 4 and large == 12 * small
 
 
-# -- models come and go ------------------------------------------------------------------------------------------------
+# -- models are inserted and removed -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
@@ -344,7 +344,7 @@ def test_all_workers_skip_a_step_of_the_model_that_overflowed_on_one(strategy: S
         assert scales == [8.0, 4.0, 8.0] and steps == [count, count - 1, count]
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_workers_that_would_do_different_things_are_told_before_anything_is_done() -> None:

@@ -1,4 +1,4 @@
-"""An array trains as its models would by themselves, step for step."""
+"""An array trains like separate runs of its models, step for step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = [0.05, 0.01, 0.003]
 
 
 class Net(nn.Module):
-    """Normalised and dropped out, with buffers of its own."""
+    """A network with batch norm, dropout and buffers."""
 
     def __init__(self, rate: float = 0.2) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
 
 
 class Transformer(nn.Module):
-    """A layer that drops in five places, two of them within attention."""
+    """A layer with dropout in five places, two of them within attention."""
 
     def __init__(self, rate: float, weights: bool) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_without_seeds_masks_differ_between_models_and_have_their_rates() -> Non
 
 
 class Noisy(nn.Module):
-    """Adds noise that it draws in three ways."""
+    """Adds noise by three functions of torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x) + torch.rand(x.shape[0], 1, dtype=x.dtype) + torch.rand_like(x)

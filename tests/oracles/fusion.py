@@ -1,4 +1,4 @@
-"""Every model by itself: plain torch, one after another."""
+"""Models trained separately, one after another, by plain torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Factory = Callable[..., nn.Module]
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws as after `torch.manual_seed`; afterwards as before."""
+    """Inside, torch draws as after `torch.manual_seed`; its generator is restored afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
 def make(factory: Factory, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Module]:
-    """Models whose weights and buffers all differ."""
+    """Make models whose weights and buffers all differ."""
     models: list[nn.Module] = []
     for index in range(count):
         with seeded(100 * seed + index):
@@ -49,7 +49,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def passed(
     models: Sequence[nn.Module], inputs: Sequence[Sequence[Any]], seeds: Sequence[int] | None = None
 ) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """(outputs, gradients) of each model on its own inputs, of a loss that weighs every output differently."""
+    """Return each model's outputs on its own inputs, and the gradients of a loss that depends on every output."""
     outputs: list[Any] = []
     for index, (model, own) in enumerate(zip(models, inputs, strict=True)):
         model.zero_grad()
@@ -61,7 +61,7 @@ def passed(
 
 
 def weighed(output: Any) -> Tensor:
-    """A scalar that depends on every entry in its own way."""
+    """Return a scalar that depends differently on every entry."""
     leaves = [leaf for leaf in (output if isinstance(output, tuple) else (output,)) if isinstance(leaf, Tensor)]
     total = torch.zeros((), dtype=leaves[0].dtype)
     for leaf in leaves:
@@ -81,7 +81,7 @@ def trained(
     max_norm: float | None = None,
     seed: int = 0,
 ) -> list[float]:
-    """Plain training; returns the losses."""
+    """Train a plain model; returns the losses."""
     losses: list[float] = []
     with seeded(seed):
         for step in range(steps):
@@ -100,7 +100,7 @@ def trained(
 
 
 class LoopedLamb:
-    """LAMB of one model straight from Algorithm 2, tensor after tensor."""
+    """LAMB of one model, written from Algorithm 2, tensor after tensor."""
 
     def __init__(
         self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
@@ -130,7 +130,7 @@ class LoopedLamb:
 
 
 def one_of(settings: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One model's hyperparameters from those of all."""
+    """Return one model's hyperparameters from those of all models."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):

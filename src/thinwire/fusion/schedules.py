@@ -59,7 +59,7 @@ class Schedules:
         groups: list[dict[str, Any]] = []
         for place, group in enumerate(self.optimizer.param_groups):
             options = self.optimizer.torch_options(self.optimizer.hyperparameters(model, place), group)
-            # LAMB stands in as Adam, which has no bounds of the trust ratio.
+            # The proxy of LAMB is an Adam, which has no bounds of the trust ratio.
             known = {name: value for name, value in options.items() if not name.endswith("_trust")}
             groups.append({**known, "params": [nn.Parameter(torch.zeros(()))]})
         kind: Any = self.optimizer.torch_class or torch.optim.Adam
