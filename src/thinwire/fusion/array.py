@@ -133,6 +133,7 @@ class FusedArray:
         self._loops = outermost([*loop, *recurrent])
         separate = [path for path in self._loops if path and _differs(models, path)]
         self._store = Store(models, separate, seeds, states)
+        # Its tensors are only placeholders: every call swaps the array's in.
         self._skeleton = copy.deepcopy(models[0])
         self._router = Router(Context(self.size))
         self._install()
@@ -142,6 +143,7 @@ class FusedArray:
         store = self._store
         self._router.context = Context(store.size, store.generators)
         self._refs = tensor_refs(self._skeleton, list(store.separate))
+        # Kept as a list, because zero_grad needs it at every step.
         self._parameters = list(self.parameters())
         for (path, name), values in store.rates.items():
             if not within(path, list(store.separate)):

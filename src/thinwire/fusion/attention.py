@@ -154,6 +154,7 @@ def _projected(
     """Project to queries, keys and values, by one product where all come from the same tensor."""
     if separate is None:
         assert weight is not None
+        # torch makes the same distinction, and so rounds alike.
         if query is key and key is value:
             return list(F.linear(query, weight, bias).chunk(3, -1))
         separate = weight.chunk(3)

@@ -119,7 +119,9 @@ class Vmap:
 
     def __enter__(self) -> int:
         """Begin the transform."""
+        # As in torch.vmap: some operations are batched only by their decompositions.
         lazy_load_decompositions()
+        # "different": random functions without a rule draw separately for each model.
         return functorch._vmap_increment_nesting(self._size, "different")
 
     def __exit__(self, *_: object) -> None:

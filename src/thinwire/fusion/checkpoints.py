@@ -95,8 +95,9 @@ def write(folder: str | Path, content: State) -> Path:
         OSError: writing failed.
     """
     part = RankFile(Path(folder), 0)
-    part.commit(part.stage(content))
-    part.remove_stale()
+    # The old checkpoint is removed only after the new one is complete.
+    part.commit(part.write_aside(content))
+    part.tidy()
     return part.home
 
 

@@ -54,6 +54,7 @@ def convolve(
         candidates = {"folded": partial(_folded, function, size, settings)}
     elif not isinstance(input, Batch) and groups == 1:
         candidates = {"side by side": partial(_side_by_side, function, size, settings, 0), **candidates}
+    # F.unfold knows only images.
     if isinstance(weight, Batch) and function is F.conv2d and groups == 1 and not isinstance(padding, str):
         candidates["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
     if isinstance(weight, Batch) and _is_pointwise(weight, stride, padding, groups):

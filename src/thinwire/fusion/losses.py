@@ -132,6 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Return the probabilities, less one at the class."""
         logits, probabilities, index = ctx.saved_tensors
         gradient = gradients[0].unsqueeze(2)
+        # A second derivative needs the probabilities as a function of the logits.
         if torch.is_grad_enabled():
             probabilities = torch.softmax(logits, 2)
         return (probabilities * gradient).scatter_add(2, index, -gradient), None

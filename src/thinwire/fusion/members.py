@@ -55,6 +55,7 @@ class Member:
         Raises:
             CheckpointError: something given was not saved, or does not fit; nothing was changed.
         """
+        # All checks come before the first load, so that an error changes nothing.
         self._check_saved(optimizer=optimizer, scheduler=scheduler, scaler=scaler)
         theirs, ours = (
             {name: str(list(getattr(value, "shape", ()))) for name, value in state.items()}

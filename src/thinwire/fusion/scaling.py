@@ -82,6 +82,7 @@ class GradScaler:
         if id(optimizer) in self._found:
             raise ConfigError("unscale_ was called already since the last update(): gradients would be divided twice")
         overflowed = torch.zeros(len(self.scales), dtype=torch.bool)
+        # In fp64 and then rounded, as torch's scaler does: the gradients have the same bits.
         inverse = self.scales.double().reciprocal()
         for parameter in _with_gradients(p for group in optimizer.param_groups for p in group["params"]):
             gradient, owner = parameter.grad, owner_of(parameter)
@@ -124,6 +125,7 @@ class GradScaler:
         self.growths = torch.where(found, 0, self.growths + 1)
         grown = self.growths >= self.growth_interval
         larger = self.scales * self.growth_factor
+        # As in torch, a scale that would overflow stays as it is.
         larger = torch.where(larger.isfinite(), larger, self.scales)
         self.scales = torch.where(found, self.scales * self.backoff_factor, torch.where(grown, larger, self.scales))
         self.growths = torch.where(grown, 0, self.growths)
@@ -207,6 +209,7 @@ def clip_grad_norm_(
     held = _with_gradients(parameters)
     norms = gradient_norms(held, models=models)
     bounds = _bounds("max_norm", max_norm, len(norms)).to(norms)
+    # The constant of torch.nn.utils.clip_grad_norm_.
     factors = (bounds / (norms + 1e-6)).clamp(max=1.0)
     for parameter in held:
         assert parameter.grad is not None

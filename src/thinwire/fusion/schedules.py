@@ -98,7 +98,7 @@ class Schedules:
                 if name in ("beta1", "beta2") and "betas" in proxy:
                     first, second = proxy["betas"]
                     proxy["betas"] = (value, second) if name == "beta1" else (first, value)
-                elif name in proxy and name != "nesterov":
+                elif name in proxy and name != "nesterov":  # a bool in torch, and no scheduler changes it
                     proxy[name] = value
 
     def _copy_from_proxy(self, model: int) -> None:

@@ -153,6 +153,7 @@ class Store:
     def insert(self, index: int, model: nn.Module, seed: int | None) -> None:
         """Put another model into a slot."""
         self.check_index(index)
+        # Training or evaluation mode is the array's, and not a difference of structure.
         own = self.extract(index)
         wrong = difference(own, copy.deepcopy(model).train(own.training))
         if wrong is not None:
@@ -197,6 +198,7 @@ class Store:
             self.separate[path] = [copy.deepcopy(bodies[index]) for index in kept.indices]
         self.rates = {key: [values[index] for index in indices] for key, values in self.rates.items()}
         if self.generators is not None:
+            # A copied model must not share its generator with the original.
             self.generators = [self.generators[index].clone_state() for index in indices]
         return kept
 

@@ -91,6 +91,7 @@ def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor,
     if library is None:
         reference.descend_(parameters, directions, ratios, rate)
         return
+    # One call per tensor: the cost of a call is small, and tensors need not be adjacent.
     for x, direction, ratio in zip(parameters, directions, ratios.tolist(), strict=True):
         library.thinwire_scaled_step(x.data_ptr(), direction.data_ptr(), x.numel(), ratio, rate)
 

@@ -80,6 +80,7 @@ def _built(name: str, compiler: str, source: bytes, flags: Sequence[str]) -> Pat
         subprocess.SubprocessError: the compiler failed or took too long.
     """
     folder = _private(cache_folder() / "native")
+    # A compiler that is updated in place keeps its path: its version is part of the name.
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_SECONDS).stdout
     facts = [source, version, " ".join(flags).encode(), _processor().encode()]
     path = folder / f"{name}-{hashlib.sha256(b'|'.join(facts)).hexdigest()[:20]}.so"

@@ -84,6 +84,7 @@ def quantize_(
             coding = _Coding(x.numel(), block, mix64(key), bits, scale_bytes, squared=norm == "l2", shift=shift)
             library.thinwire_quantize(x.data_ptr(), target.data_ptr(), ctypes.byref(coding))
             return
+        # Triton is optional, so its kernels are imported only where they are used.
         quantize_by = quantized.quantize_
         if on_gpu(x):
             from thinwire.kernels.triton_quantized import quantize_ as quantize_by

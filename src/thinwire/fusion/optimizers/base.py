@@ -145,6 +145,7 @@ class FusedOptimizer(Optimizer):
         active = self.active[slots]
         if not bool(active.any()):
             return
+        # In place: all parameters of the batch share this counter.
         step += active
         batch = ParameterBatch(
             [parameter.detach() for parameter in parameters],
@@ -200,6 +201,7 @@ class FusedOptimizer(Optimizer):
             own = [p for p in group["params"] if owner_of(p) in (None, index)]
             for number, parameter in enumerate(own, count):
                 row = 0 if owner_of(parameter) is not None else index
+                # torch's optimizers have no state before a parameter's first step.
                 if self.state.get(parameter) and float(self.state[parameter]["step"][row]) > 0:
                     state[number] = {name: value[row].clone() for name, value in self.state[parameter].items()}
             options = self.torch_options(self.hyperparameters(index, place), group)

@@ -26,6 +26,7 @@ def quantize_(
     n = x.numel()
     rows = in_blocks(x, block)
     scales = rows.abs().amax(1) if norm == "max" else exact_sqrt(tree_sums(rows.square()))
+    # Encoder and decoder must use the same scales: those that are sent.
     if scale_bytes == 2:
         scales = _rounded_up(scales)
     head, plane = len(rows) * scale_bytes, -(-n // 8)

@@ -15,6 +15,7 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
     n, columns = x.numel(), table.shape[1]
     for row, line in enumerate(table):
         signed = x * signs_of(n, row, key, x.device) * scale
+        # Block after block, as in the compiled kernel: sums of floats depend on the order.
         for block, offset in enumerate(rotations(n, columns, row, key, x.device).tolist()):
             piece = signed[block * columns : (block + 1) * columns]
             head = min(len(piece), columns - offset)
