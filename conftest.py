@@ -33,11 +33,11 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_way_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_autotune_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Autotuning starts without measurements, and its cache file is in a temporary folder."""
     from thinwire.fusion import autotune_cache, clear_autotune_cache
 
-    monkeypatch.setattr(autotune_cache, "place", lambda: tmp_path / "autotune.json")
+    monkeypatch.setattr(autotune_cache, "cache_path", lambda: tmp_path / "autotune.json")
     clear_autotune_cache()
     yield
     clear_autotune_cache()

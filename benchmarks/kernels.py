@@ -122,19 +122,19 @@ def step_cases(x: Tensor) -> list[Case]:
     every = (momentum, before, frozen, fresh, weights)
 
     def ours() -> None:
-        adaptive.turn_(*every, **how)
-        adaptive.descend_(weights, momentum, ratio, rate=1e-6)
+        adaptive.lamb_direction_(*every, **how)
+        adaptive.scaled_step_(weights, momentum, ratio, rate=1e-6)
 
     def theirs() -> None:
-        by_torch.turn_(*every, numbers)
-        by_torch.descend_(weights, momentum, ratio, 1e-6)
+        by_torch.lamb_direction_(*every, numbers)
+        by_torch.scaled_step_(weights, momentum, ratio, 1e-6)
 
     return [
         Case("1-bit LAMB's step, with decay", ours, theirs),
         Case(
             "1-bit Adam's step, with decay",
-            lambda: adaptive.adam_descend_(weights, before, momentum, frozen, eps=1e-8, decay=0.01, rate=1e-6),
-            lambda: by_torch.adam_descend_(weights, before, momentum, frozen, (1e-8, 0.01, 1e-6)),
+            lambda: adaptive.frozen_adam_step_(weights, before, momentum, frozen, eps=1e-8, decay=0.01, rate=1e-6),
+            lambda: by_torch.frozen_adam_step_(weights, before, momentum, frozen, (1e-8, 0.01, 1e-6)),
         ),
     ]
 

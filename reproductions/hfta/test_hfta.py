@@ -18,10 +18,9 @@ from reproductions.hfta.losses import in_double, largest, losses, nudged
 from reproductions.hfta.networks import PointClassifier, clouds, workloads
 from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure
 from thinwire.errors import ThinwireError
-from thinwire.fusion import autotune as choice
-from thinwire.fusion import autotune_cache as remembered
+from thinwire.fusion import autotune, autotune_cache
 
-pytestmark = pytest.mark.usefixtures("no_way_is_kept")
+pytestmark = pytest.mark.usefixtures("fresh_autotune_cache")
 
 
 def found(fused: float, others: float = 1.0) -> Paces:
@@ -126,10 +125,10 @@ def test_turns_are_collected_by_way_and_round() -> None:
 
 
 def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.PIN, raising=False)
-    assert not remembered.place().exists()
+    monkeypatch.delenv(autotune.DETERMINISTIC, raising=False)
+    assert not autotune_cache.cache_path().exists()
     forked(partial(measure, "pointnet-cls", "array", 2, 0.01, 1))
-    assert json.loads(remembered.place().read_text())
+    assert json.loads(autotune_cache.cache_path().read_text())
 
 
 def test_a_process_that_fails_is_told_of_and_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from reproductions.hfta.networks import Workload, workloads
 from thinwire.emulate import run_workers
 from thinwire.errors import ThinwireError
-from thinwire.fusion import Adam, fuse, keep_memory, measuring, remember_choices
+from thinwire.fusion import Adam, fuse, keep_memory, measuring, save_autotune_cache
 
 Step = Callable[[int], list[float]]
 Make = Callable[[Workload, int], list[nn.Module]]
@@ -195,7 +195,7 @@ def forked(work: Callable[[], Pace]) -> Pace:
 
     def tell() -> None:
         sender.send_bytes(json.dumps(asdict(work())).encode())
-        remember_choices()
+        save_autotune_cache()
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -34,7 +34,7 @@ REFILLED = partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=40, cycle_mo
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(autotune.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 class Run:

@@ -353,7 +353,7 @@ def test_a_case_is_measured_after_as_many_uses_as_repay_it(offered: Callable[...
     assert not autotune_choices()
     assert offered(3, "first", "best") == offered(3, "first", "best") == "best"
     assert offered(4, "first", "best") == "first"
-    with autotune.guessing():
+    with autotune.without_autotuning():
         assert offered(3, "first", "best") == "first"
     with measuring():
         assert offered(4, "first", "best") == "best"
@@ -405,7 +405,7 @@ def test_the_next_process_uses_what_was_measured(offered: Callable[..., str], mo
     monkeypatch.setattr(autotune, "_cache", autotune_cache.AutotuneCache())
     with measuring():
         assert [offered(count, "first", "best") for count in (3, 4)] == ["best", "best"]
-    assert not autotune_cache.place().exists() and len(at_the_end) == 1
+    assert not autotune_cache.cache_path().exists() and len(at_the_end) == 1
     at_the_end[0]()
     for name in ("_chosen", "_uses"):
         getattr(autotune, name).clear()
@@ -425,7 +425,11 @@ def test_measurements_of_several_processes_are_merged_and_the_oldest_dropped(mon
             cache.put(case, f"name of {cases}")
     one.write()
     other.write()
-    assert json.loads(autotune_cache.place().read_text()) == {"b": "name of abc", "c": "name of cd", "d": "name of cd"}
+    assert json.loads(autotune_cache.cache_path().read_text()) == {
+        "b": "name of abc",
+        "c": "name of cd",
+        "d": "name of cd",
+    }
     assert autotune_cache.AutotuneCache().get("c") == "name of cd" and autotune_cache.AutotuneCache().get("a") is None
     atexit.unregister(one.write)
     atexit.unregister(other.write)
@@ -433,7 +437,7 @@ def test_measurements_of_several_processes_are_merged_and_the_oldest_dropped(mon
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", None], ids=repr)
 def test_a_file_that_cannot_be_read_is_ignored(content: bytes | None) -> None:
-    path = autotune_cache.place()
+    path = autotune_cache.cache_path()
     path.parent.mkdir()
     if content is None:
         path.mkdir()

@@ -27,8 +27,8 @@ RATES = [0.05, 0.01, 0.003, 0.1]
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(autotune.PIN, "1")
-    monkeypatch.setattr(autotune_cache, "place", lambda: tmp_path / "autotune.json")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
+    monkeypatch.setattr(autotune_cache, "cache_path", lambda: tmp_path / "autotune.json")
     yield
     clear_autotune_cache()
 
@@ -391,7 +391,7 @@ def test_dropout_rates_are_read_and_changed() -> None:
 
 
 def test_candidates_are_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(autotune.PIN)
+    monkeypatch.delenv(autotune.DETERMINISTIC)
     clear_autotune_cache()
     counted: list[str] = []
     measure: Any = autotune._measure
@@ -415,7 +415,7 @@ def test_candidates_are_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch)
 def test_measuring_leaves_statistics_and_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[dict[str, Tensor]] = []
     for pinned in (True, False):
-        monkeypatch.setenv(autotune.PIN, "1" if pinned else "0")
+        monkeypatch.setenv(autotune.DETERMINISTIC, "1" if pinned else "0")
         clear_autotune_cache()
         array = fuse(make(lambda: nn.BatchNorm1d(6)))
         with fusion.measuring():

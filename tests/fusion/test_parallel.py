@@ -50,7 +50,7 @@ STRATEGIES: list[Strategy] = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(autotune.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 def data(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def test_every_model_is_a_run_of_its_own_in_single_precision(strategy: Strategy)
 def on_a_rank(work: str, *arguments: Any) -> Any:
     """For processes: nothing is measured there either, and tensors are returned as numpy arrays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(autotune.PIN, "1")
+        patch.setenv(autotune.DETERMINISTIC, "1")
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.numpy(), globals()[work](*arguments))
 
 

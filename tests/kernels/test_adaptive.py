@@ -35,7 +35,7 @@ def states(n: int) -> list[Tensor]:
 
 
 def directions_of(kinds: list[list[Tensor]], decay: float) -> list[Tensor]:
-    found = adaptive.turn_(*kinds, **SETTINGS, decay=decay)  # type: ignore[arg-type]
+    found = adaptive.lamb_direction_(*kinds, **SETTINGS, decay=decay)  # type: ignore[arg-type]
     return [*found, *(x for kind in kinds for x in kind)]
 
 
@@ -53,8 +53,8 @@ def test_directions_are_bit_by_bit_those_of_torch(decay: float) -> None:
     ours = kinds_of(SIZES)
     theirs = copied(ours)
     for turn in range(3):
-        found = adaptive.turn_(*ours, **SETTINGS, decay=decay)  # type: ignore[arg-type]
-        expected = reference.turn_(*theirs, (*NUMBERS, decay))
+        found = adaptive.lamb_direction_(*ours, **SETTINGS, decay=decay)  # type: ignore[arg-type]
+        expected = reference.lamb_direction_(*theirs, (*NUMBERS, decay))
         assert all(same(one, other) for one, other in zip(found, expected, strict=True))
         for mine, other in zip(ours, theirs, strict=True):
             assert all(same(a, b) for a, b in zip(mine, other, strict=True))
@@ -67,13 +67,13 @@ def test_descents_are_bit_by_bit_those_of_torch(decay: float) -> None:
     momenta, before, frozen, _, ours = kinds_of(SIZES)
     theirs, directions = [x.clone() for x in ours], [m.clone() for m in momenta]
     ratios = drawn(len(SIZES), 3).abs()
-    adaptive.descend_(ours, momenta, ratios, rate=0.3)
-    reference.descend_(theirs, directions, ratios, 0.3)
+    adaptive.scaled_step_(ours, momenta, ratios, rate=0.3)
+    reference.scaled_step_(theirs, directions, ratios, 0.3)
     assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
     momenta, before = ([x.clone() for x in kind] for kind in kinds_of(SIZES)[:2])
     other = [x.clone() for x in before]
-    adaptive.adam_descend_(ours, before, momenta, frozen, eps=1e-6, decay=decay, rate=0.3)
-    reference.adam_descend_(theirs, other, momenta, frozen, (1e-6, decay, 0.3))
+    adaptive.frozen_adam_step_(ours, before, momenta, frozen, eps=1e-6, decay=decay, rate=0.3)
+    reference.frozen_adam_step_(theirs, other, momenta, frozen, (1e-6, decay, 0.3))
     assert all(same(one, other) for one, other in zip([*ours, *before], [*theirs, *other], strict=True))
     assert all(same_bits(one, other) for one, other in zip(before, momenta, strict=True))
 
@@ -105,10 +105,10 @@ def test_directions_are_those_of_the_equations(n: int, dtype: torch.dtype) -> No
 def test_steps_are_those_of_the_equations() -> None:
     m, old, v, _, x = (each.float() for each in gentle(300))
     far, ratio = x.clone(), torch.tensor([0.7])
-    adaptive.descend_([far], [m.clone()], ratio, rate=0.01)
+    adaptive.scaled_step_([far], [m.clone()], ratio, rate=0.01)
     torch.testing.assert_close(far, x - 0.01 * 0.7 * m)
     near = x.clone()
-    adaptive.adam_descend_([near], [old], [m], [v], eps=1e-6, decay=0.1, rate=0.01)
+    adaptive.frozen_adam_step_([near], [old], [m], [v], eps=1e-6, decay=0.1, rate=0.01)
     torch.testing.assert_close(near, x - 0.01 * (m / (v.sqrt() + 1e-6) + 0.1 * x))
     assert same_bits(old, m)
 
@@ -163,10 +163,10 @@ def test_the_dtype_that_new_tensors_have_makes_no_difference() -> None:
 def test_lists_that_do_not_fit_are_refused() -> None:
     x, y = torch.zeros(3), torch.zeros(4)
     with pytest.raises(ConfigError, match="2 elements: must be 1"):
-        adaptive.descend_([x], [x, x], torch.ones(1), rate=1.0)
+        adaptive.scaled_step_([x], [x, x], torch.ones(1), rate=1.0)
     with pytest.raises(ConfigError, match=r"\[4\] beside \[3\]"):
-        adaptive.adam_descend_([x], [x], [y], [x], eps=1e-6, decay=0.0, rate=1.0)
+        adaptive.frozen_adam_step_([x], [x], [y], [x], eps=1e-6, decay=0.0, rate=1.0)
     with pytest.raises(ConfigError, match="ratios of 2 elements: must be 1"):
-        adaptive.descend_([x], [x], torch.ones(2), rate=1.0)
+        adaptive.scaled_step_([x], [x], torch.ones(2), rate=1.0)
     with pytest.raises(ConfigError, match=r"\[4\] beside \[3\]"):
-        adaptive.turn_([x], [x], [x], [x], [y], betas=(0.9, 0.99), eps=1e-6, decay=0.0)
+        adaptive.lamb_direction_([x], [x], [x], [x], [y], betas=(0.9, 0.99), eps=1e-6, decay=0.0)

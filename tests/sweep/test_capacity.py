@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.cli import main
 from thinwire.errors import ConfigError
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune
 from thinwire.sweep import sweeping
 from thinwire.sweep.plan import Plan, Setting
 from thinwire.sweep.sampling import RandomSampler
@@ -27,7 +27,7 @@ TRIALS = [Trial(number, {"lr": 0.01}) for number in range(12)]
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.oracles.fusion import copies, make
 from tests.pool import run_processes
 from thinwire import AllReduce, Bf16, Comm, Gossip, LocalSGD, PushSum, SlowMo, Strategy, fusion
 from thinwire.errors import CheckpointError
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune
 from thinwire.storage.rank_file import RankFile
 from thinwire.sweep.parallel import ParallelArray, attach_array
 
@@ -49,7 +49,7 @@ WIDE = wide()
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 class Run:
@@ -148,7 +148,7 @@ def test_an_array_of_another_size_is_resized_to_the_saved_one(strategy: Strategy
 def on_a_rank(strategy: Strategy, folder: str, resume: bool) -> Any:
     """One process of a run: no kernel is measured there either, and tensors are returned as NumPy arrays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(choice.PIN, "1")
+        patch.setenv(autotune.DETERMINISTIC, "1")
         torch.manual_seed(3)
         run = Run(None, strategy)
         torch.manual_seed(4 + resume)

@@ -18,7 +18,7 @@ import torch
 
 from thinwire import ConfigError
 from thinwire.cli import main
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune
 from thinwire.storage import rank_file as part
 from thinwire.sweep.journal import Journal
 from thinwire.sweep.plan import Plan
@@ -40,7 +40,7 @@ POPULATION = Population(every=3, share=0.4, perturbed=("lr", "momentum"))
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 def planned(population: Population | None = POPULATION, **settings: Any) -> Plan:
@@ -224,7 +224,7 @@ def test_a_population_that_was_interrupted_has_the_same_trials_losses_and_lineag
 
 def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
     """A sweep that ends by SIGKILL at the n-th of such moments: no `finally` runs, and nothing is flushed."""
-    os.environ[choice.PIN] = "1"
+    os.environ[autotune.DETERMINISTIC] = "1"
     left = [times]
 
     def dying(real: Any) -> Any:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.sweep.ray_runs import TIMEOUT_SECONDS
 from thinwire.errors import ConfigError
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune
 from thinwire.sweep import ray_tune
 from thinwire.sweep.plan import Plan
 from thinwire.sweep.ray_tune import members_of, summary
@@ -74,7 +74,7 @@ def test_packs_train_under_tune_as_their_members_do_alone_and_resume_after_a_fai
     found = guarded([])
     assert found.returncode == 0, found.stderr[-3000:]
     runs = json.loads(found.stdout.splitlines()[-1])
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
     for kind in ("drawn", "searched"):
         assert len(runs[kind]) == 1 + (kind == "searched")
         for config, metrics, error in runs[kind]:

@@ -10,7 +10,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import CheckpointError
-from thinwire.fusion import autotune as choice
+from thinwire.fusion import autotune
 from thinwire.fusion.checkpoints import write
 from thinwire.sweep import sweeping
 from thinwire.sweep.journal import Journal, settings_in
@@ -29,7 +29,7 @@ SPACE = Space({"lr": Range(1e-3, 1e-1, "log"), "momentum": Range(0, 0.9), "batch
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.PIN, "1")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
 @pytest.fixture(scope="module")

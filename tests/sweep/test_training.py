@@ -22,7 +22,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 
-pytestmark = pytest.mark.usefixtures("no_way_is_kept")
+pytestmark = pytest.mark.usefixtures("fresh_autotune_cache")
 
 
 @pytest.fixture(scope="module")

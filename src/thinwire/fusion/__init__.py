@@ -5,13 +5,13 @@ itself.
 """
 
 from thinwire.fusion.array import FusedArray, fuse
-from thinwire.fusion.autotune import autotune_choices, clear_autotune_cache, measuring, remember_choices
+from thinwire.fusion.autotune import autotune_choices, clear_autotune_cache, measuring, save_autotune_cache
 from thinwire.fusion.batch import Each
-from thinwire.fusion.laboratory import Laboratory
 from thinwire.fusion.memory import keep_memory
 from thinwire.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
 from thinwire.fusion.scaling import GradScaler, clip_grad_norm_, clip_grad_value_, gradient_norms
 from thinwire.fusion.schedules import Schedules
+from thinwire.fusion.simulation import MixingSimulation
 from thinwire.fusion.store import Selection
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "FusedArray",
     "FusedOptimizer",
     "GradScaler",
-    "Laboratory",
+    "MixingSimulation",
     "RMSprop",
     "Schedules",
     "Selection",
@@ -37,5 +37,5 @@ __all__ = [
     "gradient_norms",
     "keep_memory",
     "measuring",
-    "remember_choices",
+    "save_autotune_cache",
 ]

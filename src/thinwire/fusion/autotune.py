@@ -20,7 +20,7 @@ from thinwire.fusion.batch import Batch, Value
 from thinwire.kernels.base import compiled
 
 Implementation = Callable[..., Batch]
-PIN = "THINWIRE_DETERMINISTIC"
+DETERMINISTIC = "THINWIRE_DETERMINISTIC"
 # A measurement costs about as much as a few uses of every candidate: a case that is met less often would not repay it.
 USES_BEFORE_MEASURING = 40
 # Rounds per measurement: at least four, because other processes may disturb one or two; more while there is time.
@@ -63,13 +63,13 @@ def clear_autotune_cache() -> None:
     _cache.clear()
 
 
-def remember_choices() -> None:
+def save_autotune_cache() -> None:
     """Write the measurements to the cache file now; a process does so when it ends, but a forked one must call this."""
     _cache.write()
 
 
 @contextmanager
-def guessing() -> Generator[None]:
+def without_autotuning() -> Generator[None]:
     """Inside, measure nothing and use the first candidate: for work that is done only once."""
     yield from _measuring_after(math.inf)
 
@@ -115,7 +115,7 @@ def run_fastest(
         settings: what else distinguishes cases.
     """
     uses = _uses_before_measuring.get()
-    if len(candidates) == 1 or uses == math.inf or os.environ.get(PIN, "0") not in ("", "0"):
+    if len(candidates) == 1 or uses == math.inf or os.environ.get(DETERMINISTIC, "0") not in ("", "0"):
         return next(iter(candidates.values()))(*values)
     device = next((_tensor_of(value).device.type for value in values if value is not None), "cpu")
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None

@@ -33,7 +33,7 @@ class AutotuneCache:
     def get(self, case: str) -> str | None:
         """Return the implementation that was fastest, or None if the file has no such case."""
         if self._known is None:
-            self._known = _read(place())
+            self._known = _read(cache_path())
         return self._known.get(case)
 
     def put(self, case: str, name: str) -> None:
@@ -50,7 +50,7 @@ class AutotuneCache:
 
     def write(self) -> None:
         """Add the new measurements to the file, and drop the oldest beyond the limit."""
-        path, new = place(), self._new
+        path, new = cache_path(), self._new
         if not new:
             return
         # Read again: other processes may have written since this one started.
@@ -62,7 +62,7 @@ class AutotuneCache:
             write_atomically(path, json.dumps(dict(entries), indent=0).encode())
 
 
-def place() -> Path:
+def cache_path() -> Path:
     """Return the path of the file for this machine and these versions."""
     facts = [platform.node(), platform.machine(), str(os.cpu_count()), torch.__version__, __version__]
     return cache_folder() / "fusion" / f"autotune-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:20]}.json"

@@ -96,8 +96,8 @@ def write(folder: str | Path, content: State) -> Path:
     """
     part = RankFile(Path(folder), 0)
     # The old checkpoint is removed only after the new one is complete.
-    part.commit(part.write_aside(content))
-    part.tidy()
+    part.commit(part.stage(content))
+    part.remove_stale()
     return part.home
 
 
@@ -178,7 +178,7 @@ def restore(
             tensor.copy_(state["tensors"][name])
     if optimizer is not None:
         optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        part_ages(optimizer)
+        separate_step_counters(optimizer)
     restore_outline(state, array, schedules=schedules, scaler=scaler)
 
 
@@ -295,7 +295,7 @@ def _named(array: FusedArray) -> Iterator[tuple[str, Tensor]]:
     yield from array.named_buffers()
 
 
-def part_ages(optimizer: FusedOptimizer) -> None:
+def separate_step_counters(optimizer: FusedOptimizer) -> None:
     """Give each group step counters of its own: loaded groups may share a tensor, which every group would increment."""
     for group in optimizer.param_groups:
         own: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.errors import CheckpointError
 from thinwire.fusion.array import FusedArray
-from thinwire.fusion.checkpoints import State, load_scheduler, part_ages, read, refuse_older, write
+from thinwire.fusion.checkpoints import State, load_scheduler, read, refuse_older, separate_step_counters, write
 from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Scheduler, Schedules
@@ -106,7 +106,7 @@ class Member:
             array.generators[index].set_state(self.generator.clone())
         if optimizer is not None and self.optimizer is not None:
             optimizer.insert(index, deepcopy(self.optimizer))
-            part_ages(optimizer)
+            separate_step_counters(optimizer)
         if schedules is not None and self.scheduler is not None:
             load_scheduler(schedules.schedulers[index], self.scheduler)
         if scaler is not None and self.scaler is not None:

@@ -18,7 +18,7 @@ from thinwire.kernels.reference.bits import exact_sqrt
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def turn_(
+def lamb_direction_(
     momenta: list[Tensor],
     before: list[Tensor],
     frozen: list[Tensor],
@@ -59,7 +59,7 @@ def turn_(
     numbers = (beta1, beta2, (1 - beta2) / (1 - beta1) ** 2, eps, decay)
     library = _library(momenta, before, frozen, fresh, parameters)
     if library is None:
-        ratio, plain, whole = reference.turn_(momenta, before, frozen, fresh, parameters, numbers)
+        ratio, plain, whole = reference.lamb_direction_(momenta, before, frozen, fresh, parameters, numbers)
         return ratio, plain, whole
     # Per tensor: the largest ratio and two sums of squares.
     found, coefficients = momenta[0].new_empty(len(momenta), 3), (c_float * 5)(*numbers)
@@ -73,7 +73,7 @@ def turn_(
     return ratio, plain, whole
 
 
-def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, *, rate: float) -> None:
+def scaled_step_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, *, rate: float) -> None:
     r"""$x \leftarrow x - \gamma\, (r u)$ for every tensor.
 
     Args:
@@ -89,14 +89,14 @@ def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor,
     check_length("ratios", ratios.numel(), len(parameters))
     library = _library(parameters, directions)
     if library is None:
-        reference.descend_(parameters, directions, ratios, rate)
+        reference.scaled_step_(parameters, directions, ratios, rate)
         return
     # One call per tensor: the cost of a call is small, and tensors need not be adjacent.
     for x, direction, ratio in zip(parameters, directions, ratios.tolist(), strict=True):
         library.thinwire_scaled_step(x.data_ptr(), direction.data_ptr(), x.numel(), ratio, rate)
 
 
-def adam_descend_(
+def frozen_adam_step_(
     parameters: list[Tensor],
     before: list[Tensor],
     momenta: list[Tensor],
@@ -123,7 +123,7 @@ def adam_descend_(
     _check(parameters, before, momenta, frozen)
     library = _library(parameters, before, momenta, frozen)
     if library is None:
-        reference.adam_descend_(parameters, before, momenta, frozen, (eps, decay, rate))
+        reference.frozen_adam_step_(parameters, before, momenta, frozen, (eps, decay, rate))
         return
     for own in zip(parameters, before, momenta, frozen, strict=True):
         library.thinwire_frozen_adam_step(*(x.data_ptr() for x in own), own[0].numel(), eps, decay, rate)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.kernels.adaptive import adam_descend_
+from thinwire.kernels.adaptive import frozen_adam_step_
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
 from thinwire.optimizers.lamb import check_adaptive, update_moments_
 from thinwire.replica.flat import copy_each_
@@ -312,4 +312,4 @@ def adam_step_(
 ) -> None:
     """A step along Adam's direction; the new momenta are copied into `before`, the state's own, where it is given."""
     settings = {"eps": group["eps"], "decay": group["weight_decay"], "rate": float(group["lr"])}
-    adam_descend_(parameters, before or momenta, momenta, variances, **settings)
+    frozen_adam_step_(parameters, before or momenta, momenta, variances, **settings)

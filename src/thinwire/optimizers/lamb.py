@@ -162,7 +162,7 @@ def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: li
 
 def descend_(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor], ratios: Tensor) -> None:
     """Take the step; the directions are overwritten."""
-    adaptive.descend_(parameters, directions, ratios, rate=float(group["lr"]))
+    adaptive.scaled_step_(parameters, directions, ratios, rate=float(group["lr"]))
 
 
 # -- checks of hyperparameters -----------------------------------------------------------------------------------------

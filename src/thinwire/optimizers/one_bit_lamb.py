@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.kernels.adaptive import turn_
+from thinwire.kernels.adaptive import lamb_direction_
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.optimizers.lamb import (
     add_decay_,
@@ -155,7 +155,7 @@ class OneBitLamb(FreezingOptimizer):
         before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
         decay = group["weight_decay"]
         settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}
-        grown, undecayed, decayed = turn_(momenta, before, frozen, fresh, parameters, **settings)
+        grown, undecayed, decayed = lamb_direction_(momenta, before, frozen, fresh, parameters, **settings)
         # Only the undecayed part of the direction scales with the gradient.
         if decay:
             share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)

@@ -19,7 +19,7 @@ from thinwire.comm.group import Group, comm_for
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.fusion.array import FusedArray
-from thinwire.fusion.checkpoints import check, outline_of, part_ages, restore_outline
+from thinwire.fusion.checkpoints import check, outline_of, restore_outline, separate_step_counters
 from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Schedules
@@ -239,7 +239,7 @@ class ParallelArray:
                 if follower is not None:
                     follower.select(kept)
         checkpoint.restore(self.worker, state)  # `select` has replaced the worker
-        part_ages(self.optimizer)
+        separate_step_counters(self.optimizer)
         restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
         found: dict[str, Any] = first["extra"]["own"]
         return found

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.autotune import guessing
+from thinwire.fusion.autotune import without_autotuning
 from thinwire.sweep.journal import Journal
 from thinwire.sweep.plan import Plan
 from thinwire.sweep.sampling import Sampler
@@ -138,7 +138,7 @@ def capacity_for(plan: Plan, trials: Sequence[Trial]) -> int:
 
     # Every size that is tried would have its kernels measured, which can take longer than the sweep; only the final
     # size needs that.
-    with guessing():
+    with without_autotuning():
         # The second array of one trial allocates nothing that is shared by all arrays, so its size is that of a trial.
         ample = fits(1) and fits(1) and _AMPLE * taken * len(trials) < usable
     if ample and fits(len(trials)):

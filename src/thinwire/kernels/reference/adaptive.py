@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.kernels.reference.bits import exact_sqrt, tree_sums
 
 
-def turn_(
+def lamb_direction_(
     momenta: list[Tensor],
     before: list[Tensor],
     frozen: list[Tensor],
@@ -23,7 +23,7 @@ def turn_(
 ) -> Tensor:
     """Replace momenta by directions; returns each tensor's largest ratio and, with decay, two norms, [3, k].
 
-    `numbers` are those of `thinwire.kernels.adaptive.turn_`.
+    `numbers` are those of `thinwire.kernels.adaptive.lamb_direction_`.
     """
     beta1, beta2, fresh_weight, eps, decay = numbers
     gradients = torch._foreach_sub(momenta, torch._foreach_mul(before, beta1))  # pyright: ignore
@@ -42,21 +42,21 @@ def turn_(
     return torch.stack([largest, plain, _norms(momenta)])
 
 
-def descend_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, rate: float) -> None:
+def scaled_step_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, rate: float) -> None:
     """Step by rate times ratio along each direction; the directions are overwritten."""
     torch._foreach_mul_(directions, list(ratios.unbind()))  # pyright: ignore
     torch._foreach_mul_(directions, rate)  # pyright: ignore
     torch._foreach_sub_(parameters, directions)  # pyright: ignore
 
 
-def adam_descend_(
+def frozen_adam_step_(
     parameters: list[Tensor],
     before: list[Tensor],
     momenta: list[Tensor],
     frozen: list[Tensor],
     numbers: Sequence[float],
 ) -> None:
-    """Step along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.adam_descend_`."""
+    """Step along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.frozen_adam_step_`."""
     eps, decay, rate = numbers
     directions = torch._foreach_div(momenta, _denominators(frozen, eps))  # pyright: ignore
     if decay:

@@ -11,7 +11,7 @@ from tests.engine import batch, net
 from tests.fusion.test_life import wide
 from thinwire import Comm, ConfigError, DecentLaM, Gossip, LocalSGD, OnePeerExponential, Ring, Strategy
 from thinwire.fusion import SGD, Each, fuse
-from thinwire.fusion.laboratory import Laboratory, Mixing, Order
+from thinwire.fusion.simulation import Mixing, MixingSimulation, Order
 
 WORKERS, STEPS = 16, 7
 
@@ -50,9 +50,9 @@ def as_threads(strategy: Strategy) -> Tensor:
     return torch.stack(thinwire.run_threads(WORKERS, work, timeout=30))
 
 
-def as_rows(mixing: Mixing, order: Order) -> tuple[Laboratory, Tensor]:
+def as_rows(mixing: Mixing, order: Order) -> tuple[MixingSimulation, Tensor]:
     array = fuse([net().double() for _ in range(WORKERS)])
-    simulation = Laboratory(array, SGD(array.parameters(), lr=0.05, momentum=0.5), mixing, order=order)
+    simulation = MixingSimulation(array, SGD(array.parameters(), lr=0.05, momentum=0.5), mixing, order=order)
     for step in range(STEPS):
         x, y = (
             Each(torch.stack(parts).double()) for parts in zip(*(batch(r, step) for r in range(WORKERS)), strict=True)
@@ -99,14 +99,16 @@ def test_a_matrix_that_is_not_a_mixing_matrix_is_refused(matrix: Tensor, message
 def test_an_unknown_order_is_refused() -> None:
     array = fuse([net(), net()])
     with pytest.raises(ConfigError, match="order='before'"):
-        Laboratory(array, SGD(array.parameters(), lr=0.1), lambda step: None, order="before")  # pyright: ignore
+        MixingSimulation(array, SGD(array.parameters(), lr=0.1), lambda step: None, order="before")  # pyright: ignore
 
 
 def test_workers_whose_layers_differ_and_a_rate_that_would_be_divided_by_are_refused() -> None:
     apart = fuse(wide(), loop=["body"])
     with pytest.raises(ConfigError, match=r"body.*only one worker has it"):
-        Laboratory(apart, SGD(apart.parameters(), lr=0.1), lambda step: None)
+        MixingSimulation(apart, SGD(apart.parameters(), lr=0.1), lambda step: None)
     array = fuse([net(), net()])
-    simulation = Laboratory(array, SGD(array.parameters(), lr=[0.1, 0.0]), lambda step: torch.eye(2), order="inside")
+    simulation = MixingSimulation(
+        array, SGD(array.parameters(), lr=[0.1, 0.0]), lambda step: torch.eye(2), order="inside"
+    )
     with pytest.raises(ConfigError, match="lr=0 with order='inside'"):
         simulation.step()

@@ -18,7 +18,7 @@ Mixing = Callable[[int], Tensor | None]
 _TOLERANCE = 1e-6
 
 
-class Laboratory:
+class MixingSimulation:
     r"""Workers as models of an array, whose parameters are mixed by a matrix.
 
     With $x$ all workers' parameters stacked, $W$ the step's mixing matrix and $d(g)$ the optimizer's step,
@@ -44,12 +44,12 @@ class Laboratory:
 
     Example:
         >>> import torch
-        >>> from thinwire.fusion import SGD, Laboratory, fuse
+        >>> from thinwire.fusion import SGD, MixingSimulation, fuse
         >>> array = fuse([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
         >>> with torch.no_grad():
         ...     for parameter in array.parameters():
         ...         _ = parameter.copy_(torch.tensor([[[0.0]], [[2.0]]]))
-        >>> simulation = Laboratory(array, SGD(array.parameters(), lr=0.1), lambda step: torch.full((2, 2), 0.5))
+        >>> simulation = MixingSimulation(array, SGD(array.parameters(), lr=0.1), lambda step: torch.full((2, 2), 0.5))
         >>> simulation.spread()
         1.0
         >>> array.losses(torch.mean, array(torch.zeros(1, 1))).sum().backward()
