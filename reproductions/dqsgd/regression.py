@@ -130,7 +130,7 @@ def kept(problem: Convex, *, error: float, steps: int, lr: float, seed: int, blo
             own = problem.objective(w, comm.rank)
             squares.append(float(square_of(torch.autograd.grad(own, w, retain_graph=True)[0], block)))
             own.backward()
-            bits += r.state["now"][:, 2].tolist()
+            bits += r.state["sent"][:, 2].tolist()
             optimizer.step()
         worker.detach()
         return gap, BitLedger.read(r.state["ledger"]), bits[:-1], squares[:-1]

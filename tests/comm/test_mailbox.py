@@ -310,7 +310,7 @@ def test_an_error_in_a_handler_is_raised_on_the_receiving_rank(backend: str, fla
         serve(box, fail, () if flaw == "sender" else (0,))
         comm.all_reduce_(torch.zeros(1)).wait()
         assert soon(lambda: box._fault is not None)
-        for call in (box.retry, lambda: box.expect(0, LIKE).ready, box.expect(0, LIKE).wait):
+        for call in (box.process_deferred, lambda: box.expect(0, LIKE).ready, box.expect(0, LIKE).wait):
             with pytest.raises(expected[flaw][0], match=expected[flaw][1]):
                 call()
 

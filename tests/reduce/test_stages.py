@@ -150,5 +150,5 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
 
 def test_only_zero_one_adam_has_local_steps() -> None:
     ours, theirs = (set(kind(net().parameters()).param_groups[0]) for kind in (ZeroOneAdam, OneBitAdam))
-    assert ours - theirs == {"lr_sum", "alone"}
+    assert ours - theirs == {"lr_sum", "local"}
     assert theirs <= ours

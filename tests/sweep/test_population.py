@@ -238,9 +238,9 @@ def killed(folder: Path, moment: str, times: int, resume: bool) -> None:
 
     owner, name = {
         "copied, not yet perturbed": (TrialArray, "_perturb"),
-        "tensors written, their names not": (part, "write_aside"),
+        "tensors written, their names not": (part, "write_temporary"),
         "written aside, not in place": (part.RankFile, "commit"),
-        "in place, the old not removed": (part.RankFile, "tidy"),
+        "in place, the old not removed": (part.RankFile, "remove_stale"),
     }[moment]
     setattr(owner, name, dying(getattr(owner, name)))
     run_sweep(planned(), folder, resume)
