@@ -67,6 +67,9 @@ PRIVATE = {
     "unsaid": "residual",
     "knob": "hyperparameter",
     "buddy": "member",
+    "yardstick": "baseline",
+    "left unsaid": "residual",
+    "party": "participant",
 }
 TEXTS = [ROOT / name for name in TRACKED if re.match(r"(README|CONTRIBUTING|docs/.*)\.md|src/.*\.(py|c)$", name)]
 
