@@ -15,9 +15,10 @@ _MASK_64 = (1 << 64) - 1
 
 
 class Codec(ABC):
-    """Compresses vectors into payloads; subclasses are frozen dataclasses.
+    """Base class of codecs, which compress vectors into payloads (the tensors that are sent).
 
-    The random draws of a payload depend on its `key` alone: the same key gives the same draws, on any device.
+    Subclasses are frozen dataclasses. The random numbers of an encoding depend on its `key` alone: the same key gives
+    the same numbers on any device.
 
     Example:
         >>> import torch
@@ -43,12 +44,12 @@ class Codec(ABC):
 
     @property
     def rounds_sums(self) -> bool:
-        """Of a linear codec: whether the all-reduce rounds sums to the payload's dtype, an error that no rank sees."""
+        """For a linear codec: whether the all-reduce rounds sums to the payload's dtype; no rank can measure it."""
         return False
 
     @property
     def residual_after_sum(self) -> bool:
-        """Of a linear codec: whether a worker's residual is only known once the sum of all payloads is decoded."""
+        """For a linear codec: whether the compression error is known only after the sum of all payloads is decoded."""
         return False
 
     @property
@@ -58,12 +59,12 @@ class Codec(ABC):
 
     @property
     def error_bound(self) -> float:
-        r"""A bound of $E|x - C(x)|^2 / |x|^2$; from 1 on, a residual could grow without bound."""
+        r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge."""
         return 0.0
 
     @property
     def alignment(self) -> int:
-        """Elements that are encoded together; long vectors are cut at multiples of this."""
+        """The number of elements encoded together; long vectors are split only at multiples of it."""
         return 1
 
     @abstractmethod
@@ -72,11 +73,12 @@ class Codec(ABC):
 
         Args:
             x: a vector.
-            state: named tensors that the codec keeps between calls (error feedback); most keep none.
-            key: of the random draws; from `draw_key`.
+            state: named tensors that the codec keeps between calls, such as the residual of error feedback; most codecs
+                keep none.
+            key: the seed of the random numbers, from `draw_key`.
 
         Returns:
-            The payload, of `dtype`.
+            The payload, a tensor with the codec's `dtype`.
         """
 
     @abstractmethod
@@ -89,15 +91,15 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, n: int) -> int:
-        """Bytes of the payload of n elements."""
+        """The size in bytes of the payload of a vector of n elements."""
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """Encode `x + residual`; `x` becomes the new residual, what was encoded less what the payload decodes to.
+        """Encode `x + residual`, and overwrite `x` with the new residual: `x + residual` minus the decoded payload.
 
         Args:
             x: a vector in fp32.
-            residual: like it; not changed.
-            key: of the random draws.
+            residual: the previous residual, of the same size and dtype; not changed.
+            key: the seed of the random numbers.
         """
         payload = self.encode(x.add_(residual), {}, key)
         x.sub_(self.decode(payload, x, key))
@@ -106,18 +108,18 @@ class Codec(ABC):
     def encode_pieces_with_residual_(
         self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
     ) -> list[Tensor]:
-        """Encode each piece of `x + residual`; `x` becomes the new residual.
+        """Encode each piece of `x + residual`, and overwrite `x` with the new residual.
 
         Args:
             x: a vector in fp32.
-            residual: like it; not changed.
-            cuts: end to end, at multiples of `alignment`.
-            keys: of the random draws, one for each piece.
+            residual: the previous residual, of the same size and dtype; not changed.
+            cuts: the pieces as slices, each starting where the one before it ends, at a multiple of `alignment`.
+            keys: the seeds of the random numbers, one for each piece.
         """
         return [self.encode_with_residual_(x[cut], residual[cut], key) for cut, key in zip(cuts, keys, strict=True)]
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
-        """The sum of the decoded payloads, added in their order; like `like`."""
+        """Decode the payloads and add them in the given order, in the dtype and size of `like`."""
         # In a fixed order, so that the sum's bits do not depend on which payload arrived first.
         total = torch.zeros_like(like)
         for payload, key in zip(payloads, keys, strict=True):

@@ -45,9 +45,10 @@ class _Cast(Codec):
 
 @dataclass(frozen=True)
 class Fp32(_Cast):
-    """Send fp32: 32-bit vectors stay as they are, and sums of 16-bit vectors are rounded only once, at the end.
+    """Cast to fp32: 32-bit vectors are sent unchanged, and sums of 16-bit vectors are rounded only once, at the end.
 
-    For 16-bit vectors that is twice their bytes. Elements of 64 bits get a relative error of at most 2**-24.
+    The payload of a 16-bit vector has twice the bytes of the vector. Elements of 64 bits get a relative error of at
+    most 2**-24.
     Payload: 4 bytes an element.
 
     Example:
@@ -59,13 +60,13 @@ class Fp32(_Cast):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Four bytes per element."""
+        """fp32, four bytes per element."""
         return torch.float32
 
 
 @dataclass(frozen=True)
 class Bf16(_Cast):
-    """Send bf16: eight bits of exponent, seven of mantissa.
+    """Cast to bf16: eight bits of exponent, seven of mantissa.
 
     It has the range of fp32, and a relative error of at most 2**-8. Payload: 2 bytes an element.
 
@@ -79,12 +80,12 @@ class Bf16(_Cast):
 
     @property
     def rounds_sums(self) -> bool:
-        """True."""
+        """True: the all-reduce adds in bf16."""
         return True
 
     @property
     def dtype(self) -> torch.dtype:
-        """Two bytes per element."""
+        """bf16, two bytes per element."""
         return torch.bfloat16
 
 

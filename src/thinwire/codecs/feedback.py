@@ -23,11 +23,12 @@ class ErrorFeedback(Codec):
 
     $$y = C(x + e), \qquad e \leftarrow x + e - y$$
 
-    so that after any number of vectors $\sum y + e = \sum x$: compression delays information, and loses none. The codec
-    may be biased, so long as its error is smaller than its input.
-    Where payloads are not added by an all-reduce, the rank that adds them (the server of a piece) has a residual of its
-    own for the sum that it encodes. Payload: the codec's. State: the residual `error`, like the vector in fp32, and a
-    $W$-th of that for the servers of $W$ workers.
+    with $y$ the decoded payload and $e$ the residual. After any number of vectors $\sum y + e = \sum x$: compression
+    delays information, and loses none. The codec may be biased, so long as its error is smaller than its input.
+    If an all-reduce cannot add the payloads, each rank is the server of one piece of the vector: it adds the workers'
+    payloads of this piece, encodes the sum, and keeps a residual of its own for that. Payload: the codec's. State: the
+    residual `error`, with the size of the vector, in fp32; for a server among $W$ workers also its own residual, $1/W$
+    of that size.
 
     Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
     SignSGD, ICML 2019, arXiv:1901.09847, Algorithm 1; in two stages: Tang et al., DoubleSqueeze, ICML 2019,
@@ -56,33 +57,33 @@ class ErrorFeedback(Codec):
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
         if self.codec.error_bound >= 1:
             raise ConfigError(
-                f"codec={self.codec}: its error can be {self.codec.error_bound:.3g} times its input, so the residual "
-                "would grow without bound; it is unbiased, so use it without feedback, or with more bits or smaller "
-                "blocks"
+                f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "
+                "so the residual could grow without bound; it is unbiased, so use it without feedback, or with more "
+                "bits or smaller blocks"
             )
 
     @property
     def linear(self) -> bool:
-        """As the codec; but sums that an all-reduce would round go through two stages, which lose nothing."""
+        """Whether the codec is linear and its sums are not rounded, as error feedback cannot correct rounded sums."""
         return self.codec.linear and not self.codec.rounds_sums
 
     @property
     def dtype(self) -> torch.dtype:
-        """As the codec."""
+        """The dtype of the codec's payloads."""
         return self.codec.dtype
 
     @property
     def residual_after_sum(self) -> bool:
-        """As the codec."""
+        """The codec's `residual_after_sum`."""
         return self.codec.residual_after_sum
 
     @property
     def alignment(self) -> int:
-        """As the codec."""
+        """The codec's `alignment`."""
         return self.codec.alignment
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The codec's payload of `x` plus the residual, which is then updated."""
+        """Encode `x` plus the residual with the codec, and update the residual."""
         residual = residual_of(state, x)
         updated = x.detach().to(torch.float32, copy=True)
         payload = self.codec.encode_with_residual_(updated, residual, key)
@@ -91,11 +92,11 @@ class ErrorFeedback(Codec):
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """As the codec."""
+        """Decode the payload with the codec."""
         return self.codec.decode(payload, like, key)
 
     def nbytes(self, n: int) -> int:
-        """As the codec."""
+        """The size in bytes of the codec's payload."""
         return self.codec.nbytes(n)
 
 

@@ -21,8 +21,8 @@ class Natural(Codec):
     $$C(x) = \operatorname{sgn}(x)\, 2^{\lfloor \log_2 |x| \rfloor} (1 + \zeta), \qquad
       P(\zeta = 1) = |x|\, 2^{-\lfloor \log_2 |x| \rfloor} - 1,$$
 
-    which keeps the sign and the exponent of fp32 and drops the mantissa. $E|C(x) - x|^2 \le |x|^2/8$ for elements of
-    any size, without scales. Subnormal elements become zero or the smallest normal number.
+    so only the sign and the exponent of fp32 are sent, and no mantissa. $E|C(x) - x|^2 \le |x|^2/8$ for elements of any
+    magnitude, so no scales are needed. Subnormal elements become zero or the smallest normal number.
     Payload: 9 bits an element.
 
     Horvath et al., Natural Compression for Distributed Deep Learning, MSML 2022, arXiv:1905.10988, Definition 1.
@@ -37,16 +37,16 @@ class Natural(Codec):
 
     @property
     def error_bound(self) -> float:
-        """Theorem 1 of the paper."""
+        """1/8, by Theorem 1 of the paper."""
         return 0.125
 
     @property
     def alignment(self) -> int:
-        """The elements in a byte of signs."""
+        """8, as one byte holds the signs of 8 elements."""
         return 8
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """A byte of exponent for each element, then the signs."""
+        """The payload: one byte of exponent for each element, then one bit of sign for each."""
         x, n = as_single(x), x.numel()
         # The bits of fp32 without the sign: the mantissa over 2**23 is the probability of rounding up.
         pattern = x.view(torch.int32) & 0x7FFFFFFF

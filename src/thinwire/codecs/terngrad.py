@@ -17,13 +17,13 @@ _BITS, _SCALE_BYTES = 2, 4
 
 @dataclass(frozen=True)
 class TernGrad(Codec):
-    r"""Clip the outliers of each block, then round each element at random to zero or to its sign times the scale.
+    r"""Clip the outliers of each block, then round each element at random to 0 or to its sign times the scale $s_b$.
 
     $$\hat x_i = \operatorname{sgn}(x_i) \min(|x_i|, c\,\sigma_b), \qquad s_b = \max_i |\hat x_i|, \qquad
       C(x)_i = s_b \operatorname{sgn}(\hat x_i) \text{ with probability } |\hat x_i| / s_b, \text{ else } 0,$$
 
-    with $\sigma_b$ the standard deviation of the block (the paper's blocks are layers). It is unbiased up to the
-    clipping, so it needs no error feedback; and `ErrorFeedback` refuses it, as its error can be larger than the vector.
+    with $\sigma_b$ the standard deviation of the block (the paper's blocks are layers). Only the clipping is biased, so
+    the codec needs no error feedback. `ErrorFeedback` refuses it, as its error can be larger than the vector.
     Payload: 2 bits an element, and 4 bytes a block.
 
     Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NeurIPS 2017,
@@ -54,23 +54,23 @@ class TernGrad(Codec):
 
     @property
     def error_bound(self) -> float:
-        """Reached by many small elements beside a large one."""
+        """sqrt(block) / 2, for a block of one large element and many small ones."""
         return self.block**0.5 / 2
 
     @property
     def alignment(self) -> int:
-        """The elements of a block."""
+        """The number of elements in a block."""
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The scales, then the levels: the lowest bit of all elements, then the next bit."""
+        """The payload: a scale per block, then two bits per element: first the low bits of all, then the high bits."""
         payload = payload_like(x, self.nbytes(x.numel()))
         clipped = self._clipped(as_single(x))
         quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key), norm="max", scale_bytes=_SCALE_BYTES)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each element's level."""
+        """Zero, or plus or minus the scale of the block, for each element."""
         x = torch.empty_like(like, dtype=torch.float32)
         dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)

@@ -14,10 +14,11 @@ from thinwire.comm.work import Work, completed
 
 
 class CountingComm(Comm):
-    """One rank of a group of any size, without the others: calls return at once, and only the meter is updated.
+    """Simulate one rank of a group of any size: calls return at once and send nothing; `meter` counts the bytes.
 
-    On meta tensors a strategy runs at any size in microseconds, and the meter holds the exact bytes of the run.
-    On ordinary tensors every other rank is assumed to hold the same values as this one.
+    With tensors on the meta device, a strategy runs in microseconds for a model of any size, and `meter` holds the
+    exact bytes that this rank would send. On ordinary tensors every other rank is assumed to hold the same values as
+    this one.
 
     Example:
         >>> import torch

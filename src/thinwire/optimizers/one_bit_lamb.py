@@ -24,12 +24,12 @@ from thinwire.replica.flat import copy_each_
 
 
 class OneBitLamb(FreezingOptimizer):
-    r"""LAMB until `freeze()`; from then on trust ratios that are rebuilt from the momentum alone.
+    r"""1-bit LAMB: LAMB until `freeze()`, then a constant variance and trust ratios computed from the momentum alone.
 
-    Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, with an exponential mean of each tensor's trust
-    ratios, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. From then on $v$ and $\bar c$ are constant. With $m$ the
-    new momentum and $m'$ the previous one, $\tilde g$ is the gradient that leads from one to the other, and $\tilde v$
-    its fresh variance,
+    Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, which also keeps an exponential moving average
+    of each tensor's trust ratio $c$, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. After `freeze()` the variance
+    $v$ and $\bar c$ are constant. With $m$ the new momentum, $m'$ the previous one and $x$ the parameters of a tensor,
+    $\tilde g$ is the gradient that would change $m'$ into $m$, and $\tilde v$ a variance that is updated with it,
 
     $$\tilde g = \frac{m - \beta_1 m'}{1-\beta_1}, \qquad \tilde v \leftarrow \beta_2 \tilde v + (1-\beta_2)\tilde g^2,
       \qquad r = \max_i \frac{\sqrt{v_i}+\epsilon}{\sqrt{\tilde v_i}+\epsilon},$$
@@ -37,14 +37,17 @@ class OneBitLamb(FreezingOptimizer):
     $$u_0 = \frac{m}{\sqrt v + \epsilon}, \qquad u = u_0 + \lambda x, \qquad \rho = \min(1, |u_0|/|u|), \qquad
       r \leftarrow \rho r + 1 - \rho,$$
 
-    where $r$ is clamped to $[r_{min}, r_{max}]$ and to within a share $\tau$ of its last value. The step is
+    where $r$ is clamped to $[r_{min}, r_{max}]$, and then to a relative change of at most $\tau$ per step. The step is
     $x \leftarrow x - \gamma\, r \bar c\, u$. Under `CompressedMomentum()` $m$ is the mean over workers; otherwise this
     worker's gradient updates it.
 
-    $\bar c$ is corrected for its start at zero, and does not change in steps in which a norm is zero.
+    The start of $\bar c$ at zero is corrected at `freeze()`, as Adam corrects its bias. In steps where a tensor's
+    parameters or direction have norm zero, $\bar c$ does not change.
 
-    State: `momentum`, `variance`, `fresh` ($\tilde v$, once frozen), each like the parameters, in fp32 at least; per
-    tensor `trust`, `trust_weight`, `factor` ($r$) and `coefficient`; for parameters in 16 bits `master`.
+    State: `momentum`, `variance` and, after `freeze()`, `fresh` ($\tilde v$), each like the parameters, in fp32 at
+    least; per tensor `trust` ($\bar c$), `trust_weight` (the sum of its weights), `factor` ($r$) and `coefficient`
+    (which scales the momenta of all tensors to one magnitude before compression); for parameters in 16 bits `master`,
+    their copy in fp32.
 
     Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed,
     HiPC 2022, arXiv:2104.06069, Algorithm 1.
@@ -65,11 +68,11 @@ class OneBitLamb(FreezingOptimizer):
         betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
         eps: $\epsilon$.
         weight_decay: $\lambda$.
-        least_trust: $c_{min}$, in the warm-up.
-        most_trust: $c_{max}$, in the warm-up.
+        least_trust: $c_{min}$, the lower bound of $c$ before `freeze()`.
+        most_trust: $c_{max}$, the upper bound of $c$ before `freeze()`.
         trust_beta: $\beta_3$; more makes $\bar c$ a mean over more steps.
-        least_factor: $r_{min}$.
-        most_factor: $r_{max}$; more lets steps grow further where gradients have shrunk.
+        least_factor: $r_{min}$, the lower bound of $r$.
+        most_factor: $r_{max}$, the upper bound of $r$; more lets steps grow further where gradients have shrunk.
         factor_change: $\tau$, the largest relative change of $r$ in one step.
 
     Raises:
@@ -97,8 +100,8 @@ class OneBitLamb(FreezingOptimizer):
             raise ConfigError(f"trust_beta={trust_beta}: must lie in [0, 1); 0.9 is usual")
         if not 0 < least_factor <= 1 <= most_factor:
             raise ConfigError(
-                f"least_factor={least_factor}, most_factor={most_factor}: must have 1 between them and be positive; "
-                "0.5 and 4 are usual"
+                f"least_factor={least_factor}, most_factor={most_factor}: must be positive, the first at most 1 "
+                "and the second at least 1; 0.5 and 4 are usual"
             )
         if not 0 < factor_change < 1:
             raise ConfigError(f"factor_change={factor_change}: must lie between 0 and 1; 0.1 is usual")
@@ -107,12 +110,12 @@ class OneBitLamb(FreezingOptimizer):
         super().__init__(params, {**settings, **more, "most_factor": most_factor, "factor_change": factor_change})
 
     def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Add the mean of trust ratios."""
+        """Add the moving average of trust ratios and the sum of its weights, both zero."""
         for name in ("trust", "trust_weight"):
             state[name] = torch.zeros((), dtype=state["momentum"].dtype, device=parameter.device)
 
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Start the fresh variance at the frozen one and the factor at 1, and compute the coefficients."""
+        """Set `fresh` to the frozen variance and `factor` to 1, and compute `trust` and `coefficient`."""
         states = [state for _, members in groups for state in members]
         for state in states:
             state["fresh"] = state["variance"].clone()
@@ -132,7 +135,7 @@ class OneBitLamb(FreezingOptimizer):
         gradients: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """LAMB, and the mean of its trust ratios."""
+        """Take a LAMB step, and update the moving average of its trust ratios."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         update_moments_(group, momenta, variances, gradients)
         directions = directions_of(group, momenta, variances)
@@ -151,7 +154,7 @@ class OneBitLamb(FreezingOptimizer):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """LAMB on the frozen variance, with step lengths corrected by the fresh one."""
+        """Take a step with the frozen variance, and correct its length with the fresh one (`factor`)."""
         before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
         decay = group["weight_decay"]
         settings = {"betas": group["betas"], "eps": group["eps"], "decay": decay}

@@ -14,19 +14,22 @@ from thinwire.optimizers.base import evaluate
 
 
 class Saga(Optimizer):
-    r"""Step along the mini-batch gradient, minus its samples' entries in a table of gradients, plus the table's mean.
+    r"""SAGA: SGD whose variance is reduced by a table with the last gradient of each sample.
 
-    For $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$ with a table of gradients $\alpha_i$,
+    To minimise $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$, with $f_i$ the loss of sample $i$, $\alpha_i$ its entry
+    in the table, and $B$ a mini-batch of $b$ samples,
 
     $$w \leftarrow w - \gamma(\tfrac1b\sum_{i\in B}(\nabla f_i(w)-\alpha_i) + \tfrac1n\sum_j\alpha_j
       + \lambda w), \qquad \alpha_i \leftarrow \nabla f_i(w)\ \text{for } i\in B .$$
 
-    A linear layer's gradient is $r_i\otimes[x_i;1]$, and $x_i$ does not change, so the table holds $r_i$ alone: one
-    number a sample and output. It starts at zero. The learning rate need not decrease: with a constant
-    $\gamma\le 1/(3L)$ convergence is linear where $F$ is strongly convex.
+    The gradient of a linear layer is $r_i\otimes[x_i;1]$, with $x_i$ the layer's input and $r_i$ the gradient with
+    respect to its output. As $x_i$ must be the same in every epoch, the table stores only $r_i$: one number per sample
+    and output. All entries start at zero. The learning rate need not decrease: with a constant $\gamma\le 1/(3L)$,
+    where $L$ is the Lipschitz constant of each $\nabla f_i$, convergence is linear if $F$ is strongly convex.
 
-    The loss must be the mean over the batch. Weights of samples belong in the loss; where their mean is 1, as with
-    coresets, $F$ is the weighted sum over `n` samples. The samples of a batch are drawn uniformly, without repetition.
+    The loss must be the mean over the batch. To weigh samples, multiply their losses by the weights; if the weights
+    have mean 1, as those of coresets do, $F$ has the weighted mean of the `n` losses. The samples of a batch must be
+    drawn uniformly, without repetition.
 
     State: `table` [n, outputs], and for each parameter `mean`, the mean of the gradients in the table.
 
@@ -47,9 +50,9 @@ class Saga(Optimizer):
 
     Args:
         layer: the model, or the only layer of it that is trained.
-        n: samples in the table.
+        n: the number of samples of the data set; each has an entry in the table.
         lr: $\gamma$; convergence is guaranteed up to $1/(3L)$.
-        weight_decay: $\lambda$; its gradient is exact at every step, and not part of the table.
+        weight_decay: $\lambda$; its gradient $\lambda w$ is computed at every step and is not stored in the table.
 
     Raises:
         ConfigError: a value out of its range.
@@ -80,15 +83,15 @@ class Saga(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *, indices: Tensor | None = None) -> float | None:
-        """One step along the gradients of the batch's mean loss.
+        """Take one SAGA step, with the gradients of the batch's mean loss.
 
         Args:
             closure: recomputes the loss and its gradients, as in torch.
-            indices: int64, [batch]; the numbers of the batch's samples.
+            indices: int64, [batch]; the samples of the batch, as numbers from 0 to n - 1.
 
         Raises:
-            ConfigError: indices are missing, repeated, out of range or not one for each sample; or the layer has not
-                processed a batch with gradients since the last step.
+            ConfigError: indices are missing, repeated, out of range or not one for each sample; or there was no
+                backward pass through the layer since the last step.
         """
         loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)
@@ -141,7 +144,7 @@ class Saga(Optimizer):
         """Load what `state_dict` returned.
 
         Raises:
-            ConfigError: its table is of another number of samples.
+            ConfigError: its table has another number of samples.
         """
         tables = [entry["table"] for entry in state_dict["state"].values() if "table" in entry]
         if not tables or len(tables[0]) != self.n:

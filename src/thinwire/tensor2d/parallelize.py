@@ -37,13 +37,14 @@ _POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_em
 def parallelize_2d(
     model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style] | None = None, *, seed: int = 0
 ) -> nn.Module:
-    """Split a model's layers over a mesh, in place: each rank keeps one block of every weight and of every activation.
+    """Split a model's layers over a 2D mesh, in place: each rank keeps one block of every weight and every activation.
 
     The model's own `forward` stays as it is. Supported are torch's linear layers, norms, embeddings, dropout and
     `MultiheadAttention` (so `TransformerEncoderLayer` too), thinwire's GPT, and the GPT-2 and Llama families of
-    `transformers`. All ranks must pass the same parameters. Afterwards each rank passes its row's samples
-    (`mesh.rows_of`), and the model returns logits [b / r, ..., v / c] for `cross_entropy_2d`. A model of `transformers`
-    that is given labels computes this loss itself.
+    `transformers`. All ranks must call this with equal parameters. Afterwards each rank calls the model with the
+    samples of its row of the mesh (`mesh.rows_of`). For b samples and v classes on r rows and c columns of ranks, the
+    model returns a block of the logits, [b / r, ..., v / c], from which `cross_entropy_2d` computes the loss. A model
+    of `transformers` that is given labels computes this loss itself.
 
     If any module cannot be split, nothing is changed. Dropout masks do not depend on the mesh.
 
@@ -51,16 +52,17 @@ def parallelize_2d(
 
     Args:
         model: the serial model; its parameters may be on the meta device.
-        mesh: the ranks.
-        plan: styles by module name, where * matches any characters; they override the built-in styles.
-        seed: seed of dropout.
+        mesh: the mesh of ranks.
+        plan: by module name, where * matches any characters, the style: the way in which the module is split. It
+            overrides the built-in styles.
+        seed: the seed of dropout.
 
     Raises:
         ConfigError: a module that cannot be split, with its name and the divisor; or a name in the plan that matches no
             module.
 
     Example:
-        Four threads split a network of two layers over a 2x2 mesh and compute the serial loss:
+        Four threads split a network of two layers over a 2x2 mesh and compute the same loss as the whole network:
 
         >>> import torch
         >>> from torch import nn
@@ -94,7 +96,9 @@ def parallelize_2d(
         if replacement is not None:
             replacements[name] = replacement
     if "" in replacements:
-        raise ConfigError(f"the model is itself a {type(model).__name__}; wrap it in a Sequential")
+        raise ConfigError(
+            f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in a Sequential"
+        )
     for module, attribute, value in site.attributes:
         setattr(module, attribute, value)
     for name, replacement in replacements.items():

@@ -36,19 +36,20 @@ class NetworkxGraph(Protocol):
 class FromGraph(Topology):
     """Any graph, the same at every step, given by its edges.
 
-    Metropolis-Hastings weights are those of Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems &
-    Control Messages 53, 2004.
+    For an edge between ranks with `m` and `n` peers, the Metropolis-Hastings weight is `1 / (1 + max(m, n))`, as in
+    Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems & Control Messages 53, 2004.
 
     Args:
         edges: pairs of ranks. The number of workers is the highest rank plus one.
         directed: whether an edge (i, j) goes from i to j only.
-        weights: "metropolis" keeps the plain average on any undirected graph; with "push-sum", for any graph, every
-            rank splits its own vector evenly, which needs `PushSum`; "uniform" keeps the plain average where all ranks
-            have equally many peers, and is refused elsewhere.
+        weights: the rule for the mixing weights. "metropolis" (Metropolis-Hastings) preserves the workers' average on
+            any undirected graph. "push-sum" works on any graph: every rank splits its vector evenly among itself and
+            the ranks it sends to, which needs the strategy `PushSum`. "uniform" gives a rank and its peers equal
+            weights, which preserves the average only if all ranks have equally many peers; other graphs are refused.
 
     Raises:
-        ConfigError: an edge that is no pair of ranks, a self-loop, an edge that is there twice, or weights that the
-            graph cannot have.
+        ConfigError: an edge is no pair of ranks, is a self-loop or is repeated; or the graph does not allow these
+            weights.
 
     Example:
         >>> path = FromGraph(edges=((0, 1), (1, 2)))
@@ -91,7 +92,7 @@ class FromGraph(Topology):
             weights: the rule; by default "metropolis", or "push-sum" where the graph is directed.
 
         Raises:
-            ConfigError: there is no node, or a node without an edge; and as the class itself.
+            ConfigError: the graph has no nodes, or a node without edges; or an argument that the class itself refuses.
         """
         nodes = list(graph.nodes)
         names: list[Hashable] = list(range(len(nodes)))
@@ -115,7 +116,7 @@ class FromGraph(Topology):
         return weighted(rank, dst, src, self.weights)
 
     def check(self, size: int) -> None:
-        """Refuse any other number of workers."""
+        """Refuse a number of workers other than `workers`."""
         if size != self.workers:
             raise ConfigError(
                 f"FromGraph with {len(self.edges)} edges is for {self.workers} workers, and there are {size}; start "

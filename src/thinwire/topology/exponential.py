@@ -78,16 +78,18 @@ class SymmetricExponential(Topology):
 
 @dataclass(frozen=True)
 class PPeerExponential(Topology):
-    r"""`degree` peers a step, $j (p+1)^i$ ranks ahead for j from 1 to p, with i = 0, 1, 2, ... in turn.
+    r"""Send to `degree` = p peers per step: those $j (p+1)^i$ ranks ahead, with j = 1, ..., p, on a circle of n ranks.
 
-    A period reaches the exact average where the longest hop, taken at most p+1 times, leads back to its start: for
-    $n = c (p+1)^q$ with $c \le p+1$, and for some more n if p+1 is no prime. With any other number it comes close. Hops
-    that lead back to their start, or to the same rank as another hop, are left out. `degree=1` is `OnePeerExponential`.
+    The exponent i is 0 at the first step and grows by one per step; after the largest power $(p+1)^i < n$ it starts
+    again at 0. One such period gives the exact average if that largest power, as a hop repeated at most p+1 times,
+    leads back to its start: for $n = c (p+1)^q$ with $c \le p+1$, and for some more n if p+1 is not prime. For other n
+    the result of a period is close to the average. Hops that lead back to their start, or to the same rank as another
+    hop, are left out. `degree=1` is `OnePeerExponential`.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
 
     Args:
-        degree: p, the vectors sent per worker and step; more agree in fewer steps.
+        degree: p, the vectors sent per worker and step; with more, workers agree in fewer steps.
 
     Example:
         >>> [PPeerExponential(degree=2).peers(rank=0, size=9, step=step).dst for step in range(2)]
@@ -103,13 +105,13 @@ class PPeerExponential(Topology):
             raise ConfigError(f"degree={self.degree}: must be at least 1")
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Ranks ahead at multiples of this step's power; those as far behind send to this rank."""
+        """Send to the ranks j (p+1)^i ahead, for the i of this step; receive from those as far behind."""
         hops = powers_below(self.degree + 1, size) or [1]
         hop = hops[step % len(hops)]
         return _along(rank, size, {j * hop % size for j in range(1, self.degree + 1)})
 
     def period(self, size: int) -> int:
-        """The number of powers that are shorter than the circle."""
+        """The number of powers of p+1 that are less than the number of ranks; at least 1."""
         return max(1, len(powers_below(self.degree + 1, size)))
 
 

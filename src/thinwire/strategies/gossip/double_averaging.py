@@ -12,23 +12,25 @@ from thinwire.topology.graphs import Ring
 
 @dataclass(frozen=True)
 class DoubleAveraging(DecentralisedMomentum):
-    r"""Heavy-ball momentum that is mixed with the neighbours' as the parameters are (DA-DmSGD).
+    r"""Gossip with heavy-ball momentum: each worker averages its parameters and its momentum with its neighbours.
 
-    With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer subtracts,
+    This is DA-DmSGD. With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer
+    subtracts,
 
     $$u_i = \beta m_i + g_i, \qquad x_i \leftarrow \sum_j W_{ij} (x_j - \gamma u_j), \qquad
       m_i \leftarrow \sum_j W_{ij} u_j .$$
 
     Workers agree on the momentum as well as on the parameters, for twice the bytes. The bias on heterogeneous data lies
-    between D-PSGD's and that of momentum which stays local. `momentum=0` is `Gossip(order="after")`; the complete graph
-    is AllReduce with momentum. In a step whose learning rate is zero both are mixed, and $m$ decays.
+    between that of D-PSGD, which has no momentum, and that of D-PSGD with local momentum. `momentum=0` equals
+    `Gossip(order="after")`; on the complete graph the method equals AllReduce with momentum. A step whose learning rate
+    is zero also mixes both, and $m$ decays.
     Traffic: two vectors per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Yu, Jin and Yang, On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
     Optimization, ICML 2019, arXiv:1905.03817.
 
     Args:
-        topology: any graph whose weights are doubly stochastic, changing ones too.
+        topology: any graph with doubly stochastic weights; it may change from step to step.
         momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
 
     Example:
@@ -57,7 +59,7 @@ class DoubleAveraging(DecentralisedMomentum):
     limits = "sends twice the bytes of the other gossip methods"
 
     def after_step(self, r: Replica) -> None:
-        """Add the momentum to the optimizer's step, and mix both."""
+        """Add the momentum to the optimizer's step, and average parameters and momentum with the neighbours."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
         peers = self.peers(r)
         displacement.sub_(r.x)

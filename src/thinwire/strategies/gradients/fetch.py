@@ -27,27 +27,31 @@ from thinwire.validation import check_field_types
 
 @dataclass(frozen=True)
 class FetchSGD(Strategy):
-    r"""Keep momentum and residual in count sketches that are equal on all workers; apply their largest entries.
+    r"""Keep momentum and residual in count sketches, equal on all workers, and apply the residual's largest elements.
 
-    With $\gamma$ the learning rate,
+    A count sketch is a table of $r$ rows and $c$ columns. In each row a hash assigns every element of the vector to a
+    cell and a sign, and the cell holds the signed sum; an element's estimate is the median over the rows. The residual
+    is what has not been applied yet. With $\gamma$ the learning rate, $\rho$ the momentum, and $S_u$ and $S_e$ the
+    sketches of momentum and residual,
 
     $$S_u \leftarrow \rho S_u + \mathrm{sketch}\big(\tfrac{\gamma}{n} \sum_i g_i\big), \quad S_e \leftarrow S_e + S_u,$$
 
     $$\Delta = \text{the } k \text{ largest estimates in } S_e, \qquad x \leftarrow x - \Delta ,$$
 
-    and then, as published, the cells of $S_u$ and $S_e$ that hold $\Delta$ are set to zero. What other coordinates had
-    added to them is lost. Workers have no state of their own, so that any worker may take any step.
+    and then, as published, the cells of $S_u$ and $S_e$ that hold $\Delta$ are set to zero. What other elements had
+    added to these cells is lost. Workers have no state of their own, so each step may have other workers.
 
-    With `conserving` every worker also keeps its own residual, like the parameters. Workers then sum the exact values
-    of $Pk$ candidates, apply the $k$ largest, and subtract their sketch from $S_e$. The table remains the sketch of the
-    residuals, and nothing is lost. Subtracting estimates instead would leave their errors in every row for ever,
-    because the hashes cannot change while the state lives in the sketch.
+    With `conserving` every worker also keeps its own momentum and residual exactly, as vectors. The $Pk$ elements with
+    the largest estimates are then the candidates: the workers all-reduce the exact residuals of these, apply the $k$
+    largest sums, and subtract the sketch of what they applied from $S_e$. $S_e$ remains the sketch of the sum of all
+    residuals, and nothing is lost. If estimates were subtracted instead, their errors would stay in the sketch forever,
+    because a sketch that is kept cannot change its hashes.
 
     Every tensor is sketched, small ones too. If a gradient is not finite on any rank, all ranks skip the step.
 
-    Traffic: $2\frac{n-1}{n} \cdot 4 (rc + Pk)$ per worker and step; $P = 0$ as published.
+    Traffic: $2\frac{n-1}{n} \cdot 4 (rc + Pk)$ bytes per worker and step, for $n$ workers; $P = 0$ as published.
     State: `momentum_sketch` and `error_sketch`, $rc$ numbers each; with `conserving`, `momentum` and `unsent` (the
-    residual) too, like the parameters.
+    residual) too, each with the size of the parameters.
 
     Rothchild et al., FetchSGD: Communication-Efficient Federated Learning with Sketching, ICML 2020, arXiv:2007.07682,
     Algorithm 1.
@@ -68,13 +72,15 @@ class FetchSGD(Strategy):
         [-3.0, -3.0]
 
     Args:
-        fraction: $k$ over the number of parameters; less updates fewer of them at a step.
-        columns: $c/k$; more finds the right coordinates more reliably, in more bytes.
+        fraction: $k$ divided by the number of parameters; less updates fewer parameters per step.
+        columns: $c/k$; more finds the largest elements more reliably, and sends more bytes.
         rows: $r$, odd; more makes a wrong estimate less likely.
         momentum: $\rho$, in [0, 1).
-        conserving: lose nothing, for a second message and memory on every worker.
-        second_round: $P$, candidates for each updated coordinate, where conserving.
-        lr_in_residual: as in the paper; False multiplies by the learning rate of the step that applies the update.
+        conserving: whether to keep exact residuals, so that nothing is lost; costs a second all-reduce per step, and
+            memory for two vectors on every worker.
+        second_round: $P$, candidates for each updated element, with `conserving` only.
+        lr_in_residual: True, as in the paper, multiplies gradients by the learning rate before they enter the sketch;
+            False multiplies each update by the learning rate of the step that applies it.
     """
 
     fraction: float = 0.0003
@@ -86,8 +92,8 @@ class FetchSGD(Strategy):
     lr_in_residual: bool = True
 
     paper = "Rothchild et al., FetchSGD, ICML 2020, arXiv:2007.07682"
-    waits = "every step, after the backward pass, all wait for the slowest worker and for the transfer of a table"
-    limits = "needs plain SGD; as published it loses what shares cells with an applied update"
+    waits = "every step, after the backward pass, all workers wait for the slowest one and for the transfer of a sketch"
+    limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -99,15 +105,15 @@ class FetchSGD(Strategy):
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, and replaces it by the update."""
+        """True: the strategy reads the gradient, and replaces it by the update."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse everything but plain SGD, as momentum is the strategy's own."""
+        """Refuse every optimizer but plain SGD, because the strategy applies the momentum itself."""
         check_plain_sgd(type(self).__name__, optimizer)
 
     def start(self, r: Replica) -> None:
-        """Empty tables."""
+        """Allocate the sketches, and with `conserving` the vectors, all zero."""
         k = self.num_updated(r.x.numel())
         for name in ("momentum_sketch", "error_sketch"):
             r.state[name] = torch.zeros(self.rows, self.columns * k, dtype=torch.float32, device=r.x.device)
@@ -115,7 +121,7 @@ class FetchSGD(Strategy):
             r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
     def num_updated(self, n: int) -> int:
-        """$k$, for n parameters."""
+        """The number $k$ of elements that a step updates, for n parameters."""
         return min(n, max(1, round(self.fraction * n)))
 
     def before_step(self, r: Replica) -> None:
@@ -158,7 +164,7 @@ class FetchSGD(Strategy):
         unsent[applied] = 0.0
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, with the same residual in total."""
+        """Convert the states to another number of workers, with the same sum of residuals."""
         return resize_unsent(states, size)
 
     def average_(self, r: Replica) -> None:

@@ -22,26 +22,30 @@ from thinwire.validation import check_field_types
 
 @dataclass(frozen=True)
 class ZeroOne(Strategy):
-    r"""Average gradients at steps that grow farther apart, and encoded momenta at others, later only at a few.
+    r"""0/1 Adam: average gradients at ever fewer steps and compressed momenta at the others, later at few steps only.
 
     Needs `ZeroOneAdam`. During the first `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$ with
-    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. At all other steps of this stage momenta
-    are averaged in two stages with error feedback, as under `CompressedMomentum`. After it the variance is frozen, and
-    workers take local steps between synchronisations that lie $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps apart, each
-    gap `local_doubling` times, up to `most_local`. A synchronisation computes
+    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. The other of these steps average compressed
+    momenta, with error feedback and in two stages (each rank averages one piece, compresses it again and sends it to
+    all), as under `CompressedMomentum`. Then the variance is frozen, and workers take local steps between
+    synchronisations. The gaps between synchronisations are $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap
+    `local_doubling` times, up to `most_local`. With $C$ the codec, $e_i$ the residual of worker $i$, $\gamma_k$ and
+    $m_{i,k}$ the learning rate and momentum of step $k$, and sums over the steps since the last synchronisation, a
+    synchronisation computes
 
     $$\bar m = C\Big(\frac{\sum_k \gamma_k m_{i,k}}{\sum_k \gamma_k} + e_i\Big) \text{ in two stages}, \qquad
       x \leftarrow x' - \frac{\sum_k \gamma_k}{\sqrt v + \epsilon} \bar m ,$$
 
     where $x'$ are the parameters of the last synchronisation, and $\bar m$ the mean momentum of the steps since then.
-    It has the size of one momentum whatever their number, so that residuals keep their scale when gaps grow.
+    As a mean, $\bar m$ has the magnitude of one momentum for any gap, so residuals keep their scale when gaps grow.
 
     After every synchronisation all workers hold the same parameters, bit for bit. A gradient that is not finite counts
     as zero in a local step; at a synchronisation all workers skip the step and keep their residuals.
 
-    Traffic, per worker: $2\frac{n-1}{n}$ of the gradient where gradients are averaged, of its codes where momenta are,
-    nothing in between. State: the residuals, like the parameters and an $n$-th of them; in 16 bits `message`, like the
-    parameters in fp32.
+    Traffic per worker: $2\frac{n-1}{n}$ of the gradient at steps that average gradients, $2\frac{n-1}{n}$ of the
+    compressed momentum at steps that average momenta, nothing at local steps. State: the residual of the worker, like
+    the parameters, and that of its piece, $1/n$ of them; for parameters in 16 bits also `message`, the momenta to be
+    sent, like the parameters in fp32.
 
     Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009, Algorithm 1.
 
@@ -56,7 +60,7 @@ class ZeroOne(Strategy):
         codec: for the momenta; `OneBit(norm="l2", whole=True)` as in the paper.
         variance_steps: steps during which the variance is updated; more gives a better variance, and sends more.
         variance_doubling: $\kappa$, averages of gradients until the gap between them doubles; more sends more.
-        local_doubling: synchronisations until the gap between them doubles; fewer send less, sooner.
+        local_doubling: synchronisations until the gap between them doubles; more sends more.
         most_local: the widest gap, a power of two; 1 synchronises at every step.
     """
 
@@ -67,8 +71,8 @@ class ZeroOne(Strategy):
     most_local: int = 16
 
     paper = "Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009"
-    waits = "at every synchronisation, all wait for the slowest worker and for the transfer of the codes, twice"
-    limits = "needs ZeroOneAdam; gradients must be similar enough for a few local steps"
+    waits = "at every synchronisation, all workers wait for the slowest one and for two transfers of compressed momenta"
+    limits = "needs ZeroOneAdam; the workers' gradients must be similar enough for a few local steps"
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -81,12 +85,12 @@ class ZeroOne(Strategy):
 
     @property
     def sends_gradients(self) -> bool:
-        """Yes, bucket by bucket, at steps that update the variance."""
+        """True: at steps that update the variance, bucket by bucket."""
         return True
 
     @property
     def reads_gradient(self) -> bool:
-        """Yes, to compute momenta from it."""
+        """True: momenta are computed from it."""
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -97,7 +101,7 @@ class ZeroOne(Strategy):
             )
 
     def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, with the same residuals in total."""
+        """Convert the states to another number of workers; the residuals' effect on the mean is kept."""
         return resize_errors(states, size)
 
     def averages_gradients(self, step: int) -> bool:
@@ -108,7 +112,7 @@ class ZeroOne(Strategy):
         return place % gap == 0
 
     def synchronises(self, step: int) -> bool:
-        """Whether all hold the same parameters after this step."""
+        """Whether all workers hold the same parameters after this step."""
         if step < self.variance_steps:
             return True
         gap, place = _doubling(step - self.variance_steps, self.local_doubling, self.most_local)
@@ -119,7 +123,7 @@ class ZeroOne(Strategy):
         self._prepare(r)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Launch the mean of one bucket, at steps that update the variance."""
+        """Launch the all-reduce of one bucket's gradient, at steps that update the variance."""
         return mean_(r.comm, r.g[part], count=r.active) if self._kind(r)[0] else None
 
     def before_step(self, r: Replica) -> None:
@@ -135,7 +139,7 @@ class ZeroOne(Strategy):
             r.metrics["skipped_steps"] = 1.0
 
     def after_step(self, r: Replica) -> None:
-        """Prepare the optimizer for the kind of the next step."""
+        """Tell the optimizer whether the next step is local, and whether it updates the variance."""
         self._prepare(r)
 
     def _kind(self, r: Replica) -> tuple[bool, bool]:

@@ -81,13 +81,14 @@ class LocalSGD(Strategy):
 
     With `node_size` $m$, every $\tau$ steps each node of $m$ consecutive ranks averages by itself, and all average
     every `global_period` steps. With `weights="samples"` and $s_i$ the samples that worker $i$ has used since the last
-    average of all, means are $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` all average at every step. With a
-    `codec` $C$ and $x_0$ the last average of all, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$.
+    average over all workers, means are $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` all average at every step.
+    With a `codec` $C$ and $x_0$ the last average over all workers, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$.
 
-    `period=1` with plain SGD is AllReduce. Optimizer state (momentum, Adam's moments) stays local.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and average of all, $2\frac{m-1}{m}$ for one of a node;
-    weights are one more element; a codec's payload replaces the parameters. State: none, or `samples` ($s_i$), a
-    number, or `anchor` ($x_0$), like the parameters in fp32, and the state of the codec.
+    `period=1` with plain SGD equals `AllReduce`. Optimizer state (momentum, Adam's moments) stays local.
+    Traffic per worker: $2\frac{n-1}{n}$ of the parameters for an average over all $n$ workers, $2\frac{m-1}{m}$ for an
+    average over a node; with `weights="samples"` one more element; with a codec its payload in place of the parameters.
+    State: with `weights="samples"` the number `samples` ($s_i$); with a codec `anchor` ($x_0$), like the parameters in
+    fp32, and the codec's state; otherwise none.
 
     Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Nodes: Lin et al., Don't Use
     Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
@@ -95,13 +96,13 @@ class LocalSGD(Strategy):
 
     Args:
         period: $\tau$, steps between averages; more sends less, and lets workers drift further apart.
-        node_size: $m$, ranks that average every `period` steps; 1 is all of them.
-        global_period: steps between averages of all, where nodes average in between; a multiple of `period`.
-        warmup_steps: the first steps, each of which ends with an average of all; more keeps workers together while
-            parameters move fastest, and sends as much as AllReduce meanwhile.
+        node_size: $m$, ranks per node, which average every `period` steps; with 1 there are no nodes, and all ranks do.
+        global_period: with nodes, steps between averages over all workers; a multiple of `period`.
+        warmup_steps: the first steps, each of which ends with an average over all workers; more keeps workers together
+            while parameters move fastest, and sends as much as AllReduce meanwhile.
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
             such a number counts as one sample, a step without gradient as none.
-        codec: compresses the differences from the last average of all; None sends the parameters as they are.
+        codec: compresses the differences from the last average over all workers; None sends the parameters as they are.
 
     Example:
         >>> import torch
@@ -145,7 +146,8 @@ class LocalSGD(Strategy):
             raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
         if (self.node_size > 1) != (self.global_period is not None):
             raise ConfigError(
-                f"node_size={self.node_size}, global_period={self.global_period}: nodes need both, as in "
+                f"node_size={self.node_size}, global_period={self.global_period}: nodes need both node_size > 1 and "
+                "global_period, as in "
                 "LocalSGD(period=8, node_size=2, global_period=32)"
             )
         if self.global_period is not None and (self.global_period < 1 or self.global_period % self.period):
@@ -160,15 +162,16 @@ class LocalSGD(Strategy):
             )
 
     def check(self, size: int) -> None:
-        """Refuse nodes that the ranks do not fill, and a codec that would lose its residual."""
+        """Refuse a number of workers that `node_size` does not divide, and a biased codec without error feedback."""
         check_feedback(self.codec)
         if size % self.node_size:
             raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: ranks do not fill whole nodes; use a divisor"
+                f"node_size={self.node_size} with {size} workers: ranks do not fill whole nodes; use a "
+                f"divisor of {size}"
             )
 
     def start(self, r: Replica) -> None:
-        """Allocate the count of samples, where they are weights, and the anchor, where there is a codec."""
+        """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
         if self.weights == "samples":
             r.state["samples"] = torch.zeros((), dtype=torch.float64)
         if self.codec is not None:
@@ -191,13 +194,13 @@ class LocalSGD(Strategy):
             weighted_mean_(r.x, r.state["samples"], lambda vector: ring_sum_(r.comm, vector, node))
 
     def average_(self, r: Replica) -> None:
-        """Average over all workers, unless this step has ended with that."""
+        """Average over all workers, unless this step has already done so."""
         # A second average of equal parameters would send the same bytes for nothing.
         if not self._all_average(r.step):
             self._average_all_(r)
 
     def consensus(self, r: Replica) -> Tensor:
-        """The mean of all workers, with the same weights as averages have."""
+        """The mean of all workers' parameters, weighted as the averages are."""
         # Uncompressed even where there is a codec, because its residual must not change here.
         return self._mean_(r, r.x.clone())
 

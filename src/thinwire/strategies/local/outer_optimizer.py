@@ -20,17 +20,18 @@ _PREFIX = "outer."
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    r"""One step of a torch optimizer per round, with the round's displacement as its gradient.
+    r"""The outer optimizer of `SlowMo`: one step of a torch optimizer per round, on the workers' average.
 
-    With $x_0$ the parameters at the start of a round and $\bar x$ the average at its end, the gradient is
-    $x_0 - \bar x$. Unlike slow momentum it is not divided by the workers' learning rate.
+    A round is the local steps between two averages of the parameters. With $x_0$ the parameters at the start of a round
+    and $\bar x$ the average at its end, the optimizer steps from $x_0$ with $x_0 - \bar x$ as gradient. This gradient
+    is not divided by the workers' learning rate; in slow momentum it is.
 
     Args:
         optimizer: the name of a class in `torch.optim`, such as "SGD" or "AdamW".
-        lr: the outer learning rate, constant; 1 with plain SGD takes the average as it is.
-        momentum: of that class; None leaves its default.
-        nesterov: of SGD.
-        options: its further arguments as text, such as "betas=(0.9, 0.95), weight_decay=0.1".
+        lr: the outer learning rate, which is constant; plain SGD with 1 sets the parameters to the average.
+        momentum: the optimizer's momentum; None leaves its default.
+        nesterov: whether SGD uses Nesterov momentum.
+        options: further arguments of the optimizer, as text, such as "betas=(0.9, 0.95), weight_decay=0.1".
 
     Example:
         >>> import torch

@@ -23,33 +23,38 @@ class OverlapLocalSGD(Strategy):
     $$v \leftarrow \beta v + (\bar x - z), \qquad z \leftarrow z + \eta v, \qquad
       x_i \leftarrow (1-\alpha) x_i + \alpha z ,$$
 
-    and then the next $x_i$ is sent; the first mean is the initial parameters. The mean is used at exactly that step,
-    even if it arrived earlier, so results do not depend on timing. While no gradient moves the workers, one
-    combination of the mean, the anchor and its momentum is conserved:
+    and at the end of the period the all-reduce of the new $x_i$ is launched. The last of the three is the pull. The
+    first $\bar x$ is the initial parameters. The mean is used at exactly that step, even if it arrived earlier, so
+    results do not depend on timing. As long as gradients are zero, this combination of the mean, the anchor and its
+    momentum does not change:
 
     $$y = a \bar x + (1-a) z + a \alpha \beta v, \qquad a = \frac{\eta}{\alpha(1-\beta) + \eta(1-\alpha)} .$$
 
-    Of the steps between sending and pulling only the share $1-\alpha$ enters $y$: training is as fast as with
-    $a (1 - \alpha d/\tau)$ times the learning rate (`progress`); `compensate`, or a larger rate, makes up for that.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, never more than one message in flight. State:
-    `anchor` ($z$), `velocity` ($v$) and, to compensate, `start`, each the size of the parameters.
+    Local steps between a launch and the next pull enter $y$ with a factor of only $1-\alpha$. With a period $\tau$ and
+    a delay $d$, training is as fast as with $a (1 - \alpha d/\tau)$ times the learning rate (`progress`). Use
+    `compensate`, or a larger learning rate, to make up for that.
+    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, with at most one all-reduce in flight. State:
+    `anchor` ($z$), `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size
+    of the parameters.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
     arXiv:2501.18512.
 
     Args:
-        period: $\tau$, optimizer steps between messages; more sends less and hides longer transfers.
-        pull: $\alpha$, in [0, 1); more keeps workers closer together and undoes more of their steps.
-        momentum: $\beta$ of the anchor, in [0, 1); more smooths the anchor, and makes up for some of the pull.
+        period: $\tau$, optimizer steps between launches; more sends less and hides longer transfers.
+        pull: $\alpha$, the weight of the anchor in the pull, in [0, 1); more keeps workers closer together and undoes
+            more of their steps.
+        momentum: $\beta$ of the anchor, in [0, 1); more smooths the anchor and raises `progress`.
         lr: $\eta$, of the anchor's step towards the mean; 1 is usual.
-        nesterov: the anchor's momentum looks one step ahead.
-        delay: $d$, steps from sending to pulling, 1 to `period`; None is the whole period. More hides longer
+        nesterov: whether the anchor's momentum is Nesterov momentum.
+        delay: $d$, steps from a launch to its pull, 1 to `period`; None is the whole period. More hides longer
             transfers; less uses fresher means.
-        compensate: lengthen each round by 1/`progress`, as a larger learning rate would.
+        compensate: multiply the local update of each period by 1/`progress`, as a larger learning rate would; needs a
+            delay of the whole period.
 
     Example:
-        How fast the defaults train, as a share of the learning rate:
+        How fast training is, as a multiple of the learning rate:
 
         >>> import thinwire
         >>> round(thinwire.OverlapLocalSGD().progress, 2)
@@ -67,7 +72,7 @@ class OverlapLocalSGD(Strategy):
     compensate: bool = False
 
     paper = "Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539"
-    waits = "`delay` steps after each all-reduce was launched, all workers wait for the rest of it"
+    waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
     limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
 
     def __post_init__(self) -> None:
@@ -88,7 +93,8 @@ class OverlapLocalSGD(Strategy):
             raise ConfigError(f"delay={self.delay}: must lie between 1 and period={self.period}; None is the period")
         if self.compensate and self._delay < self.period:
             raise ConfigError(
-                f"compensate=True with delay={self.delay}: only for whole periods; raise the optimizer's lr"
+                f"compensate=True with delay={self.delay}: needs a delay of the whole period; use delay=None, or "
+                "raise the optimizer's lr instead"
             )
 
     @property
@@ -97,7 +103,7 @@ class OverlapLocalSGD(Strategy):
 
     @property
     def progress(self) -> float:
-        r"""How fast the workers' common model moves, as a share of the learning rate, in a steady run."""
+        r"""Effective learning rate of $y$ in steady state, divided by the optimizer's: $a (1 - \alpha d/\tau)$."""
         drag = self.pull * (1 - self.momentum)
         return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
 
@@ -111,7 +117,7 @@ class OverlapLocalSGD(Strategy):
             r.state["start"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
-        """Use the mean that was launched `delay` steps ago, when it is due; launch one at the end of a period."""
+        """Use the mean, if it was launched `delay` steps ago; at the end of a period, launch the next one."""
         # Merge first: with a delay of a whole period both happen at this step, and the message must include the pull.
         if (r.step - self._delay) % self.period == 0:
             self._merge_(r)
@@ -137,7 +143,7 @@ class OverlapLocalSGD(Strategy):
         anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
 
     def average_(self, r: Replica) -> None:
-        """Use the mean in flight, average exactly, and move the anchor there."""
+        """Use the mean in flight, then average all workers' parameters and set the anchor to this average."""
         self._merge_(r)
         mean_(r.comm, r.x).wait()
         r.state["anchor"].copy_(r.x)

@@ -24,20 +24,21 @@ _PUSH, _BARRIER = 1, 2  # topics of the mailbox
 class ParameterServer(Strategy):
     r"""Asynchronous SGD: workers push updates to shared parameters and pull the result, each at its own pace.
 
-    A worker that has read the parameters as of version $t - \tau$ and pushes when they are at version $t$ updates
-    them all the same:
+    An update that worker $i$ computed from version $t - \tau$ of the parameters is applied to the current version $t$:
 
     $$x_{t+1} \leftarrow x_t - \gamma\, s(\tau)\, g_i(x_{t - \tau}) .$$
 
-    $\tau$ is the staleness: how many other updates were applied in between, about n - 1 among equals. On a quadratic of
-    curvature $a$ with constant staleness this converges where $\gamma a < 2 \sin\big(\pi / (2 (2 \tau + 1))\big)$: 2
-    without, 1 at one, 0.35 at four. Each worker's own optimizer makes its updates, with its own momentum.
+    $\tau$ is the staleness: how many other updates were applied in between, about n - 1 if all n workers are equally
+    fast. $\gamma$ is the learning rate, and $s$ the scaling. On a quadratic of curvature $a$ with constant staleness
+    this converges if $\gamma a < 2 \sin\big(\pi / (2 (2 \tau + 1))\big)$, which is 2 for $\tau = 0$, 1 for $\tau = 1$
+    and 0.35 for $\tau = 4$. Each worker computes its updates with its own optimizer, momentum included.
 
-    There is no server process: each of the n workers holds an n-th of the parameters, and answers for it while it
-    computes. One worker alone is its optimizer. Results depend on timing.
-    Traffic: $\frac{n-1}{n}$ of the parameters out and as much in per worker and step for its own pushes, and as much
-    again for those that it answers. State: `published`, its part of the parameters; `snapshot`, what it read last; and
-    a few counters.
+    There is no server process: each of the n workers holds 1/n of the shared parameters, and answers the other workers'
+    pushes to this part while it computes. With one worker, training is that of the optimizer alone. Results depend on
+    timing.
+    Traffic per worker and step: for its own pushes a worker sends $\frac{n-1}{n}$ of the parameters and receives as
+    much; for the pushes that it answers, it sends and receives as much again. State: `published`, its part of the
+    parameters; `snapshot`, what it read last; and a few counters.
 
     Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981, Algorithms 1 and 2 (Async-Opt). Scaling
     by staleness: Zhang, Gupta, Lian and Liu, Staleness-aware Async-SGD, IJCAI 2016, arXiv:1511.05950.
@@ -65,15 +66,15 @@ class ParameterServer(Strategy):
     scaling: Literal["none", "staleness"] = "none"
 
     paper = "Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981"
-    waits = "each worker waits at every step for the answers of all, who answer while they compute; not for their steps"
-    limits = "gradients are stale, about as many steps as there are other workers; results depend on timing"
+    waits = "at every step each worker waits for all others' answers, sent while they compute; not for their steps"
+    limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
     def __post_init__(self) -> None:
         """Check the kinds."""
         check_field_types(self)
 
     def start(self, r: Replica) -> None:
-        """Take this worker's part of the parameters, and open the mailbox."""
+        """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""
         if r.comm.size == 1:
             return
         size, others = r.comm.size, [rank for rank in range(r.comm.size) if rank != r.comm.rank]
@@ -98,7 +99,7 @@ class ParameterServer(Strategy):
         box.on_message(_BARRIER, on_barrier, like=torch.zeros(1, dtype=torch.int64), src=others)
 
     def after_step(self, r: Replica) -> None:
-        """Push the update, and continue from what the parameters have become."""
+        """Push this step's update to all workers, and continue from the shared parameters that they answer with."""
         if r.comm.size == 1:
             return
         box, size, rank = r.comm.mailbox(r), r.comm.size, r.comm.rank

@@ -19,22 +19,25 @@ from thinwire.validation import check_field_types
 
 @dataclass(frozen=True)
 class Probe(Strategy):
-    r"""Do what the base does; at two successive exchanges in `every`, measure each worker's deviation from the mean.
+    r"""Wrap a strategy, the base, and estimate gradient noise and the dissimilarity of workers' gradients.
 
-    An exchange is an all-reduce of gradients, where the base sends them. With `LocalSGD`, or with `Local` inside slow
-    momentum, it is an average of parameters; a worker's displacement since the last one, divided by the sum of its
-    learning rates, is the mean of its gradients. With $e_i = g_i - \bar g$ and $e_i'$ the same one exchange before,
+    Each measurement uses two successive exchanges out of `every`. If the base sends gradients, an exchange is their
+    all-reduce. With `LocalSGD`, or with `Local` inside slow momentum, an exchange is an average of the parameters: the
+    change of a worker's parameters since the last exchange, divided by the sum of its learning rates, gives the mean of
+    its gradients. With $g_i$ the gradient of worker $i$, $\bar g$ the mean over $n$ workers, $e_i = g_i - \bar g$, and
+    $e_i'$ the same at the exchange before, the dissimilarity $\zeta^2$, the noise $\sigma^2$ and the squared norm of
+    the mean gradient are
 
     $$\zeta^2 \approx \tfrac1n\sum_i\langle e_i, e_i'\rangle, \qquad
       \sigma^2 \approx \tfrac{1}{n-1}\sum_i\big(\tfrac12|e_i|^2 + \tfrac12|e_i'|^2 - \langle e_i, e_i'\rangle\big),
       \qquad |\nabla F|^2 \approx |\bar g|^2 - \tfrac1n\sigma^2,$$
 
-    without bias where $\nabla F_i$ hardly changes between the two. Noise is that of one worker's gradient at one step
-    (a mean over $K$ steps has a $K$-th of it). Exponential moving averages of the three are written to
-    `Replica.metrics` as `gradient_dissimilarity`, `gradient_noise` and `gradient_square`; `recommend` reads them.
-    Training is the same to the last bit.
-    Traffic: the base's, and an all-reduce of three numbers of 8 bytes in `every` exchanges. State: `probe.deviation`
-    and `probe.earlier`, each like the parameters (for averages of parameters `probe.anchor` too), and a few numbers.
+    where the estimates are unbiased if the expected gradient $\nabla F_i$ of each worker hardly changes between the two
+    exchanges. $\sigma^2$ is the noise of one worker's gradient at one step; the mean over $K$ steps has $1/K$ of it.
+    Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
+    `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
+    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes. State: `probe.deviation` and
+    `probe.earlier`, each like the parameters (for averages of parameters `probe.anchor` too), and a few numbers.
 
     Args:
         base: the strategy whose exchanges are measured.
@@ -63,10 +66,10 @@ class Probe(Strategy):
     every: int = 20
     keep: float = 0.9
 
-    waits = "as its base, and once more for the all-reduce of three numbers at each measurement"
+    waits = "as its base; at each measurement all workers also wait for an all-reduce of three numbers"
     limits = (
-        "for averages of parameters the optimizer must be plain SGD; under a GradScaler only ratios of the figures are "
-        "meaningful"
+        "if the base averages parameters, the optimizer must be plain SGD; with a GradScaler only the ratios of the "
+        "estimates are meaningful"
     )
 
     def __post_init__(self) -> None:
@@ -89,25 +92,25 @@ class Probe(Strategy):
 
     @property
     def sends_gradients(self) -> bool:
-        """As the base."""
+        """Whether the base sends gradients."""
         return self.base.sends_gradients
 
     @property
     def reads_gradient(self) -> bool:
-        """As the base."""
+        """Whether the base reads the gradient."""
         return self.base.reads_gradient
 
     @property
     def moves_parameters(self) -> bool:
-        """As the base: measuring changes nothing."""
+        """Whether the base moves parameters; the measurement itself does not."""
         return self.base.moves_parameters
 
     def check(self, size: int) -> None:
-        """As the base."""
+        """Refuse a number of workers that the base refuses."""
         self.base.check(size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As the base; for averages of parameters refuse optimizers that do not step along the gradient."""
+        """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
         self.base.check_optimizer(optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         if not self.sends_gradients and not plain:
@@ -117,7 +120,7 @@ class Probe(Strategy):
             )
 
     def start(self, r: Replica) -> None:
-        """Allocate two deviations, and for averages of parameters the start of a round."""
+        """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
         self.base.start(r)
         r.zeros_state("probe.deviation")
         r.zeros_state("probe.earlier")
@@ -135,7 +138,7 @@ class Probe(Strategy):
     # the start and the learning rates of a round, and `_end_round` computes the deviation when the base averages.
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base; at an exchange that is measured, keep the difference from the mean."""
+        """Do as the base does; at a measured exchange, keep this worker's deviation from the mean."""
         # If some workers have run out of data, the mean is over other workers than before, and the two deviations
         # cannot be compared.
         if self._stage(r.step) == 0 or r.active < r.comm.size:
@@ -158,7 +161,7 @@ class Probe(Strategy):
         return work.then(subtract)
 
     def before_step(self, r: Replica) -> None:
-        """As the base; where it sends gradients, the deviation of this exchange is complete now."""
+        """Do as the base does; if it sends gradients, first use the deviation of this exchange, complete by now."""
         if self.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
                 self._measure(r, self._stage(r.step))
@@ -167,7 +170,7 @@ class Probe(Strategy):
         self.base.before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """As the base; for averages of parameters count the step, and end the round where the base averages."""
+        """Do as the base does; if it averages parameters, count this step, and end the round when it averages."""
         if self.sends_gradients:
             self.base.after_step(r)
             return
@@ -179,14 +182,14 @@ class Probe(Strategy):
             self.base.after_step(r)
 
     def average_(self, r: Replica) -> None:
-        """As the base; for averages of parameters this ends the round, if one has started."""
+        """Average as the base does; if it averages parameters, this ends a round that has started."""
         if self.sends_gradients or not r.state["probe.steps"]:
             self.base.average_(r)
         else:
             self._end_round(r, self.base.average_)
 
     def consensus(self, r: Replica) -> Tensor:
-        """As the base."""
+        """The base's consensus."""
         return self.base.consensus(r)
 
     def _begin_round(self, r: Replica) -> None:
