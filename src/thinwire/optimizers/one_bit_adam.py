@@ -39,7 +39,8 @@ class OneBitAdam(FreezingAdam):
 
     Args:
         params: the parameters.
-        lr: $\gamma$; it needs no warm-up, since the first steps are short without bias correction.
+        lr: $\gamma$; warm it up, since without bias correction the first steps are longer: 3.2 times `lr` with the
+            default betas and a constant gradient.
         betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
         eps: $\epsilon$; more shortens the steps of entries with small gradients.
         weight_decay: $\lambda$.
