@@ -37,7 +37,7 @@ class FromGraph(Topology):
     """Any graph, the same at every step, given by its edges.
 
     For an edge between ranks with `m` and `n` peers, the Metropolis-Hastings weight is `1 / (1 + max(m, n))`, as in
-    Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems & Control Messages 53, 2004.
+    Xiao and Boyd, Fast Linear Iterations for Distributed Averaging, Systems & Control Lett. 53, 2004.
 
     Args:
         edges: pairs of ranks. The number of workers is the highest rank plus one.
