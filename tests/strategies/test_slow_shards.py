@@ -15,7 +15,7 @@ from tests.strategies.local_runs import begin, ended, go_on, run, sent, sgd
 from thinwire import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
 from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
-from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter, ring_sum_, weighted_mean_
+from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter, ring_all_reduce_, weighted_mean_
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 
 DOUBLE = torch.float64
@@ -163,7 +163,7 @@ def drawn(rank: int, length: int) -> Tensor:
 
 def ring_sums(comm: Comm, members: range, length: int) -> tuple[Tensor, float]:
     x, before = drawn(comm.rank, length), comm.meter.payload_bytes
-    return (ring_sum_(comm, x, members) if comm.rank in members else x), comm.meter.payload_bytes - before
+    return (ring_all_reduce_(comm, x, members) if comm.rank in members else x), comm.meter.payload_bytes - before
 
 
 @pytest.mark.parametrize(("members", "length"), [(range(4), 12), (range(1, 4), 7), (range(2, 4), 1), (range(3, 4), 5)])
@@ -181,7 +181,7 @@ def test_some_ranks_compute_a_sum_without_the_others(members: range, length: int
 
 def means_on_processes() -> list[list[float]]:
     comm = thinwire.GroupComm()
-    ring = ring_sum_(comm, drawn(comm.rank, 7), range(3))
+    ring = ring_all_reduce_(comm, drawn(comm.rank, 7), range(3))
     x = drawn(comm.rank, 7)
     all_gather_(comm, reduce_scatter(comm, x), x)
     y = drawn(comm.rank, 7)

@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.local.means import ring_sum_, weighted_mean_
+from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
 from thinwire.validation import check_field_types
 
 
@@ -189,9 +189,9 @@ class LocalSGD(Strategy):
         first = r.comm.rank - r.comm.rank % self.node_size
         node = range(first, first + self.node_size)
         if self.weights == "equal":
-            ring_sum_(r.comm, r.x, node).div_(self.node_size)
+            ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)
         else:
-            weighted_mean_(r.x, r.state["samples"], lambda vector: ring_sum_(r.comm, vector, node))
+            weighted_mean_(r.x, r.state["samples"], lambda vector: ring_all_reduce_(r.comm, vector, node))
 
     def average_(self, r: Replica) -> None:
         """Average over all workers, unless this step has already done so."""

@@ -12,7 +12,7 @@ from thinwire.replica.flat import copy_each_
 _SMALLEST_WEIGHT = 2.0**-40
 
 
-def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
+def ring_all_reduce_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
     """Replace `x` on some ranks by its sum over them; the other ranks make no call.
 
     With m members each sends 2 (m-1) pieces of one m-th of the vector to the next: as little as an all-reduce.
@@ -37,7 +37,7 @@ def ring_sum_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
     return x.copy_(pieces.view(-1)[: x.numel()])
 
 
-def weighted_mean_(x: Tensor, weight: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
+def weighted_mean_(x: Tensor, weight: Tensor, all_reduce_: Callable[[Tensor], Tensor]) -> Tensor:
     """Replace `x` by its weighted mean over ranks; the weight is sent as one more element.
 
     Where all weights are zero it is the plain mean. The sum is computed in fp32 at least.
@@ -45,12 +45,12 @@ def weighted_mean_(x: Tensor, weight: Tensor, sum_: Callable[[Tensor], Tensor]) 
     Args:
         x: a vector.
         weight: this rank's, a number; not negative.
-        sum_: replaces a vector by its sum over the ranks.
+        all_reduce_: replaces a vector by its sum over the ranks.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     # A weight of zero becomes one that is too small to matter, so that the total is never zero.
     weight = weight.to(x.device, exact).clamp(min=_SMALLEST_WEIGHT)
-    total = sum_(torch.cat([x * weight, weight.view(1)]))
+    total = all_reduce_(torch.cat([x * weight, weight.view(1)]))
     return x.copy_(total[:-1] / total[-1])
 
 
