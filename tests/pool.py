@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
-
-from thinwire.emulate.rendezvous import free_port
 
 _context = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo when they are made, which costs half a second.
@@ -33,11 +32,20 @@ class RankProcess:
     """One rank: its process and the pipe its result comes back on."""
 
     def __init__(
-        self, work: Callable[..., Any], rank: int, size: int, port: int, seconds: float, arguments: Any
+        self,
+        work: Callable[..., Any],
+        rank: int,
+        size: int,
+        port: int,
+        listener: socket.socket | None,
+        seconds: float,
+        arguments: Any,
     ) -> None:
         self.rank = rank
         self.inbox, outbox = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=_main, args=(outbox, work, rank, size, port, seconds, arguments))
+        self.process = _context.Process(
+            target=_main, args=(outbox, work, rank, size, port, listener, seconds, arguments)
+        )
         self.process.start()
         outbox.close()
         self.result: Any = None
@@ -63,8 +71,13 @@ def start_processes(
     size: int, work: Callable[..., Any], *arguments: Any, group_seconds: float = 20.0
 ) -> list[RankProcess]:
     """Start `work(*arguments)` on `size` ranks of a Gloo group over loopback; `work` is a module-level function."""
-    port = free_port()
-    return [RankProcess(work, rank, size, port, group_seconds, arguments) for rank in range(size)]
+    # Bound here and inherited by rank 0, so that nobody else can take the port before its store listens.
+    with socket.create_server(("127.0.0.1", 0), backlog=size) as listener:
+        port = listener.getsockname()[1]
+        return [
+            RankProcess(work, rank, size, port, None if rank else listener, group_seconds, arguments)
+            for rank in range(size)
+        ]
 
 
 def run_processes(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> list[Any]:
@@ -79,7 +92,14 @@ def run_processes(size: int, work: Callable[..., Any], *arguments: Any, seconds:
 
 
 def _main(
-    outbox: Connection, work: Callable[..., Any], rank: int, size: int, port: int, seconds: float, arguments: Any
+    outbox: Connection,
+    work: Callable[..., Any],
+    rank: int,
+    size: int,
+    port: int,
+    listener: socket.socket | None,
+    seconds: float,
+    arguments: Any,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -94,7 +114,18 @@ def _main(
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+        limit = timedelta(seconds=seconds)
+        descriptor = None if listener is None else listener.detach()
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            size,
+            is_master=rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         outbox.send((work(*arguments), None))
     except BaseException:
         outbox.send((None, traceback.format_exc()))

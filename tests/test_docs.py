@@ -157,7 +157,9 @@ def test_blocks_that_are_marked_run_one_after_another(
 def test_the_reference_lists_exactly_the_words_of_recipes() -> None:
     words = prose(Path("docs/reference/recipes.md")).partition("## Words")[2].partition("## Several")[0]
     listed = {word for row in re.findall(r"^\| \w+ \| (`.*) \|$", words, re.MULTILINE) for word in row.split(", ")}
-    assert {word.strip("`") for word in listed} == set(RECIPE_CLASSES)
+    # Other tests register classes of their own.
+    ours = {name for name, kind in RECIPE_CLASSES.items() if hasattr(sys.modules[kind.__module__], name)}
+    assert {word.strip("`") for word in listed} == ours
 
 
 def test_the_reference_lists_exactly_the_yardsticks() -> None:

@@ -35,7 +35,8 @@ def _fits(value: object, hint: Any) -> bool:
     if hint in (int, float):
         # An int is a valid float; a bool is an int to Python, but never meant as a number.
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    # What containers hold, their classes check themselves.
+    return get_origin(hint) is not None or isinstance(value, hint)
 
 
 def _describe(hint: Any) -> str:

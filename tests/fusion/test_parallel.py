@@ -382,9 +382,9 @@ def test_workers_that_would_do_different_things_are_told_before_anything_is_done
         (AllReduce(thinwire.ErrorFeedback(TopK())), "mixes models"),
         (LocalSGD(codec=thinwire.ErrorFeedback(TopK())), "mixes models"),
         (SlowMo(AllReduce(thinwire.ErrorFeedback(TopK()))), "mixes models"),
-        (SlowMo(shard=True), "keeps all"),
-        (SlowMo(buffers="average"), "keeps all"),
-        (thinwire.LeaderSGD(), "there are AllReduce, Local, LocalSGD"),
+        (SlowMo(shard=True), "treats every element by itself"),
+        (SlowMo(buffers="average"), "treats every element by itself"),
+        (thinwire.LeaderSGD(), "such as AllReduce, LocalSGD"),
     ],
     ids=repr,
 )

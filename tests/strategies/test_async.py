@@ -16,6 +16,7 @@ from tests.oracles.asynchronous import eager_push_sum, pair_averages
 from tests.problems import Irregular, Regression, distance, flat, quadratic, train
 from tests.strategies.async_runs import CompleteBipartite, end_step, replicas, uneven
 from thinwire import (
+    AsyncLeaderSGD,
     Comm,
     ConfigError,
     Hypercube,
@@ -25,6 +26,7 @@ from thinwire import (
     Ring,
     SlowMo,
     Strategy,
+    Streaming,
     Topology,
     run_threads,
 )
@@ -346,10 +348,9 @@ def test_types_and_staleness_are_checked() -> None:
 
 
 def test_strategies_with_mailboxes_cannot_be_cut_into_fragments() -> None:
-    r = Replica(torch.zeros(4), torch.empty(0), thinwire.CountingComm(0, 2), lr=lambda: 0.0)
-    for strategy in (ADPSGD(), EagerPushSum()):
-        with pytest.raises(ConfigError, match="cannot be cut into fragments"):
-            strategy.start(r.part("fragment", slice(0, 2)))
+    for base in (ADPSGD(), EagerPushSum(), AsyncLeaderSGD()):
+        with pytest.raises(ConfigError, match=r"has no period for fragments|on no common schedule"):
+            Streaming(base, fragments=2)
 
 
 # -- eager push-sum ----------------------------------------------------------------------------------------------------

@@ -294,15 +294,8 @@ def test_uneven_data_are_refused() -> None:
 
 @pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
 def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy) -> None:
-    start = flat(net())
-
-    def body(comm: Comm) -> Tensor:
-        worker = attach(comm, around)
-        with pytest.raises(ConfigError, match="use it alone, or AllReduce"):
-            steps(worker, batches(comm.rank, 1))
-        return flat(worker.model)
-
-    assert all(torch.equal(x, start) for x in run_threads(2, body, timeout=10))
+    with pytest.raises(ConfigError, match="use it alone, or AllReduce"):
+        run_threads(2, lambda comm: attach(comm, around), timeout=10)
 
 
 def test_a_step_without_a_gradient_is_refused() -> None:

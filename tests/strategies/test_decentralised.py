@@ -309,7 +309,7 @@ def test_corrections_sum_to_zero_also_between_exact_averages() -> None:
 
 
 def both(r: Replica) -> Tensor:
-    return torch.cat([r.x, r.state["correction"]])
+    return torch.cat([r.x, r.part("base").state["correction"]])
 
 
 # -- learning rates ----------------------------------------------------------------------------------------------------

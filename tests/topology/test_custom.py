@@ -144,7 +144,7 @@ def test_a_networkx_graph_that_cannot_work_is_refused(graph: Any, words: str) ->
         ({"edges": ((0, 1), (1, 0))}, "is there twice"),
         ({"edges": ((0, 0),)}, "a self-loop"),
         ({"edges": ((0, 1),), "directed": 1}, "directed must be True or False"),
-        ({"edges": ((0, 1),), "weights": "even"}, "weights must be one of metropolis, push-sum, uniform"),
+        ({"edges": ((0, 1),), "weights": "even"}, "weights must be 'metropolis' or 'push-sum' or 'uniform'"),
         ({"edges": ((0, 1), (1, 0)), "directed": True}, "need edges that go both ways; use weights='push-sum'"),
         (
             {"edges": ((0, 1), (1, 2)), "weights": "uniform"},

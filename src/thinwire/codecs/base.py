@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Codec(ABC):
         >>> torch.allclose(codec.decode(payload, x, key=1), x, atol=0.01)
         True
     """
+
+    elementwise: ClassVar[bool] = False
+    """Whether every element is encoded by itself, so that one vector may hold several models."""
 
     @property
     def linear(self) -> bool:

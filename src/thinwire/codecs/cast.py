@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, split_blocks
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALE_BYTES = 4
@@ -43,7 +42,7 @@ class _Cast(Codec):
         return n * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@registered
 class Fp32(_Cast):
     """Cast to fp32: 32-bit vectors are sent unchanged, and sums of 16-bit vectors are rounded only once, at the end.
 
@@ -64,7 +63,7 @@ class Fp32(_Cast):
         return torch.float32
 
 
-@dataclass(frozen=True)
+@registered
 class Bf16(_Cast):
     """Cast to bf16: eight bits of exponent, seven of mantissa.
 
@@ -78,6 +77,8 @@ class Bf16(_Cast):
         1.0
     """
 
+    elementwise = True
+
     @property
     def rounds_sums(self) -> bool:
         """True: the all-reduce adds in bf16."""
@@ -89,7 +90,7 @@ class Bf16(_Cast):
         return torch.bfloat16
 
 
-@dataclass(frozen=True)
+@registered
 class Fp16(_Cast):
     """Send fp16: five bits of exponent, ten of mantissa.
 
@@ -104,6 +105,8 @@ class Fp16(_Cast):
         [0.5, inf]
     """
 
+    elementwise = True
+
     @property
     def rounds_sums(self) -> bool:
         """True."""
@@ -115,7 +118,7 @@ class Fp16(_Cast):
         return torch.float16
 
 
-@dataclass(frozen=True)
+@registered
 class Fp8(Codec):
     """Send fp8: one byte an element, and a scale for every block that maps its largest element to fp8's largest.
 
@@ -142,7 +145,6 @@ class Fp8(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_field_types(self)
         if self.block < 1:
             raise ConfigError(f"block={self.block}: must be at least 1 element; 2048 is usual")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _RESIDUAL_NAME = re.compile(r"((?:.*/)?)(?:error|server_error/(\d+)-(\d+))")
 
 
-@dataclass(frozen=True)
+@registered
 class ErrorFeedback(Codec):
     r"""Add a codec's compression error to the next vector.
 
@@ -52,7 +51,6 @@ class ErrorFeedback(Codec):
 
     def __post_init__(self) -> None:
         """Refuse codecs with which the residual could grow without bound."""
-        check_field_types(self)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
         if self.codec.error_bound >= 1:
@@ -139,7 +137,7 @@ def server_residual_of(state: State, x: Tensor, own: slice, offset: int, size: i
     return state[name]
 
 
-def resize_errors(states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
+def resize_errors(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """Distribute the residuals of error feedback over another number of workers; their effect on the mean is kept.
 
     The mean lacks the mean of the workers' residuals plus those of the servers. Every new worker gets that sum as its

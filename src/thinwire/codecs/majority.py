@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.kernels import decode_signs_, encode_signs_
+from thinwire.registry import registered
 
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class MajorityVote(Codec):
     r"""Send the sign of each element; the result is the sign that most workers sent.
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.kernels import decode_signs_, encode_signs_, uniform
+from thinwire.registry import registered
 
 _MANTISSA_BITS, _LARGEST = 23, 254
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class Natural(Codec):
     r"""Round each element to one of the two powers of two around it, at random and without bias.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.errors import ConfigError
 from thinwire.kernels import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class OneBit(Codec):
     r"""Send the sign of each element, and the mean absolute value of each block.
 
@@ -52,7 +51,6 @@ class OneBit(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_field_types(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: signs fill whole bytes; use a multiple of 8, such as 2048")
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class QSGD(Codec):
     r"""Round each element to a level of its bucket's Euclidean norm, at random and without bias.
 
@@ -49,7 +47,6 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if not 2 <= self.bits <= 8:
             raise ConfigError(f"bits={self.bits}: must lie in 2..8, the sign among them; use OneBit() for one")
         if self.bucket < 8 or self.bucket % 8:

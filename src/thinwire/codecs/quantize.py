@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like, shared_draw
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class Quantize(Codec):
     r"""Round each element to a level of its block's range, at random and without bias.
 
@@ -56,7 +54,6 @@ class Quantize(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if not 1 <= self.bits <= 8:
             raise ConfigError(f"bits={self.bits}: must lie in 1..8; use Bf16() for more")
         if self.block < 8 or self.block % 8:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import top_k, uniform
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 
-@dataclass(frozen=True)
+@registered
 class RandomK(Codec):
     r"""Send a random subset of the elements, drawn for each message and the same on all ranks, so without indices.
 
@@ -43,7 +42,6 @@ class RandomK(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the range."""
-        check_field_types(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 

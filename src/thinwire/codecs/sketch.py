@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import heavy, sketch_, unsketch
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 # With fewer, large elements share cells so often that the median of few rows does not recover them.
 _MIN_COLUMNS_PER_ELEMENT = 32
 
 
-@dataclass(frozen=True)
+@registered
 class Sketch(Codec):
     r"""Add all elements, with random signs, into a small table; estimate the largest elements from it.
 
@@ -56,7 +54,6 @@ class Sketch(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.rows < 1 or self.rows % 2 == 0:
             raise ConfigError(f"rows={self.rows}: a median needs an odd number; use 3 or 5")
         if self.kept < 1 or self.columns < _MIN_COLUMNS_PER_ELEMENT * self.kept:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like, split_blocks
 from thinwire.errors import ConfigError
 from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _BITS, _SCALE_BYTES = 2, 4
 
 
-@dataclass(frozen=True)
+@registered
 class TernGrad(Codec):
     r"""Clip the outliers of each block, then round each element at random to 0 or to its sign times the scale $s_b$.
 
@@ -46,7 +44,6 @@ class TernGrad(Codec):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
         if self.clip is not None and not self.clip > 0:

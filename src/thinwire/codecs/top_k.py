@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
 from thinwire.kernels import pack_indices, packed_nbytes, top_k, unpack_indices
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _VALUE_BYTES = 4
 
 
-@dataclass(frozen=True)
+@registered
 class TopK(Codec):
     r"""Send the elements of largest absolute value and their indices.
 
@@ -42,7 +41,6 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         """Check the type and the range."""
-        check_field_types(self)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
 

@@ -79,6 +79,9 @@ class OneBitLamb(FreezingOptimizer):
         ConfigError: a value out of its range.
     """
 
+    # The trust ratio of a tensor needs the norm of all of it.
+    needs_whole_tensors = True
+
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],

@@ -10,8 +10,8 @@ import torch
 from thinwire.codecs.cast import Bf16
 from thinwire.comm.work import nbytes_of
 from thinwire.errors import ConfigError
-from thinwire.plan.traffic import DryRun, StepTraffic, busiest, methods
-from thinwire.strategies.base import Strategy
+from thinwire.plan.traffic import DryRun, StepTraffic, busiest
+from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 
@@ -168,7 +168,7 @@ def explain(
         collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
         links=_links(steps),
         memory_bytes_per_parameter=_memory(run, steps),
-        methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in methods(strategy)),
+        methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
         bf16_all_reduce_bytes_per_step=dry(AllReduce(Bf16()), 0).step().sent,
         bits_per_second=bits_per_second,

@@ -202,14 +202,6 @@ def topologies(recipe: object) -> Iterator[Topology]:
         yield from topologies(value)
 
 
-def methods(recipe: object) -> Iterator[Strategy]:
-    """A strategy and those it is composed of, outermost first."""
-    if isinstance(recipe, Strategy):
-        yield recipe
-    for _, value in _fields(recipe):
-        yield from methods(value)
-
-
 def _fields(recipe: object) -> list[tuple[str, Any]]:
     if not is_dataclass(recipe):
         return []

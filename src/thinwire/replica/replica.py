@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -40,6 +41,17 @@ class PrefixView(MutableMapping[str, T]):
         return sum(1 for _ in self)
 
 
+@dataclass
+class _Progress:
+    """What a replica and its parts have in common."""
+
+    active: int
+    step: int = 0
+    samples: float = 1.0
+    loss: Tensor | None = None
+    metrics: dict[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
+
+
 class Replica:
     """One worker's parameters and gradient as flat vectors, with named state, a step and operations in flight.
 
@@ -57,8 +69,9 @@ class Replica:
         samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
             it was not called, 0 if the step had no gradient.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
-        moments: the optimizer's state for these parameters.
+        moments: the optimizer's state for these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
+        parts: the replicas that `part` has made, by name.
 
     Example:
         >>> import torch
@@ -85,43 +98,92 @@ class Replica:
         self.g = g
         self.comm = comm
         self.seed = seed
-        self.samples = 1.0
-        self.loss: Tensor | None = None
         self.moments = moments or Moments()
-        self.step = 0
-        self.active = comm.size
         self.state: MutableMapping[str, Tensor] = {}
         self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
-        self.metrics: dict[str, float | Tensor] = {}
+        self.parts: dict[str, Replica] = {}
         self._lr = lr
+        self._progress = _Progress(active=comm.size)
+        self._ahead = 0
 
     @property
     def lr(self) -> float | Tensor:
         """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
-    def part(self, name: str, where: slice, *, ahead: int = 0) -> Replica:
-        """A replica of a part of the vectors; it shares their memory, and its state is part of this one's.
+    @property
+    def step(self) -> int:
+        """Optimizer steps done; of a part, with the steps that it is ahead."""
+        return self._progress.step + self._ahead
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._progress.step = value - self._ahead
+
+    @property
+    def active(self) -> int:
+        """Ranks that still have data."""
+        return self._progress.active
+
+    @active.setter
+    def active(self, value: int) -> None:
+        self._progress.active = value
+
+    @property
+    def samples(self) -> float:
+        """This rank's weight in weighted averages of this step."""
+        return self._progress.samples
+
+    @samples.setter
+    def samples(self, value: float) -> None:
+        self._progress.samples = value
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss of this step, if it was recorded."""
+        return self._progress.loss
+
+    @loss.setter
+    def loss(self, value: Tensor | None) -> None:
+        self._progress.loss = value
+
+    @property
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Numbers about this step by name."""
+        return self._progress.metrics
+
+    def part(self, name: str, where: slice | None = None, *, ahead: int = 0) -> Replica:
+        """A replica with names of its own over the vectors or a part of them; the same object at every call.
+
+        It shares the vectors' memory, the step and what was recorded for it. Its state and its operations in flight are
+        part of this replica's, so that a checkpoint of this one holds them.
 
         Args:
             name: the prefix of its names in `state` and `inflight`.
-            where: the part.
+            where: the part of the vectors; all of them, and the optimizer's state with them, unless given.
             ahead: added to the part's `step`.
         """
+        if name in self.parts:
+            return self.parts[name]
 
         # Read at every use, since a scheduler changes the rate between steps.
         def lr() -> float | Tensor:
             rate = self.lr
-            return rate[where] if isinstance(rate, Tensor) and rate.ndim else rate
+            return rate[where] if where is not None and isinstance(rate, Tensor) and rate.ndim else rate
 
-        part = Replica(self.x[where], self.g[where], self.comm, lr=lr, seed=self.seed)
-        part.step, part.active, part.samples = self.step + ahead, self.active, self.samples
-        part.loss = self.loss
-        # Views, so that a checkpoint of this replica holds the part's state, and later parts of this name find it.
+        x, g = (self.x, self.g) if where is None else (self.x[where], self.g[where])
+        part = Replica(x, g, self.comm, lr=lr, seed=self.seed, moments=self.moments if where is None else None)
+        part._progress, part._ahead = self._progress, self._ahead + ahead
         part.state = PrefixView(self.state, f"{name}/")
         part.inflight = PrefixView(self.inflight, f"{name}/")
-        part.metrics = self.metrics
+        self.parts[name] = part
         return part
+
+    def tree(self) -> Iterator[Replica]:
+        """This replica and all its parts."""
+        yield self
+        for part in self.parts.values():
+            yield from part.tree()
 
     def launch(self, name: str, work: Work[list[Tensor]]) -> None:
         """Keep an operation in flight under a name, to be collected at a later step."""

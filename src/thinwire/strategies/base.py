@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,15 @@ from torch.optim import Optimizer
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
+
+
+def trait(of: Callable[[Any], bool]) -> Any:
+    """A trait of a strategy that depends on its hyperparameters, for the body of the class.
+
+    Args:
+        of: computes it from the strategy.
+    """
+    return property(of, doc="Depends on the hyperparameters; the trait is described in `Strategy`.")
 
 
 class Strategy(ABC):  # noqa: B024
@@ -24,6 +35,17 @@ class Strategy(ABC):  # noqa: B024
         paper: where the method comes from.
         waits: which worker waits for which, and when.
         limits: what it assumes, and when not to use it.
+        sends_gradients: gradients are sent during the backward pass, through `on_gradient`.
+        reads_gradient: `before_step` needs `r.g`, and may change it.
+        moves_parameters: a hook before or after the optimizer's step may change `r.x` or the gradient. An optimizer
+            that computes the parameters from its own state at every step would undo such a change.
+        skips_steps: a worker that is late skips steps, and continues at the step where the others are.
+        timing_dependent: results depend on which message arrives first, so that two runs differ.
+        data_dependent_bytes: how many bytes are sent depends on the numbers that are sent.
+        elementwise: every element of the vectors is treated by itself, so that one vector may hold several models.
+        has_period: it communicates at the steps that its field `period` divides.
+
+    A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
     Example:
         A strategy that averages the parameters after every second step:
@@ -53,30 +75,14 @@ class Strategy(ABC):  # noqa: B024
     waits: ClassVar[str] = "no worker waits for another"
     limits: ClassVar[str] = ""
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients are sent during the backward pass, through `on_gradient`."""
-        return False
-
-    @property
-    def skips_steps(self) -> bool:
-        """Whether a worker that is late skips steps, and continues at the step where the others are."""
-        return False
-
-    @property
-    def reads_gradient(self) -> bool:
-        """Whether `before_step` needs `r.g`, and may change it."""
-        return False
-
-    @property
-    def moves_parameters(self) -> bool:
-        """Whether a hook before or after the optimizer's step may change `r.x` or the gradient.
-
-        An optimizer that computes the parameters from its own state at every step would undo such a change. A wrapper
-        that only measures returns its base's answer.
-        """
-        kind = type(self)
-        return kind.before_step is not Strategy.before_step or kind.after_step is not Strategy.after_step
+    sends_gradients: ClassVar[bool] = False
+    reads_gradient: ClassVar[bool] = False
+    moves_parameters: ClassVar[bool] = True
+    skips_steps: ClassVar[bool] = False
+    timing_dependent: ClassVar[bool] = False
+    data_dependent_bytes: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    has_period: ClassVar[bool] = False
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
@@ -96,6 +102,16 @@ class Strategy(ABC):  # noqa: B024
             ConfigError: with the value, the rule and the fix.
         """
 
+    def check_blocks(self, blocks: str) -> None:
+        """Refuse a model that tensor parallelism has split, each rank holding one block of it.
+
+        Args:
+            blocks: how it is split, for the error.
+
+        Raises:
+            ConfigError: it needs the norm or the whole gradient of the model.
+        """
+
     def start(self, r: Replica) -> None:
         """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks."""
 
@@ -108,6 +124,13 @@ class Strategy(ABC):  # noqa: B024
     def after_step(self, r: Replica) -> None:
         """Runs when the optimizer has changed `r.x`; `r.step` includes this step already."""
 
+    def restart(self, r: Replica) -> None:
+        """Begin a round anew at `r.x`, which something else has just set, such as the slow step of a wrapper.
+
+        Drop what is in flight, and set what refers to the parameters as they were, such as an anchor, to the new ones;
+        momenta and residuals stay. All ranks call it together.
+        """
+
     def average_(self, r: Replica) -> None:
         """Replace `r.x` on every rank by the exact average over workers, messages in flight included."""
         mean_(r.comm, r.x).wait()
@@ -115,3 +138,25 @@ class Strategy(ABC):  # noqa: B024
     def consensus(self, r: Replica) -> Tensor:
         """The vector to evaluate and export, equal on all ranks; `r` is not changed."""
         return mean_(r.comm, r.x.clone()).wait()
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """The state of each of `size` workers, from the state that every worker of an earlier run saved.
+
+        Returns:
+            None where the state cannot be redistributed; here, unless it is the same on all workers.
+        """
+        names = states[0].keys()
+        alike = all(state.keys() == names for state in states) and all(
+            torch.equal(state[name], states[0][name]) for state in states for name in names
+        )
+        return [dict(states[0]) for _ in range(size)] if alike else None
+
+
+def nested(strategy: Strategy) -> Iterator[Strategy]:
+    """A strategy and those that it is made of, outermost first."""
+    yield strategy
+    if is_dataclass(strategy):
+        for field in fields(strategy):
+            value = getattr(strategy, field.name)
+            if isinstance(value, Strategy):
+                yield from nested(value)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from thinwire import strategies, topology
+from thinwire import strategies, topology  # pyright: ignore[reportUnusedImport]  # noqa: F401
 from thinwire.codecs.cast import Bf16, Fp8, Fp16, Fp32
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.majority import MajorityVote
@@ -21,9 +21,8 @@ from thinwire.codecs.sketch import Sketch
 from thinwire.codecs.terngrad import TernGrad
 from thinwire.codecs.top_k import TopK
 from thinwire.errors import ConfigError
+from thinwire.registry import REGISTERED
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
-from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.topology.base import Topology
 
 CODECS: tuple[type, ...] = (
@@ -45,14 +44,8 @@ CODECS: tuple[type, ...] = (
     ),
 )
 
-# A fixed list, so that no recipe, whoever wrote it, can name anything else.
-RECIPE_CLASSES: Mapping[str, type] = {
-    **{name: getattr(strategies, name) for name in strategies.__all__ if name != "Strategy"},
-    **{name: getattr(topology, name) for name in topology.__all__ if name not in ("Topology", "Peers")},
-    **{kind.__name__: kind for kind in CODECS},
-    **{kind.__name__: kind for kind in (BitBudget, ErrorBound, FixedBits)},
-    "OuterOptimizer": OuterOptimizer,
-}
+RECIPE_CLASSES: Mapping[str, type] = REGISTERED
+"""The classes that a recipe may name; it can name nothing else, whoever wrote it."""
 
 _STRATEGY_EXAMPLE = "write it like SlowMo(period=12)"
 _TOPOLOGY_EXAMPLE = "write it like Ring() or Hierarchical(node_size=8)"
@@ -139,7 +132,7 @@ def _build(node: ast.expr, where: str) -> Any:
 
 def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], where: str) -> Any:
     if name not in RECIPE_CLASSES:
-        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, list(RECIPE_CLASSES))}")
+        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, sorted(RECIPE_CLASSES, key=str.lower))}")
     kind = RECIPE_CLASSES[name]
     known = [field.name for field in fields(kind)]
     where = f"{where}: {name}"

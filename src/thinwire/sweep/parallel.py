@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs.cast import Bf16, Fp16
+from thinwire.codecs.base import Codec
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.work import completed
@@ -27,21 +26,13 @@ from thinwire.fusion.store import Selection, owner_of
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
 from thinwire.storage.rank_file import RankFile
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gossip.gossip import Gossip
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.local.local_sgd import Local, LocalSGD
-from thinwire.strategies.local.slow_momentum import SlowMo
-from thinwire.strategies.push_sum.push_sum import PushSum
+from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.recipe import brief
 from thinwire.worker import checkpoint, resizing
 from thinwire.worker.handshake import agree, gather_texts
 from thinwire.worker.parameters import by_kind
 from thinwire.worker.worker import Worker, attach
 
-# Strategies that treat every element of the parameter vector alike, so that models do not mix.
-_ELEMENTWISE = (AllReduce, Local, LocalSGD, SlowMo, Gossip, PushSum)
-_ELEMENTWISE_CODECS = (Bf16, Fp16)
 # State that is one number while all models have the same learning rate, and a vector like `x` otherwise.
 _LR_STATE = ("lr_sum",)
 Layout = tuple[list[nn.Parameter], tuple[Segment, ...]]
@@ -118,8 +109,12 @@ class ParallelArray:
         ):
             new.step = old.step
             carry = partial(_select_state, layouts[0], layouts[1], kept)
-            new.state = {name: carry(vector) for name, vector in old.state.items()}
-            new.inflight = {name: completed([carry(x) for x in work.wait()]) for name, work in old.inflight.items()}
+            # In place, because parts of the replica are views of these mappings.
+            new.state.clear()
+            new.state.update({name: carry(vector) for name, vector in old.state.items()})
+            new.inflight.clear()
+            for name, work in old.inflight.items():
+                new.inflight[name] = completed([carry(x) for x in work.wait()])
         before.comm.step = self.worker.step
         return kept
 
@@ -348,19 +343,14 @@ def _attach(
 
 
 def _refuse_mixing(strategy: Strategy) -> None:
-    if not isinstance(strategy, _ELEMENTWISE):
-        known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
-        raise ConfigError(f"{strategy}: may mix the models of an array; there are {known}")
-    for field in fields(strategy):
-        value = getattr(strategy, field.name)
-        if isinstance(value, Strategy):
-            _refuse_mixing(value)
-        if field.name == "codec" and value is not None and not isinstance(value, _ELEMENTWISE_CODECS):
-            raise ConfigError(f"codec={value}: codes many elements together, which mixes models; use Bf16() or Fp16()")
-    if isinstance(strategy, SlowMo) and (strategy.shard or strategy.outer or strategy.buffers != "maintain"):
+    for method in nested(strategy):
+        codec: Codec | None = getattr(method, "codec", None)
+        if codec is not None and not codec.elementwise:
+            raise ConfigError(f"codec={codec}: codes many elements together, which mixes models; use Bf16() or Fp16()")
+    if not strategy.elementwise:
         raise ConfigError(
-            f"{strategy}: with an array every rank keeps all slow momenta; leave out shard, outer and buffers, "
-            "as in SlowMo(base, period, momentum, lr)"
+            f"{strategy}: may mix the models of an array; use one that treats every element by itself, such as "
+            "AllReduce, LocalSGD, Gossip, PushSum, or SlowMo(base, period, momentum, lr) over one of them"
         )
 
 
@@ -414,16 +404,18 @@ def _select_state(old: Layout, new: Layout, kept: Selection, before: Tensor) -> 
 
 def _reset_state(strategy: Strategy, replica: Replica, layout: Layout, index: int) -> None:
     """Reset the strategy state of one model; its part of results in flight becomes its part of `x`."""
-    state, length = replica.state, replica.x.numel()
-    replica.state = {}
+    state, length = dict(replica.state), replica.x.numel()
+    replica.state.clear()
     strategy.start(replica)
-    fresh, replica.state = replica.state, state
+    fresh = dict(replica.state)
+    replica.state.clear()
+    replica.state.update(state)
     for name, before in state.items():
         # The new model's rates were summed over fewer steps than the others', so one number is no longer enough.
-        if name in _LR_STATE and before.numel() == 1:
-            state[name] = before.expand(length).clone()
-        if state[name].numel() == length:
-            _overwrite(state[name], fresh[name].expand(length).contiguous(), layout, index)
+        if name.rpartition("/")[2] in _LR_STATE and before.numel() == 1:
+            replica.state[name] = before.expand(length).clone()
+        if replica.state[name].numel() == length:
+            _overwrite(replica.state[name], fresh[name].expand(length).contiguous(), layout, index)
     for work in replica.inflight.values():
         for vector in work.wait():
             if vector.numel() == length:

@@ -49,6 +49,7 @@ class Lamb2D(Lamb):
         if (model is None) != (mesh is None):
             raise ConfigError("Lamb2D: model and mesh belong together; give both, or neither for Lamb")
         self.mesh = mesh
+        self.needs_whole_tensors = mesh is None
         parameters = {} if model is None else placed(model)
         self._replicated = {id(parameter) for parameter, placement in parameters.values() if placement.replicated}
 

@@ -1,19 +1,18 @@
 """The exact average in a few steps for any number of workers, with few peers at each step."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology
-from thinwire.validation import check_field_types
 
 Ranks = Sequence[int]
 Edges = dict[tuple[int, int], float]  # the weights of one step, each edge once
 
 
-@dataclass(frozen=True)
+@registered
 class BaseGraph(Topology):
     r"""The base-(k+1) graph: exact after at most $2 \log_{k+1}(n) + 2$ steps, for any number of workers.
 
@@ -46,7 +45,6 @@ class BaseGraph(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the degree."""
-        check_field_types(self)
         if self.degree < 1:
             raise ConfigError(f"degree={self.degree}: must be at least 1 peer")
 

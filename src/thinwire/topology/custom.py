@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, Weights, weighted
 
 Pair = tuple[int, int]
@@ -32,7 +32,7 @@ class NetworkxGraph(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@registered
 class FromGraph(Topology):
     """Any graph, the same at every step, given by its edges.
 
@@ -63,10 +63,6 @@ class FromGraph(Topology):
 
     def __post_init__(self) -> None:
         """Check the edges and sort them, so that equal graphs are equal recipes."""
-        if self.weights not in _RULES:
-            raise ConfigError(f"FromGraph(weights={self.weights!r}): weights must be one of {', '.join(_RULES)}")
-        if not isinstance(self.directed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"FromGraph(directed={self.directed!r}): directed must be True or False")
         if not isinstance(self.edges, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"FromGraph: edges={self.edges!r}: must be pairs of ranks, such as ((0, 1), (1, 2))")
         object.__setattr__(self, "edges", _in_order(self.edges, directed=self.directed))

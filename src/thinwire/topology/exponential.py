@@ -1,10 +1,8 @@
 """Graphs of exponentially growing hops around a circle: few messages, which reach all ranks in log(n) steps."""
 
-from dataclasses import dataclass
-
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, uniform
-from thinwire.validation import check_field_types
 
 
 def powers_below(base: int, limit: int) -> list[int]:
@@ -23,7 +21,7 @@ def _along(rank: int, size: int, hops: set[int]) -> Peers:
     return uniform(tuple((rank + hop) % size for hop in ordered), tuple((rank - hop) % size for hop in ordered))
 
 
-@dataclass(frozen=True)
+@registered
 class DirectedExponential(Topology):
     """All peers 1, 2, 4, ... ranks ahead, at every step: ceil(log2 n) vectors sent per worker and step.
 
@@ -43,7 +41,7 @@ class DirectedExponential(Topology):
         return _along(rank, size, set(powers_below(2, size)))
 
 
-@dataclass(frozen=True)
+@registered
 class SymmetricExponential(Topology):
     """All peers 1, b, b squared, ... ranks away in both directions, at every step, up to half the circle.
 
@@ -64,7 +62,6 @@ class SymmetricExponential(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the base."""
-        check_field_types(self)
         if self.base < 2:
             raise ConfigError(f"base={self.base}: must be at least 2; use Complete() to reach all ranks")
 
@@ -76,7 +73,7 @@ class SymmetricExponential(Topology):
         return uniform(neighbours, neighbours)
 
 
-@dataclass(frozen=True)
+@registered
 class PPeerExponential(Topology):
     r"""Send to `degree` = p peers per step: those $j (p+1)^i$ ranks ahead, with j = 1, ..., p, on a circle of n ranks.
 
@@ -100,7 +97,6 @@ class PPeerExponential(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the number of peers."""
-        check_field_types(self)
         if self.degree < 1:
             raise ConfigError(f"degree={self.degree}: must be at least 1")
 
@@ -115,7 +111,7 @@ class PPeerExponential(Topology):
         return max(1, len(powers_below(self.degree + 1, size)))
 
 
-@dataclass(frozen=True)
+@registered
 class BipartiteExponential(Topology):
     """Pairs of an even and an odd rank, 1, -1, 3, -3, 5, -5, 9, -9, ... ranks apart in turn.
 

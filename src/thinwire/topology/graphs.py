@@ -1,16 +1,15 @@
 """The classic graphs, each a few lines of arithmetic; they exist for any number of workers unless stated otherwise."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, isqrt, lcm
 from typing import Literal
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, uniform, weighted
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class Ring(Topology):
     """Both neighbours on a circle, at every step; the sparsest symmetric graph, and the slowest to agree.
 
@@ -28,7 +27,7 @@ class Ring(Topology):
         return uniform(neighbours, neighbours)
 
 
-@dataclass(frozen=True)
+@registered
 class Torus(Topology):
     """The four neighbours on a grid whose opposite sides are joined, as close to a square as the number allows.
 
@@ -60,7 +59,7 @@ def _rows(size: int) -> int:
     return next(rows for rows in range(isqrt(size), 0, -1) if size % rows == 0)
 
 
-@dataclass(frozen=True)
+@registered
 class Star(Topology):
     """Rank 0 with all others, the others with rank 0 only; rank 0 sends and receives n-1 vectors a step.
 
@@ -77,10 +76,6 @@ class Star(Topology):
 
     weights: Literal["metropolis", "push-sum"] = "metropolis"
 
-    def __post_init__(self) -> None:
-        """Check the types."""
-        check_field_types(self)
-
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Rank 0, and for rank 0 all others."""
         edges = _spokes(size)
@@ -92,7 +87,7 @@ def _spokes(size: int) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(1, size)), *(((0,),) * (size - 1)))
 
 
-@dataclass(frozen=True)
+@registered
 class Complete(Topology):
     """Every rank with all others: the exact average in one step, at (n-1) vectors sent per worker.
 
@@ -107,7 +102,7 @@ class Complete(Topology):
         return uniform(others, others)
 
 
-@dataclass(frozen=True)
+@registered
 class OnePeerExponential(Topology):
     """One peer a step, 1, 2, 4, ... ranks ahead in turn.
 
@@ -133,7 +128,7 @@ class OnePeerExponential(Topology):
         return max(1, (size - 1).bit_length())
 
 
-@dataclass(frozen=True)
+@registered
 class Hypercube(Topology):
     """One partner a step, across one dimension of a cube in turn: the exact average every log2(n) steps.
 
@@ -165,7 +160,7 @@ class Hypercube(Topology):
             )
 
 
-@dataclass(frozen=True)
+@registered
 class Hierarchical(Topology):
     r"""One graph within each node at most steps, another between nodes at the others.
 
@@ -197,7 +192,6 @@ class Hierarchical(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the numbers."""
-        check_field_types(self)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
         if self.every < 2:

@@ -1,15 +1,14 @@
 """Random pairs, drawn at every step, equal on all ranks without a message."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, uniform
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class RandomMatching(Topology):
     """One random partner a step; with an odd number of workers one of them has none.
 
@@ -34,7 +33,6 @@ class RandomMatching(Topology):
 
     def __post_init__(self) -> None:
         """Check the types and the number of draws."""
-        check_field_types(self)
         if self.draws < 1:
             raise ConfigError(f"draws={self.draws}: must be at least 1 matching")
 

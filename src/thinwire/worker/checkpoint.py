@@ -57,16 +57,16 @@ def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
     worker.wait_pending()
     with torch.no_grad():
         for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
-            fresh = replica.state
+            fresh = dict(replica.state)
             replica.x.copy_(saved["x"])
             replica.step = saved["step"]
-            replica.state = {
-                name: x.clone().to(_device_for(fresh.get(name), x, replica.x)) for name, x in saved["state"].items()
-            }
-            replica.inflight = {
-                name: completed([x.clone().to(replica.x.device) for x in received])
-                for name, received in saved["inflight"].items()
-            }
+            # In place, because parts of the replica are views of these mappings.
+            replica.state.clear()
+            for name, x in saved["state"].items():
+                replica.state[name] = x.clone().to(_device_for(fresh.get(name), x, replica.x))
+            replica.inflight.clear()
+            for name, received in saved["inflight"].items():
+                replica.inflight[name] = completed([x.clone().to(replica.x.device) for x in received])
         worker.shards.write()
         for name, x in _others(worker).items():
             x.copy_(state["others"][name])

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.optimizers.lamb import Lamb
-from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gossip.ad_psgd import ADPSGD
-from thinwire.strategies.gradients.one_bit import CompressedMomentum
-from thinwire.strategies.leader.async_leader import AsyncLeaderSGD
-from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
-from thinwire.strategies.recipe import brief
-from thinwire.strategies.stragglers.backup_workers import BackupWorkers
-from thinwire.strategies.stragglers.parameter_server import ParameterServer
+from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
-
-_TIMING_DEPENDENT = (EagerPushSum, ADPSGD, AsyncLeaderSGD, BackupWorkers, ParameterServer)
 
 
 def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parameters: Iterable[Tensor]) -> None:
@@ -84,28 +72,15 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
     here = f"on {mesh.rows}x{mesh.columns} blocks"
     if scaled:
         raise ConfigError(f"scaler {here}: ranks would skip different steps; train in bf16, which needs none")
-    for method in _nested(strategy):
-        if isinstance(method, _TIMING_DEPENDENT):
+    for method in nested(strategy):
+        if method.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
                 "belong to different steps; use PushSum() or SlowMo()"
             )
-        if isinstance(method, CompressedMomentum) and (method.max_norm is not None or method.warmup_steps is None):
-            raise ConfigError(
-                f"{brief(method)} {here}: a rank knows the norm of its own block only; give warmup_steps a number, and "
-                "clip with clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
-            )
-    if isinstance(optimizer, Lamb | OneBitLamb) and getattr(optimizer, "mesh", None) is None:
+    strategy.check_blocks(here)
+    if getattr(optimizer, "needs_whole_tensors", False):
         raise ConfigError(
             f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors; use "
             "Lamb2D(params, model=model, mesh=mesh), or OneBitAdam"
         )
-
-
-def _nested(strategy: Strategy) -> Iterator[Strategy]:
-    """A strategy and the strategies it is built from."""
-    yield strategy
-    for field in fields(strategy):  # pyright: ignore[reportArgumentType]
-        value: Any = getattr(strategy, field.name)
-        if isinstance(value, Strategy):
-            yield from _nested(value)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import State
 from thinwire.errors import CheckpointError
 from thinwire.storage.rank_file import RankFile
 from thinwire.worker import checkpoint
@@ -22,15 +21,6 @@ from thinwire.worker.handshake import gather_texts
 from thinwire.worker.state import WorkerState
 
 _SIZE, _RANK = "the number of workers", "the rank"
-
-
-@runtime_checkable
-class Resizable(Protocol):
-    """A strategy that can redistribute its state over another number of workers."""
-
-    def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
-        """States for `size` workers that together preserve what `states` hold."""
-        ...
 
 
 def saved_size(folder: Path) -> int | None:
@@ -103,11 +93,8 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState, si
                 "save after a step at which all of them agree"
             )
     states = [each["state"] for each in saved]
-    if isinstance(worker.strategy, Resizable):
-        shared = worker.strategy.resized(states, size)
-    elif all(same(state, states[0]) for state in states):
-        shared = [dict(states[0]) for _ in range(size)]
-    else:
+    shared = worker.strategy.resized(states, size)
+    if shared is None:
         raise CheckpointError(
             f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
             f"number; resume with {len(saved)} workers"

@@ -241,7 +241,8 @@ class Worker(WorkerState):
         """Remove every hook; the model keeps its parameters and trains alone from then on."""
         self.wait_pending()
         for replica in self.replicas:
-            self.comm.close_mailbox(replica)
+            for part in replica.tree():
+                self.comm.close_mailbox(part)
         self.undo.close()
 
 

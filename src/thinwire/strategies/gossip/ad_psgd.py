@@ -1,6 +1,5 @@
 """Average parameters with one neighbour at a time, while both compute at their own pace."""
 
-from dataclasses import dataclass
 from functools import partial
 from weakref import proxy
 
@@ -10,19 +9,19 @@ from torch import Tensor
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
-from thinwire.validation import check_field_types
 
 # Topics of messages; 0 is the answer, which `Mailbox.expect` receives.
 _REQUEST, _FLUSH = 1, 2
 
 
-@dataclass(frozen=True)
+@registered
 class ADPSGD(Strategy):
     r"""Asynchronous decentralised parallel SGD: average with one neighbour while computing, each at its own pace.
 
@@ -80,9 +79,7 @@ class ADPSGD(Strategy):
         "ranks together"
     )
 
-    def __post_init__(self) -> None:
-        """Check the types."""
-        check_field_types(self)
+    timing_dependent = True
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""

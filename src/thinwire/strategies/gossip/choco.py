@@ -1,7 +1,5 @@
 """Gossip with compressed messages: neighbours keep copies, and workers send compressed changes to these."""
 
-from dataclasses import dataclass
-
 import torch
 
 from thinwire.codecs.base import Codec, draw_key
@@ -9,16 +7,16 @@ from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_exchange
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class Choco(Strategy):
     r"""Every worker has a public copy of its parameters, equal at its neighbours, and sends compressed changes to it.
 
@@ -75,7 +73,6 @@ class Choco(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""
-        check_field_types(self)
         if not 0 < self.step_size <= 1:
             raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
         if isinstance(self.codec, ErrorFeedback):

@@ -1,10 +1,10 @@
 """Mix parameters with neighbours, with momentum on the whole displacement."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
@@ -13,7 +13,7 @@ from thinwire.topology.certificate import Disagreement, decentlam
 from thinwire.topology.graphs import Ring
 
 
-@dataclass(frozen=True)
+@registered
 class DecentLaM(DecentralisedMomentum):
     r"""Adapt and combine as D-PSGD does, with heavy-ball momentum on the whole displacement.
 

@@ -1,8 +1,7 @@
 """Mix parameters and momentum with neighbours."""
 
-from dataclasses import dataclass
-
 from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
@@ -10,7 +9,7 @@ from thinwire.topology.base import Topology
 from thinwire.topology.graphs import Ring
 
 
-@dataclass(frozen=True)
+@registered
 class DoubleAveraging(DecentralisedMomentum):
     r"""Gossip with heavy-ball momentum: each worker averages its parameters and its momentum with its neighbours.
 

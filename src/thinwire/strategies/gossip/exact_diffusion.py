@@ -1,11 +1,11 @@
 """Mix parameters with neighbours, and correct the bias that mixing causes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
@@ -14,7 +14,7 @@ from thinwire.topology.certificate import Disagreement, exact_diffusion
 from thinwire.topology.graphs import Ring
 
 
-@dataclass(frozen=True)
+@registered
 class ExactDiffusion(DecentralisedMomentum):
     r"""Adapt, add the last step's change by mixing, combine (exact diffusion; with momentum, EDM).
 

@@ -1,19 +1,18 @@
 """Average parameters with a few neighbours at every step."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from thinwire.reduce.compressed_all_reduce import gossip_, mean_, mix_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import Ring
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class Gossip(Strategy):
     r"""Mix the parameters with those of this step's neighbours (decentralised SGD, D-PSGD).
 
@@ -60,9 +59,7 @@ class Gossip(Strategy):
     waits = "at every step each worker waits for its neighbours of that step"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
-    def __post_init__(self) -> None:
-        """Check the types."""
-        check_field_types(self)
+    elementwise = True
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""

@@ -1,10 +1,10 @@
 """Mix parameters with neighbours, with a momentum of the mixed parameters' displacement."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
@@ -13,7 +13,7 @@ from thinwire.topology.certificate import Disagreement, quasi_global
 from thinwire.topology.graphs import OnePeerExponential
 
 
-@dataclass(frozen=True)
+@registered
 class QuasiGlobal(DecentralisedMomentum):
     r"""Step along a momentum that follows the displacement of the mixed parameters (QG-DmSGD).
 

@@ -1,18 +1,16 @@
 """Average gradients at every step."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class AllReduce(Strategy):
     r"""Average the gradients of all workers at every step, while the backward pass still runs.
 
@@ -51,18 +49,13 @@ class AllReduce(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the whole gradient"
     limits = "on a slow link the step takes as long as the transfer"
 
-    def __post_init__(self) -> None:
-        """Check the types."""
-        check_field_types(self)
+    sends_gradients = True
+    moves_parameters = False
+    elementwise = True
 
     def check(self, size: int) -> None:
         """Refuse a biased codec without error feedback, whose residual would be lost."""
         check_feedback(self.codec)
-
-    @property
-    def sends_gradients(self) -> bool:
-        """Yes, bucket by bucket."""
-        return True
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """Launch the mean of one bucket."""

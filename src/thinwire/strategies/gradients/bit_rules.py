@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.strategies.gradients.bits import LEAST, MOST, best_bits, contraction, error_of, fewest_bits, levels_of
-from thinwire.validation import check_field_types
 
 _LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
 _MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not go on shrinking as fast as they do now
@@ -91,7 +91,7 @@ class Step:
         return sum(b * size for b, size in zip(bits, self.sizes, strict=True)) / max(1, sum(self.sizes))
 
 
-@dataclass(frozen=True)
+@registered
 class FixedBits:
     """The same bits at every step.
 
@@ -107,7 +107,6 @@ class FixedBits:
 
     def __post_init__(self) -> None:
         """Check the type and the range."""
-        check_field_types(self)
         _check_range(self.bits, self.bits)
 
     @property
@@ -124,7 +123,7 @@ class FixedBits:
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
 
-@dataclass(frozen=True)
+@registered
 class ErrorBound:
     r"""The fewest bits that keep what quantisation adds to the bound on $F(x_T) - F^*$ within `error`.
 
@@ -168,7 +167,6 @@ class ErrorBound:
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if self.final_lr is not None and not 0 <= self.final_lr < inf:
@@ -210,7 +208,7 @@ class ErrorBound:
         return [factor * square for square in step.squares]
 
 
-@dataclass(frozen=True)
+@registered
 class BitBudget:
     r"""A number of bits an entry on average, more of them where gradients are large and, with `decay`, near the end.
 
@@ -246,7 +244,6 @@ class BitBudget:
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:

@@ -14,16 +14,16 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.reduce.stages import TwoStageMean, launched
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, skipped_step
 from thinwire.strategies.gradients.bits import MOST, square_of
-from thinwire.validation import check_field_types
 
 _FP32_BITS = 32.0
 
 
-@dataclass(frozen=True)
+@registered
 class DQSGD(Strategy):
     r"""Average quantised gradients; a rule chooses the bits of each step from the gradients' size and what is left.
 
@@ -85,9 +85,10 @@ class DQSGD(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the codes, twice"
     limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
 
+    sends_gradients = True
+
     def __post_init__(self) -> None:
         """Check the types and the block."""
-        check_field_types(self)
         if self.block < 8 or self.block % 8:
             raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
         if self.answer is not None and not 0 <= self.answer <= MOST - self.rule.most:
@@ -95,11 +96,6 @@ class DQSGD(Strategy):
                 f"answer={self.answer}: at least 0, and with the rule's {self.rule.most} bits at most {MOST}; let the "
                 "rule have fewer, as in BitBudget(most=7), or use None for the mean itself"
             )
-
-    @property
-    def sends_gradients(self) -> bool:
-        """Yes, bucket by bucket."""
-        return True
 
     def start(self, r: Replica) -> None:
         """An empty ledger, and no buckets yet."""

@@ -1,7 +1,6 @@
 """FetchSGD: momentum and residual are kept in count sketches that are equal on all workers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import draw_key
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -22,10 +22,9 @@ from thinwire.strategies.gradients.sketches import (
     resize_unsent,
     write_update_,
 )
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class FetchSGD(Strategy):
     r"""Keep momentum and residual in count sketches, equal on all workers, and apply the residual's largest elements.
 
@@ -95,18 +94,14 @@ class FetchSGD(Strategy):
     waits = "every step, after the backward pass, all workers wait for the slowest one and for the transfer of a sketch"
     limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
+    reads_gradient = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         check_table(self.fraction, self.columns, self.rows)
         check_momentum(self.momentum)
         if self.second_round < 1:
             raise ConfigError(f"second_round={self.second_round}: at least 1 candidate for each coordinate; 4 is usual")
-
-    @property
-    def reads_gradient(self) -> bool:
-        """True: the strategy reads the gradient, and replaces it by the update."""
-        return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse every optimizer but plain SGD, because the strategy applies the momentum itself."""

@@ -1,14 +1,13 @@
 """Average gradients during a warm-up, then momenta in one bit an entry."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, State, draw_key
+from thinwire.codecs.base import Codec, draw_key
 from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
@@ -16,9 +15,9 @@ from thinwire.errors import ConfigError
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.optimizers.replica_view import replica_view
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 _PREFIX = "momentum/"
 # Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
@@ -27,7 +26,7 @@ _SAMPLE_ENTRIES, _RUN = 65_536, 16
 _MESSAGE_ENTRIES = 1 << 21
 
 
-@dataclass(frozen=True)
+@registered
 class CompressedMomentum(Strategy):
     r"""Average gradients until the optimizer's variance has settled; from then on average encoded momenta.
 
@@ -95,9 +94,11 @@ class CompressedMomentum(Strategy):
     )
     limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for the variance to settle"
 
+    sends_gradients = True
+    reads_gradient = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step; a sixth of the run is usual"
@@ -112,22 +113,20 @@ class CompressedMomentum(Strategy):
                 "first codes have been sent; keep one of the two"
             )
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Yes, bucket by bucket, until the variance is frozen."""
-        return True
-
-    @property
-    def reads_gradient(self) -> bool:
-        """Yes, to compute momenta from it."""
-        return True
-
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse one whose variance cannot be frozen."""
         if not isinstance(optimizer, FreezingOptimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen; use "
                 "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to compress gradients"
+            )
+
+    def check_blocks(self, blocks: str) -> None:
+        """Refuse what depends on the norm of the whole gradient."""
+        if self.max_norm is not None or self.warmup_steps is None:
+            raise ConfigError(
+                f"{self} {blocks}: a rank knows the norm of its own block only; give warmup_steps a number, and "
+                "clip with clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
             )
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
@@ -179,7 +178,7 @@ class CompressedMomentum(Strategy):
         """The parameters themselves."""
         return r.x
 
-    def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """The states of another number of workers, with the same residuals in total."""
         return resize_errors(states, size)
 

@@ -1,7 +1,6 @@
 """Sketched SGD: sum count sketches of the residuals, then the exact values of their largest entries."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import draw_key
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -26,12 +26,11 @@ from thinwire.strategies.gradients.sketches import (
     split_of,
     write_update_,
 )
-from thinwire.validation import check_field_types
 
 _VALUE_BYTES, _INDEX_BYTES = 4, 4
 
 
-@dataclass(frozen=True)
+@registered
 class SketchedSGD(Strategy):
     r"""Sum count sketches of the workers' residuals, and update only the coordinates that are largest in the sum.
 
@@ -105,20 +104,16 @@ class SketchedSGD(Strategy):
     waits = "every step, after the backward pass, all wait for the slowest worker and for two small sums"
     limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
 
+    reads_gradient = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         check_table(self.fraction, self.columns, self.rows)
         if self.second_round < 0:
             raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all coordinates")
         check_momentum(self.momentum)
         if self.dense_below < 0:
             raise ConfigError(f"dense_below={self.dense_below}: must be at least 0 elements; 1024 is usual")
-
-    @property
-    def reads_gradient(self) -> bool:
-        """Yes, and replaces it by the update."""
-        return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse everything but plain SGD, as momentum is the strategy's own."""

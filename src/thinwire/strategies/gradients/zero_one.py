@@ -1,13 +1,12 @@
 """0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, State, draw_key
+from thinwire.codecs.base import Codec, draw_key
 from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
@@ -15,12 +14,12 @@ from thinwire.errors import ConfigError
 from thinwire.optimizers.replica_view import replica_view
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class ZeroOne(Strategy):
     r"""0/1 Adam: average gradients at ever fewer steps and compressed momenta at the others, later at few steps only.
 
@@ -74,24 +73,16 @@ class ZeroOne(Strategy):
     waits = "at every synchronisation, all workers wait for the slowest one and for two transfers of compressed momenta"
     limits = "needs ZeroOneAdam; the workers' gradients must be similar enough for a few local steps"
 
+    sends_gradients = True
+    reads_gradient = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         for name in ("variance_steps", "variance_doubling", "local_doubling"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; 1000, 16 and 1000 are usual")
         if self.most_local < 1 or self.most_local & (self.most_local - 1):
             raise ConfigError(f"most_local={self.most_local}: gaps double, so it must be a power of two; 16 is usual")
-
-    @property
-    def sends_gradients(self) -> bool:
-        """True: at steps that update the variance, bucket by bucket."""
-        return True
-
-    @property
-    def reads_gradient(self) -> bool:
-        """True: momenta are computed from it."""
-        return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse every optimizer but `ZeroOneAdam`."""
@@ -100,7 +91,7 @@ class ZeroOne(Strategy):
                 f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronise; use ZeroOneAdam"
             )
 
-    def resized(self, states: Sequence[State], size: int) -> list[dict[str, Tensor]]:
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """Convert the states to another number of workers; the residuals' effect on the mean is kept."""
         return resize_errors(states, size)
 

@@ -8,7 +8,6 @@ A worker that waits for all others (for `consensus`, `save` or at the end) is at
 then it asks again. RELEASE if every rank is at the barrier.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 from weakref import proxy
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -30,7 +30,6 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
-from thinwire.validation import check_field_types
 
 _STEP, _BARRIER = 1, 2  # topics of the mailbox
 _ELECTION, _RELEASE = 1, 2  # answers to a worker at the barrier
@@ -39,7 +38,7 @@ _ELECTION, _RELEASE = 1, 2  # answers to a worker at the barrier
 _TRAINING, _RELEASED = -1, -2
 
 
-@dataclass(frozen=True)
+@registered
 class AsyncLeaderSGD(Strategy):
     r"""Leader SGD whose rounds are $n\tau$ steps of all workers together: fast ones take more of them.
 
@@ -95,9 +94,11 @@ class AsyncLeaderSGD(Strategy):
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
+    timing_dependent = True
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_field_types(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
         if not 0 <= self.pull <= 1:

@@ -1,13 +1,13 @@
 """Train locally, and pull every worker towards the best one once in a period."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
@@ -26,10 +26,9 @@ from thinwire.strategies.leader.election import (
     two_level_broadcast_,
     warn_without_leader,
 )
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class LeaderSGD(Strategy):
     r"""Leader SGD: train locally, and every `period` steps move all workers a part of the way to the best one.
 
@@ -99,9 +98,10 @@ class LeaderSGD(Strategy):
     waits = "every period steps, all (with nodes: those of a node) wait for the slowest and for the leader's parameters"
     limits = "made for workers with similar data: the one with the easiest data would always lead"
 
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the kinds and the ranges, and which options go together."""
-        check_field_types(self)
         for name, share in (("pull", self.pull), ("global_pull", self._global_pull), ("proximal", self.proximal)):
             if not 0 <= share <= 1:
                 raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")

@@ -1,11 +1,11 @@
 """Add a pull towards the best worker to every gradient."""
 
-from dataclasses import dataclass
 from math import inf
 
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -17,10 +17,9 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class LeaderGradientDescent(Strategy):
     r"""Leader gradient descent: at every step, add to each worker's gradient a pull towards the best of them.
 
@@ -64,7 +63,6 @@ class LeaderGradientDescent(Strategy):
 
     def __post_init__(self) -> None:
         """Check the kind and the range."""
-        check_field_types(self)
         if not 0 <= self.pull < inf:
             raise ConfigError(f"pull={self.pull}: must be finite and not negative; 0.1 is usual")
 

@@ -1,15 +1,13 @@
 """Average the models that a round started from while the round computes, then add the round's own steps."""
 
-from dataclasses import dataclass
-
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class CoCoD(Strategy):
     r"""Average the models that a round started from while the round computes; each worker then adds its own steps.
 
@@ -57,9 +55,10 @@ class CoCoD(Strategy):
     )
     limits = "nothing damps the differences between workers: where their data differ use OverlapLocalSGD"
 
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the types and the period."""
-        check_field_types(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 

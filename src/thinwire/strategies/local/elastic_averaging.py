@@ -1,6 +1,5 @@
 """Pull every worker and a common centre towards each other."""
 
-from dataclasses import dataclass
 from math import inf
 
 from torch import Tensor
@@ -8,13 +7,13 @@ from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class EASGD(Strategy):
     r"""Elastic averaging SGD: every `period` steps, workers and their centre move a part of the way to each other.
 
@@ -58,9 +57,10 @@ class EASGD(Strategy):
     waits = "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters"
     limits = "workers in different basins keep each other, and the centre, away from either minimum"
 
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 10 is usual")
         if not 0 < self.centre_pull <= 1:

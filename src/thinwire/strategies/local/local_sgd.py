@@ -1,6 +1,5 @@
 """Average parameters every few steps, or never."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,10 +8,10 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
-from thinwire.validation import check_field_types
 
 
 def check_period(period: int) -> None:
@@ -47,7 +46,7 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
     return compressed_mean_(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step)).wait()
 
 
-@dataclass(frozen=True)
+@registered
 class Local(Strategy):
     """Every worker trains by itself and sends nothing; the base of methods that communicate on top of it.
 
@@ -71,8 +70,11 @@ class Local(Strategy):
     paper = "one-shot averaging: Zinkevich et al., NeurIPS 2010"
     limits = "workers drift apart, because nothing averages them"
 
+    moves_parameters = False
+    elementwise = True
 
-@dataclass(frozen=True)
+
+@registered
 class LocalSGD(Strategy):
     r"""Average the parameters of all workers every `period` steps.
 
@@ -136,9 +138,11 @@ class LocalSGD(Strategy):
     )
     limits = "workers drift further apart the longer the period is and the more their data differ"
 
+    elementwise = True
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the types and the periods."""
-        check_field_types(self)
         check_period(self.period)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")

@@ -1,6 +1,5 @@
 """Sum gradients over a round of short local steps, then take one long step along their mean over workers."""
 
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -9,13 +8,13 @@ from torch.optim import SGD, Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class MinibatchLocalSGD(Strategy):
     r"""Sum gradients along `period` short local steps, then take one step along their mean from the round's start.
 
@@ -70,20 +69,17 @@ class MinibatchLocalSGD(Strategy):
     )
     limits = "plain SGD only; with a small `inner` steps are few and long: tune the learning rate with it"
 
+    reads_gradient = True
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.period < 1:
             raise ConfigError(
                 f"period={self.period}: must be at least 1 step; use AllReduce() to communicate at every step"
             )
         if not 0 <= self.inner < inf:
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
-
-    @property
-    def reads_gradient(self) -> bool:
-        """Yes: it sums the worker's own gradients."""
-        return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse any but plain SGD."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
+from thinwire.registry import registered
 
 _PREFIX = "outer."
 
 
-@dataclass(frozen=True)
+@registered
 class OuterOptimizer:
     r"""The outer optimizer of `SlowMo`: one step of a torch optimizer per round, on the workers' average.
 
@@ -51,7 +50,6 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         """Check the types, and that the optimizer works, by two steps on zeros."""
-        check_field_types(self)
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
         x = torch.zeros(2)

@@ -1,6 +1,5 @@
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -9,12 +8,12 @@ from torch import Tensor
 from thinwire.comm.work import completed
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class OverlapLocalSGD(Strategy):
     r"""Launch an all-reduce of the parameters every `period` steps, and use the mean `delay` steps later.
 
@@ -75,9 +74,10 @@ class OverlapLocalSGD(Strategy):
     waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
     limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
 
+    has_period = True
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
         if not 0 <= self.pull < 1:

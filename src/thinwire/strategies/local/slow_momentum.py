@@ -1,7 +1,6 @@
 """Average every few steps, and take a momentum step on the average."""
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -10,21 +9,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs.base import Codec, check_feedback
-from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.local_sgd import Local, check_period, common_start, compressed_delta
 from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.validation import check_field_types
+from thinwire.strategies.wrapper import Wrapper
 
 _MOMENTUM, _LR = 0.5, 1.0
 
 
-@dataclass(frozen=True)
-class SlowMo(Strategy):
+@registered
+class SlowMo(Wrapper):
     r"""Average every `period` steps, then take one momentum step on the average.
 
     With $x_0$ the parameters after the last slow step and $\gamma$ the mean of the optimizer's learning rate over
@@ -101,9 +100,14 @@ class SlowMo(Strategy):
     )
     limits = "tune the momentum: too much of it, or too long a period, overshoots"
 
+    moves_parameters = True
+    has_period = True
+    elementwise = trait(
+        lambda self: self.base.elementwise and not self.shard and self.outer is None and self.buffers == "maintain"
+    )
+
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
-        check_field_types(self)
         check_period(self.period)
         if isinstance(self.base, SlowMo):
             raise ConfigError(f"base={self.base}: one slow momentum at a time; use its base, {self.base.base}")
@@ -124,24 +128,14 @@ class SlowMo(Strategy):
                 "each worker's own difference from a common start; use base=Local(), shard=False, exact=True"
             )
 
-    @property
-    def sends_gradients(self) -> bool:
-        """As the base."""
-        return self.base.sends_gradients
-
-    @property
-    def reads_gradient(self) -> bool:
-        """As the base."""
-        return self.base.reads_gradient
-
     def check(self, size: int) -> None:
         """As the base; and refuse a codec that drops what it cannot encode."""
         check_feedback(self.codec)
-        self.base.check(size)
+        super().check(size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
-        self.base.check_optimizer(optimizer)
+        super().check_optimizer(optimizer)
         if self.buffers == "reset":
             fresh_optimizer(optimizer)
         if self.buffers == "average":
@@ -149,7 +143,7 @@ class SlowMo(Strategy):
 
     def start(self, r: Replica) -> None:
         """Start the first round at the initial parameters, without slow momentum."""
-        self.base.start(r)
+        super().start(r)
         exact = torch.promote_types(r.x.dtype, torch.float32)
         # A codec encodes differences from the anchor, which must then be equal on all ranks.
         start = r.x if self.codec is None else common_start(r)
@@ -160,17 +154,9 @@ class SlowMo(Strategy):
             r.state["slow"] = torch.zeros_like(r.state["anchor"])
             r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=home)
 
-    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base."""
-        return self.base.on_gradient(r, part)
-
-    def before_step(self, r: Replica) -> None:
-        """As the base."""
-        self.base.before_step(r)
-
     def after_step(self, r: Replica) -> None:
         """The base's hook; then, when the period is over, the slow step, from which the next round starts."""
-        self.base.after_step(r)
+        super().after_step(r)
         anchor = r.state["anchor"]
         if self.outer is None:
             lr = r.lr
@@ -194,6 +180,7 @@ class SlowMo(Strategy):
             all_gather_(r.comm, anchor.to(r.x), r.x)
         else:
             r.x.copy_(anchor)
+        self.base.restart(self.inner(r))
         if self.outer is None:
             r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=anchor.device)
         if self.buffers == "reset":
@@ -201,9 +188,10 @@ class SlowMo(Strategy):
         if self.buffers == "average":
             r.moments.average_(r.comm)
 
-    def consensus(self, r: Replica) -> Tensor:
-        """As the base."""
-        return self.base.consensus(r)
+    def restart(self, r: Replica) -> None:
+        """As the base; and start the round at the parameters."""
+        super().restart(r)
+        r.state["anchor"].copy_(self._shard_of(r, r.x))
 
     def _average(self, r: Replica) -> Tensor:
         """The workers' average, or this worker's shard of it, on the device of the slow state."""
@@ -214,7 +202,7 @@ class SlowMo(Strategy):
             # A plain mean needs only the first half of an all-reduce here; the second follows after the slow step.
             return reduce_scatter(r.comm, r.x).to(anchor)
         if self.exact:
-            self.base.average_(r)
+            self.base.average_(self.inner(r))
         else:
             # Messages in flight may still read the parameters, which the slow step is about to change.
             r.wait_pending()

@@ -1,21 +1,20 @@
 """Send the parameters in fragments, one after another."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
-from thinwire.validation import check_field_types
+from thinwire.strategies.wrapper import Wrapper, period_of
 
 
-@dataclass(frozen=True)
-class Streaming(Strategy):
+@registered
+class Streaming(Wrapper):
     r"""Cut the parameters into fragments; each follows the base's schedule by itself, at steps of its own.
 
     With $F$ fragments and the base's period $\tau$, fragment $f$ is $\lfloor f\tau/F \rfloor$ steps ahead of the first.
@@ -62,29 +61,20 @@ class Streaming(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types, and that the base works on fragments."""
-        check_field_types(self)
-        period = getattr(self.base, "period", None)
-        if not isinstance(period, int):
+        period = period_of(self.base)
+        if period is None:
             raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
         if not 1 <= self.fragments <= period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
         if self.base.sends_gradients:
             raise ConfigError(f"base={self.base}: sends gradients at every step; use a base that averages parameters")
+        if self.base.timing_dependent:
+            raise ConfigError(
+                f"base={self.base}: sends messages on no common schedule, which fragments cannot share; use it without "
+                "Streaming, or a base that averages parameters, such as SlowMo()"
+            )
         if getattr(self.base, "buffers", "maintain") != "maintain":
             raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
-
-    @property
-    def reads_gradient(self) -> bool:
-        """As the base."""
-        return self.base.reads_gradient
-
-    def check(self, size: int) -> None:
-        """As the base."""
-        self.base.check(size)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As the base."""
-        self.base.check_optimizer(optimizer)
 
     def start(self, r: Replica) -> None:
         """As the base, for each fragment."""
@@ -101,6 +91,11 @@ class Streaming(Strategy):
         for fragment in self._fragments(r):
             self.base.after_step(fragment)
 
+    def restart(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.restart(fragment)
+
     def average_(self, r: Replica) -> None:
         """As the base, for each fragment."""
         for fragment in self._fragments(r):
@@ -110,10 +105,22 @@ class Streaming(Strategy):
         """As the base, for each fragment."""
         return torch.cat([self.base.consensus(fragment) for fragment in self._fragments(r)])
 
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """As the base, for each fragment."""
+        new: list[dict[str, Tensor]] = [{} for _ in range(size)]
+        for f in range(self.fragments):
+            prefix = f"fragment-{f}/"
+            of = [{n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)} for state in states]
+            found = self.base.resized(of, size)
+            if found is None:
+                return None
+            for state, part in zip(new, found, strict=True):
+                state.update({prefix + name: x for name, x in part.items()})
+        return new
+
     def _fragments(self, r: Replica) -> Iterator[Replica]:
         # Integer division, so that fragments cover the vector without gap or overlap.
         edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
-        period: int = getattr(self.base, "period")  # noqa: B009
-        # Parts are views, made at every call: a checkpoint may have replaced the state in between.
+        period = period_of(self.base) or 1
         for f in range(self.fragments):
             yield r.part(f"fragment-{f}", slice(edges[f], edges[f + 1]), ahead=f * period // self.fragments)

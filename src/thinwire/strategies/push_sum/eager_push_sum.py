@@ -1,12 +1,12 @@
 """Send shares of the parameters along a directed graph, and add the others' as soon as they arrive."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -14,10 +14,9 @@ from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numer
 from thinwire.topology.base import Peers, Topology, check_edges
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class EagerPushSum(Strategy):
     r"""Overlap SGP without a schedule: at every step add the messages that have arrived, and wait only for old ones.
 
@@ -74,9 +73,10 @@ class EagerPushSum(Strategy):
         "ranks together"
     )
 
+    timing_dependent = True
+
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
-        check_field_types(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 

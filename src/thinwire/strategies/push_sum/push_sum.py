@@ -1,22 +1,21 @@
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_, mix_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
+@registered
 class PushSum(Strategy):
     r"""Stochastic Gradient Push: send shares of parameters and of a weight, and train at their quotient.
 
@@ -77,9 +76,10 @@ class PushSum(Strategy):
         "workers hold different parameters between averages of all; evaluate at consensus; biased=True is an ablation"
     )
 
+    elementwise = True
+
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
-        check_field_types(self)
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 

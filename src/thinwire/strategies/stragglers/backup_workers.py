@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,14 +12,14 @@ from thinwire.quorum.log import LOG, USED, begin_log, write_log
 from thinwire.quorum.opening import open_participant, participant_of
 from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
+from thinwire.strategies.base import Strategy, trait
 
 _MAX_RANKS_IN_METRICS = 16
 
 
-@dataclass(frozen=True)
+@registered
 class BackupWorkers(Strategy):
     r"""Synchronous SGD that waits for the first N of N + b workers.
 
@@ -86,9 +84,12 @@ class BackupWorkers(Strategy):
     waits = "every step, all wait until the first N workers are ready and their gradients are averaged"
     limits = "data of a worker that is always late are never used unless they are assigned anew; N gradients of n count"
 
+    sends_gradients = True
+    timing_dependent = True
+    skips_steps = trait(lambda self: self.backups > 0)
+
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_field_types(self)
         if self.backups < 0:
             raise ConfigError(f"backups={self.backups}: must be at least 0, which waits for all")
         if self.deviations < 0:
@@ -97,16 +98,6 @@ class BackupWorkers(Strategy):
             raise ConfigError(f"coordinator={self.coordinator}: must be a rank, from 0")
         if self.retry_seconds <= 0:
             raise ConfigError(f"retry_seconds={self.retry_seconds}: must be positive; 0.01 is usual")
-
-    @property
-    def sends_gradients(self) -> bool:
-        """Yes; all of it when the backward pass is over."""
-        return True
-
-    @property
-    def skips_steps(self) -> bool:
-        """Yes, where a worker may be late."""
-        return self.backups > 0
 
     def check(self, size: int) -> None:
         """Refuse more backups than leave a worker to wait for, and a coordinator that is none of the workers."""
@@ -139,11 +130,6 @@ class BackupWorkers(Strategy):
             return mean_(r.comm, r.g[part], count=r.active)
         if r.active != r.comm.size:
             raise ConfigError(f"{self}: join() cannot know which workers are late; loop `while worker.step < steps`")
-        if others := r.state.keys() - {LOG, USED}:
-            raise ConfigError(
-                f"{self}: a late worker leaves out steps, which a strategy around this one would miss (it keeps "
-                f"{', '.join(sorted(others))}); use it alone, or AllReduce() as the base"
-            )
         participant = participant_of(r)
         if participant.outcome is not None:
             raise ConfigError(

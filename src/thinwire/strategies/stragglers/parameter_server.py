@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 from weakref import proxy
 
@@ -12,15 +11,15 @@ from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
+from thinwire.registry import registered
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.validation import check_field_types
 
 _PUSH, _BARRIER = 1, 2  # topics of the mailbox
 
 
-@dataclass(frozen=True)
+@registered
 class ParameterServer(Strategy):
     r"""Asynchronous SGD: workers push updates to shared parameters and pull the result, each at its own pace.
 
@@ -69,9 +68,7 @@ class ParameterServer(Strategy):
     waits = "at every step each worker waits for all others' answers, sent while they compute; not for their steps"
     limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
-    def __post_init__(self) -> None:
-        """Check the kinds."""
-        check_field_types(self)
+    timing_dependent = True
 
     def start(self, r: Replica) -> None:
         """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""

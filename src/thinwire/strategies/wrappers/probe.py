@@ -1,7 +1,6 @@
 """Measure from time to time how much workers' gradients differ."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,16 +8,17 @@ from torch.optim import SGD, Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import Local, LocalSGD
+from thinwire.strategies.wrapper import Wrapper
 from thinwire.strategies.wrappers.heterogeneity import NAMES, estimate
-from thinwire.validation import check_field_types
 
 
-@dataclass(frozen=True)
-class Probe(Strategy):
+@registered
+class Probe(Wrapper):
     r"""Wrap a strategy, the base, and estimate gradient noise and the dissimilarity of workers' gradients.
 
     Each measurement uses two successive exchanges out of `every`. If the base sends gradients, an exchange is their
@@ -36,8 +36,8 @@ class Probe(Strategy):
     exchanges. $\sigma^2$ is the noise of one worker's gradient at one step; the mean over $K$ steps has $1/K$ of it.
     Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
     `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
-    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes. State: `probe.deviation` and
-    `probe.earlier`, each like the parameters (for averages of parameters `probe.anchor` too), and a few numbers.
+    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes. State: `deviation` and
+    `earlier`, each like the parameters (for averages of parameters `anchor` too), and a few numbers.
 
     Args:
         base: the strategy whose exchanges are measured.
@@ -74,7 +74,6 @@ class Probe(Strategy):
 
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
-        check_field_types(self)
         if self.every < 2:
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
@@ -90,28 +89,9 @@ class Probe(Strategy):
                 "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
             )
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether the base sends gradients."""
-        return self.base.sends_gradients
-
-    @property
-    def reads_gradient(self) -> bool:
-        """Whether the base reads the gradient."""
-        return self.base.reads_gradient
-
-    @property
-    def moves_parameters(self) -> bool:
-        """Whether the base moves parameters; the measurement itself does not."""
-        return self.base.moves_parameters
-
-    def check(self, size: int) -> None:
-        """Refuse a number of workers that the base refuses."""
-        self.base.check(size)
-
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
-        self.base.check_optimizer(optimizer)
+        super().check_optimizer(optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         if not self.sends_gradients and not plain:
             raise ConfigError(
@@ -121,16 +101,16 @@ class Probe(Strategy):
 
     def start(self, r: Replica) -> None:
         """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
-        self.base.start(r)
-        r.zeros_state("probe.deviation")
-        r.zeros_state("probe.earlier")
+        super().start(r)
+        r.zeros_state("deviation")
+        r.zeros_state("earlier")
         if not self.sends_gradients:
-            r.zeros_state("probe.anchor")
-        r.state["probe.means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
-        r.state["probe.square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
-        r.state["probe.half"] = torch.zeros((), dtype=torch.bool)
+            r.zeros_state("anchor")
+        r.state["means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
+        r.state["square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
+        r.state["half"] = torch.zeros((), dtype=torch.bool)
         if not self.sends_gradients:
-            r.state["probe.rounds"] = torch.zeros((), dtype=torch.int64)
+            r.state["rounds"] = torch.zeros((), dtype=torch.int64)
             self._begin_round(r)
 
     # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
@@ -142,11 +122,11 @@ class Probe(Strategy):
         # If some workers have run out of data, the mean is over other workers than before, and the two deviations
         # cannot be compared.
         if self._stage(r.step) == 0 or r.active < r.comm.size:
-            return self.base.on_gradient(r, part)
+            return super().on_gradient(r, part)
         # The mean replaces the gradient in memory, so this worker's own is copied first.
-        deviation, square = r.state["probe.deviation"][part], r.state["probe.square"]
+        deviation, square = r.state["deviation"][part], r.state["square"]
         deviation.copy_(r.g[part])
-        work = self.base.on_gradient(r, part)
+        work = super().on_gradient(r, part)
         if work is None:
             raise ConfigError(f"base={self.base}: sends nothing during the backward pass; measure AllReduce()")
 
@@ -165,51 +145,47 @@ class Probe(Strategy):
         if self.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
                 self._measure(r, self._stage(r.step))
-        elif not r.state["probe.steps"]:
-            r.state["probe.anchor"].copy_(r.x)
-        self.base.before_step(r)
+        elif not r.state["steps"]:
+            r.state["anchor"].copy_(r.x)
+        super().before_step(r)
 
     def after_step(self, r: Replica) -> None:
         """Do as the base does; if it averages parameters, count this step, and end the round when it averages."""
         if self.sends_gradients:
-            self.base.after_step(r)
+            super().after_step(r)
             return
-        r.state["probe.lr_sum"] = r.state["probe.lr_sum"] + r.lr
-        r.state["probe.steps"] += 1
+        r.state["lr_sum"] = r.state["lr_sum"] + r.lr
+        r.state["steps"] += 1
         if isinstance(self.base, LocalSGD) and (r.step % self.base.period == 0 or r.step <= self.base.warmup_steps):
-            self._end_round(r, self.base.after_step)
+            self._end_round(r, super().after_step)
         else:
-            self.base.after_step(r)
+            super().after_step(r)
 
     def average_(self, r: Replica) -> None:
         """Average as the base does; if it averages parameters, this ends a round that has started."""
-        if self.sends_gradients or not r.state["probe.steps"]:
-            self.base.average_(r)
+        if self.sends_gradients or not r.state["steps"]:
+            super().average_(r)
         else:
-            self._end_round(r, self.base.average_)
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The base's consensus."""
-        return self.base.consensus(r)
+            self._end_round(r, super().average_)
 
     def _begin_round(self, r: Replica) -> None:
-        r.state["probe.lr_sum"] = torch.zeros((), dtype=torch.float64)
-        r.state["probe.steps"] = torch.zeros((), dtype=torch.int64)
+        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64)
+        r.state["steps"] = torch.zeros((), dtype=torch.int64)
 
     def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
         """Average as the base does, and keep the deviation of this worker's mean gradient."""
-        stage = self._stage(int(r.state["probe.rounds"]))
+        stage = self._stage(int(r.state["rounds"]))
         if stage == 0 or r.comm.size == 1:
             average_(r)
         else:
-            deviation, lr = r.state["probe.deviation"].copy_(r.x), r.state["probe.lr_sum"]
+            deviation, lr = r.state["deviation"].copy_(r.x), r.state["lr_sum"]
             average_(r)
             per_lr = torch.where(lr > 0, 1 / lr, 0.0)
             # Steps go against the gradient, hence the sign.
             deviation.sub_(r.x).mul_(-per_lr)
-            r.state["probe.square"] = r.state["probe.anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
+            r.state["square"] = r.state["anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
             self._measure(r, stage)
-        r.state["probe.rounds"] += 1
+        r.state["rounds"] += 1
         self._begin_round(r)
 
     def _stage(self, exchanges: int) -> int:
@@ -220,21 +196,21 @@ class Probe(Strategy):
         """Keep the first deviation of a measurement; at the second, estimate from both."""
         if stage == 0:
             return
-        now, earlier = r.state["probe.deviation"], r.state["probe.earlier"]
+        now, earlier = r.state["deviation"], r.state["earlier"]
         # A first exchange without all workers was skipped; then the second one has nothing to be compared with.
-        complete = stage == 2 and bool(r.state["probe.half"])
-        r.state["probe.half"].fill_(stage == 1)
+        complete = stage == 2 and bool(r.state["half"])
+        r.state["half"].fill_(stage == 1)
         if stage == 1:
             earlier.copy_(now)
         if not complete:
             return
         pairs = ((now, now), (earlier, earlier), (now, earlier))
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
-        steps = r.state.get("probe.steps", torch.ones(()))
-        found = estimate(sums, r.state["probe.square"], r.comm.size, float(steps))
+        steps = r.state.get("steps", torch.ones(()))
+        found = estimate(sums, r.state["square"], r.comm.size, float(steps))
         # Moving averages that start at zero. The first element is the sum of their weights; dividing by it corrects the
         # bias, as Adam does.
-        means = r.state["probe.means"].mul_(self.keep)
+        means = r.state["means"].mul_(self.keep)
         means.add_(torch.cat([torch.ones_like(found[:1]), found]))
         for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
             r.metrics[name] = mean

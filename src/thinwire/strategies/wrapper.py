@@ -1,0 +1,134 @@
+"""The base class of strategies that wrap another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.comm.work import Work
+from thinwire.errors import ConfigError
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy, trait
+
+_PREFIX = "base/"
+
+
+class Wrapper(Strategy):
+    """A strategy around another one, its base: every hook and trait is the base's unless a subclass overrides it.
+
+    The base has a namespace of its own: it is given `inner(r)`, whose state and messages have names of their own, so
+    that neither can overwrite the other's. A wrapper that sets the parameters calls the base's `restart` afterwards.
+
+    Attributes:
+        base: the strategy that is wrapped.
+
+    Example:
+        A wrapper that counts the steps of any strategy, whose state cannot collide with the counter:
+
+        >>> from dataclasses import dataclass
+        >>> import torch, thinwire
+        >>> from thinwire.strategies.wrapper import Wrapper
+        >>> @dataclass(frozen=True)
+        ... class Counted(Wrapper):
+        ...     base: thinwire.Strategy
+        ...     def after_step(self, r):
+        ...         r.zeros_state("steps").add_(1)
+        ...         super().after_step(r)
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, Counted(thinwire.DecentLaM()), comm=comm)
+        ...     model.weight.grad = torch.ones(1, 1)
+        ...     optimizer.step()
+        ...     return sorted(worker.replicas[0].state)
+        >>> thinwire.run_threads(2, train)[0]
+        ['base/anchor', 'base/momentum', 'steps']
+    """
+
+    base: Strategy
+
+    sends_gradients = trait(lambda self: self.base.sends_gradients)
+    reads_gradient = trait(lambda self: self.base.reads_gradient)
+    moves_parameters = trait(lambda self: self.base.moves_parameters)
+    skips_steps = trait(lambda self: self.base.skips_steps)
+    timing_dependent = trait(lambda self: self.base.timing_dependent)
+    data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes)
+    elementwise = trait(lambda self: self.base.elementwise)
+    has_period = trait(lambda self: self.base.has_period)
+
+    def inner(self, r: Replica) -> Replica:
+        """The replica that the base is given: the same vectors, other names."""
+        return r.part("base")
+
+    def gradient_buffer(self, x: Tensor) -> Tensor:
+        """As the base."""
+        return self.base.gradient_buffer(x)
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse one whose late workers leave out steps."""
+        if self.base.skips_steps:
+            raise ConfigError(
+                f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
+                "it would miss; use it alone, or AllReduce() as the base"
+            )
+        self.base.check(size)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """As the base."""
+        self.base.check_optimizer(optimizer)
+
+    def check_blocks(self, blocks: str) -> None:
+        """As the base."""
+        self.base.check_blocks(blocks)
+
+    def start(self, r: Replica) -> None:
+        """As the base."""
+        self.base.start(self.inner(r))
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
+        """As the base."""
+        return self.base.on_gradient(self.inner(r), part)
+
+    def before_step(self, r: Replica) -> None:
+        """As the base."""
+        self.base.before_step(self.inner(r))
+
+    def after_step(self, r: Replica) -> None:
+        """As the base."""
+        self.base.after_step(self.inner(r))
+
+    def restart(self, r: Replica) -> None:
+        """As the base."""
+        self.base.restart(self.inner(r))
+
+    def average_(self, r: Replica) -> None:
+        """As the base."""
+        self.base.average_(self.inner(r))
+
+    def consensus(self, r: Replica) -> Tensor:
+        """As the base."""
+        return self.base.consensus(self.inner(r))
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """The base's state as the base redistributes it; the wrapper's own as any strategy's."""
+        inner = self.base.resized([_named(state, inside=True) for state in states], size)
+        own = super().resized([_named(state, inside=False) for state in states], size)
+        if inner is None or own is None:
+            return None
+        return [mine | {_PREFIX + name: x for name, x in base.items()} for mine, base in zip(own, inner, strict=True)]
+
+
+def _named(state: Mapping[str, Tensor], *, inside: bool) -> dict[str, Tensor]:
+    """The entries of the base by their names within it, or those of the wrapper."""
+    names = [name for name in state if name.startswith(_PREFIX) == inside]
+    return {name.removeprefix(_PREFIX) if inside else name: state[name] for name in names}
+
+
+def period_of(strategy: Strategy) -> int | None:
+    """The number of steps between a strategy's communications, or its base's; None if it has none."""
+    if not strategy.has_period:
+        return None
+    found = getattr(strategy, "period", None)
+    return found if isinstance(found, int) else period_of(strategy.base) if isinstance(strategy, Wrapper) else None
