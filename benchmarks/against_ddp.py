@@ -1,6 +1,6 @@
 """AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
 
-torchrun --nproc-per-node 4 -m benchmarks.against_ddp
+torchrun --nproc-per-node 4 -m benchmarks.against_ddp [ROUNDS [MILLIONS]]
 thinwire emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
 python -m benchmarks.against_ddp
 """
@@ -18,9 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from benchmarks.paired import Step, report, start, take_turns
 from thinwire import tasks
+from thinwire.tasks.models.gpt import GPT, GPTSize
+
+# By about how many million parameters they have.
+SIZES = {"0.5": GPTSize(4, 96, 3), "2": GPTSize(6, 160, 5), "6": GPTSize(8, 256, 4), "20": GPTSize(8, 448, 7)}
 
 
-def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int = 4) -> None:
+def main(rounds: str = "10", size: str = "6", *, batch_size: int = 4, steps: int = 4) -> None:
     """Run the pair that suits the number of workers."""
     start()
     task = tasks.load("text")
@@ -37,7 +41,8 @@ def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int 
         return once
 
     def contender(wrap: str) -> Step:
-        model = task.model(size, seed=0)
+        torch.manual_seed(0)
+        model: nn.Module = GPT(SIZES[size])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if wrap == "ddp":
             model = DistributedDataParallel(model)
@@ -46,11 +51,11 @@ def main(rounds: int = 10, *, size: str = "6m", batch_size: int = 4, steps: int 
         return step(model, optimizer)
 
     baseline = "ddp" if workers > 1 else "bare"
-    seconds = take_turns({name: contender(name) for name in (baseline, "thinwire")}, rounds=rounds, steps=steps)
+    seconds = take_turns({name: contender(name) for name in (baseline, "thinwire")}, rounds=int(rounds), steps=steps)
     report(seconds, baseline=baseline)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*(int(word) for word in sys.argv[1:2]))
+    main(*sys.argv[1:])
