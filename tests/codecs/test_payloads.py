@@ -22,6 +22,7 @@ from thinwire.codecs.random_k import RandomK
 from thinwire.codecs.sketch import Sketch
 from thinwire.codecs.terngrad import TernGrad
 from thinwire.codecs.top_k import TopK
+from thinwire.kernels import clip_outliers
 
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 1000]
 CODECS: list[Codec] = [
@@ -261,7 +262,7 @@ def test_terngrad_clips_each_block_at_its_number_of_standard_deviations(elements
         deviation = float(rows.double().std(correction=0))
         if deviation > 1e-15:
             rows.clamp_(-1.5 * deviation, 1.5 * deviation)
-    found = TernGrad(64, clip=1.5)._clipped(x)
+    found = clip_outliers(x, block=64, deviations=1.5)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0, equal_nan=True)
     assert torch.equal(found[64:128], x[64:128])
 
@@ -408,3 +409,26 @@ def test_a_sketch_sends_vectors_as_they_are_where_its_table_is_no_smaller() -> N
 def test_codecs_out_of_range_are_refused(make: Callable[[], Codec], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+META: list[Codec] = [
+    *(Fp32(), Bf16(), Fp16(), Fp8(block=16), OneBit(16), OneBit(whole=True), TopK(0.1), RandomK(0.1), MajorityVote()),
+    *(Quantize(3, 16), QSGD(3, 16), TernGrad(16), TernGrad(16, clip=None), Natural(), Sketch(3, 64, 2)),
+]
+
+
+@pytest.mark.parametrize("codec", META, ids=str)
+@pytest.mark.parametrize("n", [0, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_vectors_without_data_have_payloads_of_the_same_size(codec: Codec, n: int, dtype: torch.dtype) -> None:
+    shapes: list[list[tuple[object, ...]]] = []
+    for device in ("cpu", "meta"):
+        x, residual = torch.ones(n, dtype=dtype, device=device), torch.zeros(n, device=device)
+        payload, single, like = codec.encode(x, {}, 3), torch.ones(n, device=device), torch.empty(n, device=device)
+        results = [payload, codec.decode(payload, x, 3), codec.encode_with_residual_(single, residual, 3)]
+        results += codec.encode_pieces_with_residual_(single, residual, [slice(0, n), slice(n, n)], [3, 4])
+        codec.decode_pieces_([payload, payload], single, [slice(0, n), slice(n, n)], [3, 3])
+        shapes.append([(y.shape, y.dtype) for y in (*results, single, codec.decode_sum([payload] * 2, like, [3, 4]))])
+        assert all(y.device.type == device for y in results)
+        assert payload.nbytes == codec.nbytes(n)
+    assert shapes[0] == shapes[1]

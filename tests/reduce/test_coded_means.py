@@ -23,10 +23,10 @@ from thinwire.codecs.random_k import RandomK
 from thinwire.codecs.sketch import Sketch
 from thinwire.codecs.top_k import TopK
 from thinwire.comm.group import comm_for
+from thinwire.comm.pending import PendingMeans
 from thinwire.comm.threads import Hub, ThreadComm, single_worker
 from thinwire.comm.work import Work
-from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, two_stage_mean_
-from thinwire.reduce.stages import TwoStageMean, launched, pieces
+from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, pieces, two_stage_mean_
 from thinwire.topology import Ring
 
 SIZES = [0, 1, 7, 8, 9, 33, 300]
@@ -235,6 +235,18 @@ def test_meta_vectors_are_counted_like_others(codec: Codec) -> None:
     assert comm.meter.by_operation == real
 
 
+@pytest.mark.parametrize("codec", [OneBit(16), Bf16(), RandomK(0.1), TopK(0.1), Fp8(block=16)], ids=str)
+def test_exchanged_meta_vectors_are_counted_like_others(codec: Codec) -> None:
+    def sent(comm: Comm, device: str) -> float:
+        x = torch.ones(500, device=device)
+        own, theirs = compressed_exchange(comm, x, codec, Ring().peers(1, 4, 0), key=0).wait()
+        assert [y.shape for y in (own, *theirs)] == [x.shape] * 3
+        return comm.meter.payload_bytes
+
+    # A counter gives back this rank's own messages.
+    assert sent(CountingComm(1, 4), "meta") == sent(CountingComm(1, 4), "cpu") == 2 * (16 + codec.nbytes(500))
+
+
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 500])
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_pieces_lie_end_to_end_at_multiples_of_the_alignment(n: int, size: int) -> None:
@@ -273,9 +285,10 @@ def test_means_in_flight_together_are_skipped_together() -> None:
 
     def body(comm: Comm) -> tuple[list[Tensor], State]:
         state: State = {}
-        code = ErrorFeedback(OneBit(8))
+        code, step = ErrorFeedback(OneBit(8)), PendingMeans()
         works = [
-            compressed_mean_(comm, xs[t, comm.rank], code, state, offset=40 * t, length=120, key=t) for t in range(3)
+            compressed_mean_(comm, xs[t, comm.rank], code, state, offset=40 * t, length=120, key=t, pending=step)
+            for t in range(3)
         ]
         return [work.wait() for work in works], state
 
@@ -284,21 +297,38 @@ def test_means_in_flight_together_are_skipped_together() -> None:
         assert not any(x.any() for x in state.values())
 
 
+def test_means_of_different_steps_are_skipped_one_by_one() -> None:
+    xs = vectors(2, 2, 40)
+    xs[1, 0, 3] = float("nan")
+
+    def body(comm: Comm) -> list[bool]:
+        works = [compressed_mean_(comm, xs[t, comm.rank].clone(), MajorityVote(), {}, key=t) for t in range(2)]
+        return [bool(work.wait().isfinite().all()) for work in works]
+
+    assert run_threads(2, body) == [[True, False]] * 2
+
+
 def test_huge_but_finite_vectors_are_not_skipped() -> None:
     xs = torch.full((1, 2, 16), 1e30)
     assert run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(OneBit(8)))[0])[0].isfinite().all()
 
 
 def test_the_sum_of_squares_over_ranks_is_sent_with_the_payloads() -> None:
-    xs = vectors(1, 3, 50)[0]
+    xs, header = vectors(1, 3, 50)[0], Header(codec_number("Quantize(4, 8)", 50), 0, second_stage=True)
 
-    def body(comm: Comm) -> float:
-        mean = TwoStageMean(comm, xs[comm.rank].clone(), OneBit(8), None, 0, 3)
-        launched(comm, mean).wait()
-        return mean.square
+    class Observed(ThreadComm):
+        def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+            found.append(unseal(x, header)[0].squared_norm)
+            return super()._all_gather(x)
 
-    found = run_threads(3, body)
-    assert found[0] == pytest.approx(float(xs.square().sum()), rel=1e-5)
+    found: list[float] = []
+
+    def body(comm: Comm) -> None:
+        observed = Observed(comm._hub, comm.rank, timeout=10)  # type: ignore[attr-defined]
+        two_stage_mean_(observed, xs[comm.rank].clone(), Quantize(4, 8), {}).wait()
+
+    run_threads(3, body)
+    assert found == [pytest.approx(float(xs.square().sum()), rel=1e-5)] * 3
     assert len(set(found)) == 1
 
 
@@ -310,10 +340,16 @@ def in_parts(comm: Comm, xs: Tensor, cuts: Sequence[slice], state: State) -> Ten
     means: list[Tensor] = []
     for step, rows in enumerate(xs):
         x = rows[comm.rank].clone()
-        key = [draw_key(0, step, offset=cut.start) for cut in cuts]
+        whole, pending = x.numel(), PendingMeans()
         works = [
-            compressed_mean_(comm, x[cut], ErrorFeedback(OneBit(8)), state, key=k, offset=cut.start, length=x.numel())
-            for cut, k in zip(cuts, key, strict=True)
+            compressed_mean_(
+                *(comm, x[cut], ErrorFeedback(OneBit(8)), state),
+                key=draw_key(0, step, offset=cut.start),
+                offset=cut.start,
+                length=whole,
+                pending=pending,
+            )
+            for cut in cuts
         ]
         for work in works:
             work.wait()

@@ -13,10 +13,11 @@ import thinwire
 from tests.engine import net
 from tests.optimizers.one_bit_runs import begun, path, taken
 from tests.problems import Regression, flat
-from thinwire import AllReduce, Codec, Comm
+from thinwire import AllReduce, Codec, Comm, CommError
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.one_bit import OneBit
 from thinwire.codecs.random_k import RandomK
+from thinwire.comm.pending import PendingMeans, Stages
 from thinwire.comm.work import Work
 from thinwire.optimizers import base
 from thinwire.optimizers.one_bit_adam import OneBitAdam
@@ -37,8 +38,10 @@ def drawn(size: int, seed: int = 0) -> Tensor:
 
 def launched(comm: Comm, x: Tensor, codec: Codec, state: State) -> list[Work[Tensor]]:
     """The means of all parts, in flight."""
+    pending = PendingMeans()
     return [
-        compressed_mean_(comm, x[part], codec, state, key=part.start, offset=part.start, length=60) for part in PARTS
+        compressed_mean_(comm, x[part], codec, state, key=part.start, offset=part.start, length=60, pending=pending)
+        for part in PARTS
     ]
 
 
@@ -67,6 +70,39 @@ def test_a_linear_mean_is_not_waited_for_when_the_next_is_launched() -> None:
         return waited
 
     assert thinwire.run_threads(2, body, timeout=20) == [0.0, 0.0]
+
+
+def test_a_mean_that_fails_takes_the_others_of_its_step_with_it_and_fails_at_every_later_wait() -> None:
+    def mean(x: Tensor, *, broken: bool = False) -> Stages:
+        yield
+        yield
+        if broken:
+            raise CommError("the line is cut")
+        yield True
+        yield
+        return x
+
+    pending, x = PendingMeans(), torch.ones(1)
+    works = [pending.launch(mean(x, broken=broken)) for broken in (False, True, False)]
+    with pytest.raises(CommError, match="the line is cut"):
+        works[0].wait()
+    for work in works:
+        with pytest.raises(CommError, match="failed at an earlier wait"):
+            work.wait()
+    assert pending.launch(mean(x)).wait() is x
+
+
+def test_the_replicas_of_a_worker_skip_a_step_together() -> None:
+    def body(comm: Comm) -> list[bool]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        worker = thinwire.attach(model, optimizer, AllReduce(SIGNS), comm=comm)
+        factor = float("nan") if comm.rank else 1.0
+        (model[0](torch.ones(4)).sum() + factor * model[1](torch.ones(4).double()).sum()).backward()
+        worker.detach()
+        return [bool(p.grad.isnan().all()) for p in model.parameters() if p.grad is not None]
+
+    assert thinwire.run_threads(2, body, timeout=20) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("codec", [SIGNS, LINEAR], ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,10 +89,6 @@ class Codec(ABC):
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Decompress a payload into the dtype and size of `like`, with the key that it was encoded with."""
 
-    def decode_(self, payload: Tensor, x: Tensor, key: int = 0) -> None:
-        """Decompress a payload into `x`, which is in fp32."""
-        x.copy_(self.decode(payload, x, key))
-
     @abstractmethod
     def nbytes(self, n: int) -> int:
         """The size in bytes of the payload of a vector of n elements."""
@@ -121,6 +117,19 @@ class Codec(ABC):
             keys: the seeds of the random numbers, one for each piece.
         """
         return [self.encode_with_residual_(x[cut], residual[cut], key) for cut, key in zip(cuts, keys, strict=True)]
+
+    def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
+        """Decompress the payload of each piece of `x`, which is in fp32.
+
+        Args:
+            payloads: one for each piece; what follows the piece's own bytes is ignored.
+            x: becomes the decoded vector.
+            cuts: the pieces as slices, end to end.
+            keys: with which the pieces were encoded.
+        """
+        for payload, cut, key in zip(payloads, cuts, keys, strict=True):
+            own = payload[: self.nbytes(cut.stop - cut.start) // payload.element_size()]
+            x[cut].copy_(self.decode(own, x[cut], key))
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode the payloads and add them in the given order, in the dtype and size of `like`."""
@@ -182,6 +191,30 @@ def worker_key(key: int, rank: int, size: int, piece: int = 0) -> DrawKey:
     return DrawKey(_hash(key, piece, rank + 1), shared=_hash(key, piece, 0), shift=rank / size)
 
 
+class StageKeys(NamedTuple):
+    """The keys of a mean in two stages, one for each rank.
+
+    Attributes:
+        own: of this worker's codes, by the rank that adds them.
+        received: of the codes that this rank adds, by the worker that encoded them.
+        means: of the encoded means, by the rank that encoded them.
+    """
+
+    own: list[DrawKey]
+    received: list[DrawKey]
+    means: list[DrawKey]
+
+    @classmethod
+    def of(cls, key: int, rank: int, size: int) -> StageKeys:
+        """From the key of the mean."""
+        return cls(
+            [worker_key(key, rank, size, piece) for piece in range(size)],
+            [worker_key(key, worker, size, rank) for worker in range(size)],
+            # Pieces from `size` on are no worker's, so that these draws are independent of the workers'.
+            [worker_key(key, 0, 1, size + server) for server in range(size)],
+        )
+
+
 def _hash(*numbers: int) -> int:
     """A hash of several integers, by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = 0
@@ -204,34 +237,6 @@ def as_single(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32).contiguous()
 
 
-def encode_or_meta(codec: Codec, x: Tensor, key: int) -> Tensor:
-    """The payload of a vector; a meta tensor for a meta tensor."""
-    # Linear codecs encode meta tensors themselves, for the dtype of their payload.
-    if x.is_meta and not codec.linear:
-        return payload_like(x, codec.nbytes(x.numel()))
-    return codec.encode(x, {}, key)
-
-
-def decode_or_meta(codec: Codec, payload: Tensor, like: Tensor, key: int) -> Tensor:
-    """The decoded payload; a meta tensor for a meta tensor."""
-    return torch.empty_like(like) if like.is_meta else codec.decode(payload, like, key)
-
-
-def norm_if_finite(x: Tensor) -> tuple[bool, float]:
-    """Whether all elements are finite, and the sum of their squares."""
-    if x.is_meta or not x.numel():
-        return True, 0.0
-    square = float(torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32))) ** 2
-    # The norm is one pass over memory; only where it overflows are the elements read again.
-    return square < float("inf") or bool(x.isfinite().all()), square
-
-
 def shared_draw(key: int) -> tuple[int, float]:
     """The key of the draws that all workers of a message have in common, and this worker's shift in [0, 1)."""
     return (key.shared, key.shift) if isinstance(key, DrawKey) else (key, 0.0)
-
-
-def split_blocks(x: Tensor, block: int) -> list[Tensor]:
-    """The whole blocks of a vector as a matrix with a row each, and the shorter last block as another; views."""
-    whole = x.numel() // block * block
-    return [rows for rows in (x[:whole].view(-1, block), x[whole:].view(1, -1)) if rows.numel()]

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, split_blocks
+from thinwire.codecs.base import Codec, State
 from thinwire.errors import ConfigError
+from thinwire.kernels import decode_fp8, encode_fp8
 from thinwire.registry import registered
 
 _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -155,27 +156,11 @@ class Fp8(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The scales, then a byte for each element."""
-        kind, scales, codes = _EIGHT_BITS[self.kind], [x.new_empty(0, dtype=torch.uint8)], list[Tensor]()
-        largest = torch.finfo(kind).max
-        for rows in split_blocks(as_single(x), self.block):
-            scale = rows.abs().amax(1, keepdim=True) / largest
-            scales.append(scale.view(-1).view(torch.uint8))
-            # A scale that is zero or subnormal is rounded coarsely, so that quotients may exceed fp8's largest number.
-            scaled = torch.where(scale > 0, rows / scale, 0.0).clamp(-largest, largest)
-            codes.append(scaled.to(kind).view(torch.uint8).view(-1))
-        return torch.cat([*scales, *codes])
+        return encode_fp8(x, _EIGHT_BITS[self.kind], block=self.block)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Each byte times its block's scale."""
-        n = like.numel()
-        scales, codes = payload.split([self.nbytes(n) - n, n])
-        x = codes.view(_EIGHT_BITS[self.kind]).to(torch.float32)
-        start = 0
-        for rows in split_blocks(x, self.block):
-            count = rows.shape[0]
-            # A slice of a payload need not be aligned to four bytes; a clone is.
-            rows.mul_(scales.clone().view(torch.float32)[start : start + count, None])
-            start += count
+        x = decode_fp8(payload, like.numel(), _EIGHT_BITS[self.kind], block=self.block)
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:

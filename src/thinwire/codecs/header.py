@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from thinwire.kernels import bytes_of, join
 
 HEADER_BYTES = 16
 _MAGIC = 0x636C
@@ -43,25 +46,16 @@ def codec_number(recipe: str, n: int) -> int:
 
 def seal(payload: Tensor, header: Header) -> Tensor:
     """Prepend the header to a payload; uint8 on the payload's device."""
-    if payload.is_meta:
-        return payload.new_empty(HEADER_BYTES + payload.numel())
     payload = payload.contiguous().view(torch.uint8)
-    flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
     # On a GPU a checksum would cost a copy to the host for every message.
-    has_checksum = payload.device.type == "cpu"
-    # A NaN does not equal itself.
-    squared_norm = min(header.squared_norm, _MAX_SQUARED_NORM) if header.squared_norm == header.squared_norm else 0.0
-    packed = _FIELDS.pack(
-        _MAGIC,
-        header.codec,
-        header.step & 0xFFFFFFFF,
-        flags | (_HAS_CHECKSUM if has_checksum else 0),
-        0,
-        _checksum(payload) if has_checksum else 0,
-        squared_norm,
-    )
+    packed = _packed(header, _checksum(payload) if payload.device.type == "cpu" else None)
     front = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(payload.device)
-    return torch.cat([front, payload])
+    return join([front, payload])
+
+
+def seal_all(payloads: Sequence[Tensor], header: Header) -> list[Tensor]:
+    """Prepend one header to each payload."""
+    return [seal(payload, header) for payload in payloads]
 
 
 def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
@@ -74,25 +68,52 @@ def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
     Returns:
         The header, the payload, and what is wrong with them as text, which is empty if nothing is.
     """
-    payload = message[HEADER_BYTES:].clone()  # in memory of its own, so that fp32 scales are aligned to four bytes
-    if message.is_meta:
-        return expected, payload, ""
-    magic, codec, step, flags, _, checksum, squared_norm = _FIELDS.unpack(bytes(message[:HEADER_BYTES].tolist()))
-    header = Header(
-        codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
-    )
-    problem = ""
-    if magic != _MAGIC:
-        problem = "is no payload of a codec"
-    elif header.second_stage != expected.second_stage:
-        problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
-    elif step != expected.step & 0xFFFFFFFF:
-        problem = f"is of step {step}, not of step {expected.step}"
-    elif codec != expected.codec:
-        problem = "is of another codec, or of a vector of another size"
-    elif flags & _HAS_CHECKSUM and payload.device.type == "cpu" and checksum != _checksum(payload):
-        problem = "is damaged: its checksum does not fit"
-    return header, payload, problem
+    (opened,) = _opened([message], expected)
+    return opened
+
+
+def unseal_all(
+    messages: Sequence[Tensor], expected: Header, dtype: torch.dtype
+) -> tuple[list[Header], list[Tensor], str]:
+    """The headers of all ranks' messages, their payloads in this dtype, and the first of their problems."""
+    opened = _opened(messages, expected)
+    problems = (f"what rank {rank} sent {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
+    return [header for header, _, _ in opened], [payload.view(dtype) for _, payload, _ in opened], next(problems, "")
+
+
+def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, Tensor, str]]:
+    """`unseal` of each message. All headers are read at once, as on a GPU each reading waits for the device."""
+    if_meta = _packed(expected, None) * len(messages)
+    fronts = bytes_of(join([message[:HEADER_BYTES] for message in messages]), if_meta=if_meta)
+    opened: list[tuple[Header, Tensor, str]] = []
+    for message, fields in zip(messages, _FIELDS.iter_unpack(fronts), strict=True):
+        magic, codec, step, flags, _, checksum, squared_norm = fields
+        payload = message[HEADER_BYTES:].clone()  # in memory of its own, so that fp32 scales are aligned to four bytes
+        header = Header(
+            codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
+        )
+        problem = ""
+        if magic != _MAGIC:
+            problem = "is no payload of a codec"
+        elif header.second_stage != expected.second_stage:
+            problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
+        elif step != expected.step & 0xFFFFFFFF:
+            problem = f"is of step {step}, not of step {expected.step}"
+        elif codec != expected.codec:
+            problem = "is of another codec, or of a vector of another size"
+        elif flags & _HAS_CHECKSUM and payload.device.type == "cpu" and checksum != _checksum(payload):
+            problem = "is damaged: its checksum does not fit"
+        opened.append((header, payload, problem))
+    return opened
+
+
+def _packed(header: Header, checksum: int | None) -> bytes:
+    """The header's bytes; without a checksum where that is None."""
+    flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
+    flags |= _HAS_CHECKSUM * (checksum is not None)
+    # A NaN does not equal itself.
+    squared_norm = min(header.squared_norm, _MAX_SQUARED_NORM) if header.squared_norm == header.squared_norm else 0.0
+    return _FIELDS.pack(_MAGIC, header.codec, header.step & 0xFFFFFFFF, flags, 0, checksum or 0, squared_norm)
 
 
 def _checksum(payload: Tensor) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, payload_like
-from thinwire.kernels import decode_signs_, encode_signs_
+from thinwire.codecs.base import Codec, State
+from thinwire.kernels import pack_signs, unpack_signs
 from thinwire.registry import registered
-
-_SCALE_BYTES = 4
 
 
 @registered
@@ -42,19 +39,11 @@ class MajorityVote(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The signs: element 8k+j is bit j of byte k."""
-        n = x.numel()
-        # The kernel writes a scale in front of the signs, which is cut off here and put back by `decode`.
-        scaled = payload_like(x, _SCALE_BYTES * bool(n) + self.nbytes(n))
-        encode_signs_(as_single(x), None, scaled, block=max(n, 1), norm="l1", scale_bytes=_SCALE_BYTES)
-        return scaled[_SCALE_BYTES * bool(n) :].clone()
+        return pack_signs(x)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Plus or minus one for each element."""
-        n = like.numel()
-        one = torch.ones(int(bool(n)), device=payload.device).view(torch.uint8)
-        x = torch.empty_like(like, dtype=torch.float32)
-        decode_signs_(torch.cat([one, payload]), x, block=max(n, 1), scale_bytes=_SCALE_BYTES)
-        return x.to(like.dtype)
+        return unpack_signs(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:
         """One bit per element."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, payload_like
-from thinwire.kernels import decode_signs_, encode_signs_, uniform
+from thinwire.codecs.base import Codec, State
+from thinwire.kernels import decode_powers, encode_powers
 from thinwire.registry import registered
-
-_MANTISSA_BITS, _LARGEST = 23, 254
-_SCALE_BYTES = 4
 
 
 @registered
@@ -46,25 +42,11 @@ class Natural(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The payload: one byte of exponent for each element, then one bit of sign for each."""
-        x, n = as_single(x), x.numel()
-        # The bits of fp32 without the sign: the mantissa over 2**23 is the probability of rounding up.
-        pattern = x.view(torch.int32) & 0x7FFFFFFF
-        up = (pattern & 0x7FFFFF).to(torch.float32) * 2.0**-_MANTISSA_BITS > uniform(n, int(key), device=x.device)
-        # Exponent 255 would be infinity, so the largest numbers are rounded down.
-        exponents = ((pattern >> _MANTISSA_BITS) + up.to(torch.int32)).clamp(max=_LARGEST)
-        signs = payload_like(x, _SCALE_BYTES * bool(n) + -(-n // 8))
-        encode_signs_(x, None, signs, block=max(n, 1), norm="l1", scale_bytes=_SCALE_BYTES)
-        return torch.cat([exponents.to(torch.uint8), signs[_SCALE_BYTES:]])
+        return encode_powers(x, key=int(key))
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Powers of two with their signs; exponent 0 decodes to zero."""
-        n = like.numel()
-        exponents, signs = payload.split([n, -(-n // 8)])
-        size = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
-        one = torch.ones(int(bool(n)), device=payload.device).view(torch.uint8)
-        x = torch.empty_like(size)
-        decode_signs_(torch.cat([one, signs]), x, block=max(n, 1), scale_bytes=_SCALE_BYTES)
-        return x.mul_(size).to(like.dtype)
+        return decode_powers(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:
         """Nine bits per element."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single, payload_like
 from thinwire.errors import ConfigError
-from thinwire.kernels import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
+from thinwire.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
 from thinwire.registry import registered
 
 _SCALE_BYTES = 4
@@ -73,12 +73,8 @@ class OneBit(Codec):
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Each element's sign times its block's scale."""
         x = torch.empty_like(like, dtype=torch.float32)
-        self.decode_(payload, x)
-        return x.to(like.dtype)
-
-    def decode_(self, payload: Tensor, x: Tensor, key: int = 0) -> None:
-        """As `decode`, in one pass over memory."""
         decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
         """One bit per element, and 4 bytes per block."""
@@ -103,13 +99,28 @@ class OneBit(Codec):
                 pieces.append(signs[:0])
                 continue
             own_scales = scales[cut.start // span * _SCALE_BYTES : -(-cut.stop // span) * _SCALE_BYTES]
-            pieces.append(torch.cat([own_scales, signs[cut.start // 8 : -(-cut.stop // 8)]]))
+            pieces.append(join([own_scales, signs[cut.start // 8 : -(-cut.stop // 8)]]))
         return pieces
+
+    def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
+        """As the base class; in one pass over all pieces where blocks have the scales."""
+        if self.whole:
+            for payload, cut in zip(payloads, cuts, strict=True):
+                n = cut.stop - cut.start
+                decode_signs_(payload[: self.nbytes(n)], x[cut], block=max(n, 1), scale_bytes=_SCALE_BYTES)
+            return
+        scales, signs = list[Tensor](), list[Tensor]()
+        for payload, cut in zip(payloads, cuts, strict=True):
+            n = cut.stop - cut.start
+            head = -(-n // self.block) * _SCALE_BYTES
+            scales.append(payload[:head])
+            signs.append(payload[head : head + -(-n // 8)])
+        decode_signs_(join([*scales, *signs]), x, block=self.block, scale_bytes=_SCALE_BYTES)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """As the base class, in one pass over memory."""
         x = torch.empty_like(like, dtype=torch.float32)
-        sum_signs_(torch.stack(list(payloads)), x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)
 
     def _span(self, n: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
-from thinwire.kernels import top_k, uniform
+from thinwire.kernels import take, top_k, uniform
 from thinwire.registry import registered
 
 
@@ -68,16 +68,13 @@ class RandomK(Codec):
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The values, in fp32."""
         x, k = as_single(x), self.count(x.numel())
-        if x.is_meta:
-            return x.new_empty(k)
-        values = x[_indices(x, k, key)]
+        values = take(x, _indices(x, k, key))
         return values.mul_(x.numel() / k) if self.unbiased and k else values
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """The values at their indices, zero elsewhere."""
         x = torch.zeros_like(like)
-        if not x.is_meta:
-            x[_indices(x, payload.numel(), key)] = payload.to(x.dtype)
+        x[_indices(x, payload.numel(), key)] = payload.to(x.dtype)
         return x
 
     def nbytes(self, n: int) -> int:

@@ -88,8 +88,7 @@ class Sketch(Codec):
         if self._fits_table(x.numel()):
             return x.clone()
         table = x.new_zeros(self.rows, self.columns)
-        if not x.is_meta:
-            sketch_(x, table, key=int(key))
+        sketch_(x, table, key=int(key))
         return table.view(-1)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
@@ -97,10 +96,9 @@ class Sketch(Codec):
         if self._fits_table(like.numel()):
             return payload.to(like.dtype)
         x = torch.zeros_like(like)
-        if not x.is_meta:
-            table = payload.view(self.rows, self.columns)
-            indices = heavy(table, x.numel(), self.kept, key=int(key))
-            x[indices] = unsketch(table, indices, x.numel(), key=int(key)).to(x.dtype)
+        table = payload.view(self.rows, self.columns)
+        indices = heavy(table, x.numel(), self.kept, key=int(key))
+        x[indices] = unsketch(table, indices, x.numel(), key=int(key)).to(x.dtype)
         return x
 
     def nbytes(self, n: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, payload_like, split_blocks
+from thinwire.codecs.base import Codec, State, payload_like
 from thinwire.errors import ConfigError
-from thinwire.kernels import dequantize_, quantize_, quantized_nbytes
+from thinwire.kernels import clip_outliers, dequantize_, quantize_, quantized_nbytes
 from thinwire.registry import registered
 
 _BITS, _SCALE_BYTES = 2, 4
@@ -62,7 +62,7 @@ class TernGrad(Codec):
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """The payload: a scale per block, then two bits per element: first the low bits of all, then the high bits."""
         payload = payload_like(x, self.nbytes(x.numel()))
-        clipped = self._clipped(as_single(x))
+        clipped = x if self.clip is None else clip_outliers(x, block=self.block, deviations=self.clip)
         quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key), norm="max", scale_bytes=_SCALE_BYTES)
         return payload
 
@@ -75,19 +75,3 @@ class TernGrad(Codec):
     def nbytes(self, n: int) -> int:
         """Two bits per element, and 4 bytes per block."""
         return quantized_nbytes(n, _BITS, self.block, _SCALE_BYTES)
-
-    def _clipped(self, x: Tensor) -> Tensor:
-        if self.clip is None:
-            return x
-        clipped = torch.empty_like(x)
-        for rows, out in zip(split_blocks(x, self.block), split_blocks(clipped, self.block), strict=True):
-            # The first element is subtracted before the mean is, so that equal elements deviate by exactly zero.
-            torch.sub(rows, rows[:, :1], out=out)
-            out.sub_(out.mean(1, keepdim=True))
-            bound = self.clip * (torch.linalg.vector_norm(out, dim=1, keepdim=True) / rows.shape[1] ** 0.5)
-            # Equal elements have no outliers; a block that is not finite stays as it is.
-            bound.masked_fill_((bound > 0).logical_not_(), torch.inf)
-            # `clamp_` with two tensors is not vectorised in torch.
-            torch.minimum(rows, bound, out=out)
-            torch.maximum(out, -bound, out=out)
-        return clipped

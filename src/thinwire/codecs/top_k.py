@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State, as_single
 from thinwire.errors import ConfigError
-from thinwire.kernels import pack_indices, packed_nbytes, top_k, unpack_indices
+from thinwire.kernels import join, pack_indices, packed_nbytes, take, top_k, unpack_indices
 from thinwire.registry import registered
 
 _VALUE_BYTES = 4
@@ -80,4 +80,4 @@ class TopK(Codec):
 
 
 def _payload(x: Tensor, indices: Tensor) -> Tensor:
-    return torch.cat([x[indices].view(torch.uint8), pack_indices(indices, x.numel())])
+    return join([take(x, indices).view(torch.uint8), pack_indices(indices, x.numel())])

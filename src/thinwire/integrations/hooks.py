@@ -13,6 +13,7 @@ from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
+from thinwire.comm.pending import PendingMeans
 from thinwire.comm.work import Work
 from thinwire.errors import CheckpointError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_
@@ -59,6 +60,7 @@ class DdpHook:
         self._buckets: dict[Key, dict[str, Tensor]] = {}
         self._members: dict[Key, list[Tensor]] = {}
         self._in_flight: list[tuple[Future[Tensor], Work[Tensor]]] = []
+        self._pending_means = PendingMeans()
         self._offset = 0
 
     def __call__(self, state, bucket):  # pyright: ignore  # torch refuses annotations that are not its own classes
@@ -78,7 +80,8 @@ class DdpHook:
         key = draw_key(self.seed, self.comm.step, offset=self._offset)
         self._offset += x.numel()
         future: Future[Tensor] = Future()
-        self._in_flight.append((future, compressed_mean_(self.comm, x, self.codec, state, key=key)))
+        mean = compressed_mean_(self.comm, x, self.codec, state, key=key, pending=self._pending_means)
+        self._in_flight.append((future, mean))
         if bucket.is_last():
             # Waiting earlier would block the backward pass: its thread is the one that calls this hook.
             in_flight, self._in_flight, self._offset = self._in_flight, [], 0

@@ -2,29 +2,46 @@
 (`nearest`).
 
 It runs as C on the CPU, as Triton on a GPU, and as torch (`thinwire.kernels.reference`) where neither is available.
+
+Meta tensors have sizes and no data. As with torch's own operators, results have the right sizes here, and nothing is
+computed; `reading` is all that turns data into Python's values. So a dry run takes the lines of a real one.
 """
 
+from thinwire.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
-from thinwire.kernels.quantized import dequantize_, quantize_, quantized_nbytes
+from thinwire.kernels.quantized import clip_outliers, dequantize_, quantize_, quantized_nbytes
+from thinwire.kernels.reading import all_finite, bytes_of, join, norm_if_finite, take
 from thinwire.kernels.rng import mix64, uniform
-from thinwire.kernels.signs import decode_signs_, encode_signs_, sign_nbytes, sum_signs_
+from thinwire.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
 from thinwire.kernels.sketched import heavy, sketch_, unsketch
 
 __all__ = [
+    "all_finite",
+    "bytes_of",
+    "clip_outliers",
+    "decode_fp8",
+    "decode_powers",
     "decode_signs_",
     "dequantize_",
+    "encode_fp8",
+    "encode_powers",
     "encode_signs_",
     "heavy",
+    "join",
     "mix64",
+    "norm_if_finite",
     "pack_indices",
+    "pack_signs",
     "packed_nbytes",
     "quantize_",
     "quantized_nbytes",
     "sign_nbytes",
     "sketch_",
     "sum_signs_",
+    "take",
     "top_k",
     "uniform",
     "unpack_indices",
+    "unpack_signs",
     "unsketch",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,7 +64,12 @@ _THREAD_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
     """Return the compiled kernels if they can work on the tensor and are not disabled by THINWIRE_NATIVE=0."""
-    return _compiled() if native.usable(x) else None
+    return _compiled() if usable(x) else None
+
+
+def usable(x: Tensor) -> bool:
+    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
+    return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("THINWIRE_NATIVE") != "0"
 
 
 @cache
@@ -137,6 +144,12 @@ def as_fp32(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32).contiguous()
 
 
+def blocks_as_rows(x: Tensor, block: int) -> list[Tensor]:
+    """The whole blocks of a vector as a matrix with a row each, and the shorter last block as another; views."""
+    whole = x.numel() // block * block
+    return [rows for rows in (x[:whole].view(-1, block), x[whole:].view(1, -1)) if rows.numel()]
+
+
 @contextmanager
 def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = False) -> Generator[Tensor, None, None]:
     """Yield a contiguous tensor of `dtype` that is copied into `out` at the end; `out` itself if it is one.
@@ -153,8 +166,15 @@ def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = Fa
     out.detach().copy_(made)
 
 
-def check_layout(block: int, scale_bytes: int) -> None:
-    """Refuse impossible sizes of blocks and scales.
+def code_nbytes(n: int, bits: int, block: int, scale_bytes: int) -> int:
+    """Return the bytes of a scale for each block of n elements, and of `bits` for each element."""
+    return -(-n // block) * scale_bytes + bits * -(-n // 8)
+
+
+def check_code(
+    x: Tensor, payload: Tensor, residual: Tensor | None = None, *, bits: int = 1, block: int, scale_bytes: int
+) -> None:
+    """Refuse impossible blocks and scales, payloads that do not fit the vector, and tensors on several devices.
 
     Raises:
         ConfigError: with the value and the rule.
@@ -163,6 +183,10 @@ def check_layout(block: int, scale_bytes: int) -> None:
         raise ConfigError(f"block={block}: must be at least 1; 2048 is usual")
     if scale_bytes not in (2, 4):
         raise ConfigError(f"scale_bytes={scale_bytes}: a scale is bf16 in 2 bytes or fp32 in 4")
+    check_payload(payload, code_nbytes(x.numel(), bits, block, scale_bytes))
+    check_same_device(x, payload, residual)
+    if residual is not None:
+        check_length("residual", residual.numel(), x.numel())
 
 
 def check_norm(norm: str, known: tuple[str, str]) -> None:

@@ -26,6 +26,8 @@ def top_k(x: Tensor, k: int) -> Tensor:
     """
     x = as_fp32(x)
     k, library = min(k, x.numel()), compiled(x)
+    if x.is_meta:
+        return torch.empty(max(k, 0), dtype=torch.int64, device=x.device)
     if k < 1 or library is None:
         refuse_nan(x)
         return largest.top_k(x, k) if k > 0 else torch.empty(0, dtype=torch.int64, device=x.device)
@@ -72,6 +74,8 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
     Bit j of byte i is bit 8i + j of the indices laid end to end, each with its lowest bit first.
     """
     width, library = _index_bits(n), compiled(indices)
+    if indices.is_meta:
+        return torch.empty(packed_nbytes(indices.numel(), n), dtype=torch.uint8, device=indices.device)
     if library is None:
         return largest.pack_indices(indices, width)
     indices = indices.to(torch.int64).contiguous()
@@ -88,11 +92,13 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     """
     check_payload(packed, packed_nbytes(k, n))
     width, library = _index_bits(n), compiled(packed)
+    if packed.is_meta:
+        return torch.empty(k, dtype=torch.int64, device=packed.device)
     if library is None:
         out = largest.unpack_indices(packed, width, k)
     else:
         packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64)
         library.thinwire_unpack_indices(packed.data_ptr(), k, width, out.data_ptr())
-    if not out.is_meta and k and int(out.max()) >= n:
+    if k and int(out.max()) >= n:
         raise ConfigError(f"index {int(out.max())}: must be below {n}; the payload is damaged or another vector's")
     return out

@@ -19,14 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 _COMPILE_SECONDS = 60.0
-
-
-def usable(x: Tensor) -> bool:
-    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
-    return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("THINWIRE_NATIVE") != "0"
 
 
 def load(

@@ -11,6 +11,7 @@ from functools import cache
 from torch import Tensor
 
 from thinwire.kernels import native
+from thinwire.kernels.base import usable
 
 # Distances are finite, so these flags are safe here; other kernels must give torch's bits for NaN and infinity too.
 _FLAGS = [
@@ -51,7 +52,7 @@ _ARGUMENTS = {
 
 def compiled(rows: Tensor) -> ctypes.CDLL | None:
     """Return the compiled functions; None if they cannot work on these points, are disabled or cannot be compiled."""
-    return _compiled() if native.usable(rows) else None
+    return _compiled() if usable(rows) else None
 
 
 @cache

@@ -15,10 +15,10 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.kernels.base import (
     as_fp32,
-    check_layout,
+    blocks_as_rows,
+    check_code,
     check_norm,
-    check_payload,
-    check_same_device,
+    code_nbytes,
     compiled,
     on_gpu,
     writable,
@@ -40,7 +40,7 @@ class _Coding(ctypes.Structure):
 
 def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int:
     """Return the bytes of the payload of `n` elements."""
-    return -(-n // block) * scale_bytes + bits * -(-n // 8)
+    return code_nbytes(n, bits, block, scale_bytes)
 
 
 def quantize_(
@@ -72,11 +72,10 @@ def quantize_(
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check(bits, block, shift, scale_bytes)
+    _check(bits, shift)
     check_norm(norm, ("max", "l2"))
-    check_payload(out, quantized_nbytes(x.numel(), bits, block, scale_bytes))
-    check_same_device(x, out)
-    if x.numel() == 0:
+    check_code(x, out, bits=bits, block=block, scale_bytes=scale_bytes)
+    if x.numel() == 0 or x.is_meta:
         return
     x, library = as_fp32(x), compiled(x)
     with writable(out, torch.uint8) as target:
@@ -111,10 +110,9 @@ def dequantize_(
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check(bits, block, shift, scale_bytes)
-    check_payload(payload, quantized_nbytes(out.numel(), bits, block, scale_bytes))
-    check_same_device(out, payload)
-    if out.numel() == 0:
+    _check(bits, shift)
+    check_code(out, payload, bits=bits, block=block, scale_bytes=scale_bytes)
+    if out.numel() == 0 or out.is_meta:
         return
     payload, library = payload.contiguous(), compiled(out)
     with writable(out) as target:
@@ -130,9 +128,26 @@ def dequantize_(
         )
 
 
-def _check(bits: int, block: int, shift: float, scale_bytes: int) -> None:
-    check_layout(block, scale_bytes)
+def _check(bits: int, shift: float) -> None:
     if not 1 <= bits <= 8:
         raise ConfigError(f"bits={bits}: must lie in 1..8")
     if not 0 <= shift < 1:
         raise ConfigError(f"shift={shift}: must lie in [0, 1), as it is added modulo 1")
+
+
+def clip_outliers(x: Tensor, *, block: int, deviations: float) -> Tensor:
+    """Clip the elements of each block at so many of its standard deviations; fp32 [n]."""
+    clipped = torch.empty_like(x, dtype=torch.float32)
+    if x.is_meta:
+        return clipped
+    for rows, out in zip(blocks_as_rows(as_fp32(x), block), blocks_as_rows(clipped, block), strict=True):
+        # The first element is subtracted before the mean is, so that equal elements deviate by exactly zero.
+        torch.sub(rows, rows[:, :1], out=out)
+        out.sub_(out.mean(1, keepdim=True))
+        bound = deviations * (torch.linalg.vector_norm(out, dim=1, keepdim=True) / rows.shape[1] ** 0.5)
+        # Equal elements have no outliers; a block that is not finite stays as it is.
+        bound.masked_fill_((bound > 0).logical_not_(), torch.inf)
+        # `clamp_` with two tensors is not vectorised in torch.
+        torch.minimum(rows, bound, out=out)
+        torch.maximum(out, -bound, out=out)
+    return clipped

@@ -18,6 +18,8 @@ def uniform(n: int, key: int, offset: int = 0, *, device: torch.device | None = 
     `mix64(key)`. Only the lower 32 bits of an index count.
     """
     out = torch.empty(n, dtype=torch.float32, device=device)
+    if out.is_meta:
+        return out
     library = compiled(out)
     if library is None:
         return reference.uniform(n, key, offset, device=device)

@@ -10,23 +10,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.kernels.base import (
-    as_fp32,
-    check_layout,
-    check_length,
-    check_norm,
-    check_payload,
-    check_same_device,
-    compiled,
-    on_gpu,
-    writable,
-)
+from thinwire.kernels.base import as_fp32, check_code, check_norm, code_nbytes, compiled, on_gpu, writable
+from thinwire.kernels.reading import join
 from thinwire.kernels.reference import signs
 
 
 def sign_nbytes(n: int, block: int, scale_bytes: int = 4) -> int:
     """Return the bytes of the payload of `n` elements."""
-    return -(-n // block) * scale_bytes + -(-n // 8)
+    return code_nbytes(n, 1, block, scale_bytes)
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    """The signs alone, uint8 [ceil(n/8)]: element 8k + j is bit j of byte k."""
+    n = x.numel()
+    # With a scale in front, as `encode_signs_` writes it.
+    scaled = torch.empty(sign_nbytes(n, max(n, 1)), dtype=torch.uint8, device=x.device)
+    encode_signs_(x, None, scaled, block=max(n, 1))
+    return scaled[scaled.numel() - -(-n // 8) :].clone()
+
+
+def unpack_signs(signs: Tensor, n: int) -> Tensor:
+    """Reverse `pack_signs`: plus or minus one, fp32 [n]."""
+    one = torch.ones(int(bool(n)), device=signs.device).view(torch.uint8)
+    out = torch.empty(n, device=signs.device)
+    decode_signs_(join([one, signs]), out, block=max(n, 1))
+    return out
 
 
 def encode_signs_(
@@ -54,32 +62,29 @@ def encode_signs_(
     Raises:
         ConfigError: sizes do not fit.
     """
-    check_layout(block, scale_bytes)
     check_norm(norm, ("l1", "l2"))
-    check_payload(out, sign_nbytes(x.numel(), block, scale_bytes))
-    check_same_device(x, residual, out)
+    check_code(x, out, residual, block=block, scale_bytes=scale_bytes)
     if residual is None:
         with writable(out, torch.uint8) as target:
             _encode_signs(as_fp32(x), None, target, block, norm, scale_bytes)
         return
-    check_length("residual", residual.numel(), x.numel())
     with writable(out, torch.uint8) as target, writable(residual, read=True) as kept:
         _encode_signs(as_fp32(x), kept, target, block, norm, scale_bytes)
 
 
 def _encode_signs(x: Tensor, residual: Tensor | None, out: Tensor, block: int, norm: str, scale_bytes: int) -> None:
     n, library = x.numel(), compiled(x)
-    if n == 0:
+    if n == 0 or x.is_meta:
         return
-    if on_gpu(x):
+    if library is not None:
+        address = None if residual is None else residual.data_ptr()
+        library.thinwire_encode_signs(x.data_ptr(), address, out.data_ptr(), n, block, norm == "l2", scale_bytes)
+    elif on_gpu(x):
         from thinwire.kernels import triton_signs
 
         triton_signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
-    elif library is None:
-        signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
     else:
-        address = None if residual is None else residual.data_ptr()
-        library.thinwire_encode_signs(x.data_ptr(), address, out.data_ptr(), n, block, norm == "l2", scale_bytes)
+        signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
 
 
 def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int = 4) -> None:
@@ -97,20 +102,18 @@ def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int = 
     Raises:
         ConfigError: sizes do not fit.
     """
-    check_layout(block, scale_bytes)
-    check_payload(payloads, sign_nbytes(out.numel(), block, scale_bytes))
-    check_same_device(out, payloads)
+    check_code(out, payloads, block=block, scale_bytes=scale_bytes)
     (count, nbytes), n, payloads, library = payloads.shape, out.numel(), payloads.contiguous(), compiled(out)
-    if n == 0:
+    if n == 0 or out.is_meta:
         return
     with writable(out) as target:
         if count == 0:
             target.zero_()
+        elif library is not None:
+            library.thinwire_sum_signs(payloads.data_ptr(), count, nbytes, target.data_ptr(), n, block, scale_bytes)
         elif on_gpu(out):
             from thinwire.kernels import triton_signs
 
             triton_signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
-        elif library is None:
-            signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
         else:
-            library.thinwire_sum_signs(payloads.data_ptr(), count, nbytes, target.data_ptr(), n, block, scale_bytes)
+            signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)

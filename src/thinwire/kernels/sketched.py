@@ -50,7 +50,7 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
     """
     _check(table)
     check_same_device(x, table)
-    if x.numel() == 0:
+    if x.numel() == 0 or x.is_meta:
         return
     x, library = as_fp32(x), compiled(x)
     with writable(table, read=True) as cells:
@@ -73,6 +73,8 @@ def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tens
     table = as_fp32(table)
     if n == 0 or (indices is not None and indices.numel() == 0):
         return table.new_zeros(0)
+    if table.is_meta:
+        return table.new_empty(n if indices is None else indices.numel())
     if indices is None and on_gpu(table):
         from thinwire.kernels import triton_sketched
 

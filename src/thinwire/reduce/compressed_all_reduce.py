@@ -1,17 +1,19 @@
 """Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import lcm
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, as_single, decode_or_meta, encode_or_meta, norm_if_finite, worker_key
-from thinwire.codecs.feedback import ErrorFeedback
-from thinwire.codecs.header import Header, codec_number, seal, unseal
+from thinwire.codecs.base import Codec, StageKeys, State, as_single, payload_like, worker_key
+from thinwire.codecs.feedback import ErrorFeedback, residual_of, server_residual_of
+from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
 from thinwire.comm.base import Comm
+from thinwire.comm.pending import PendingMeans, Stages
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, NonFiniteError
-from thinwire.reduce.stages import LinearMean, Residuals, TwoStageMean, launched
+from thinwire.kernels import all_finite, norm_if_finite
 from thinwire.topology.base import Peers
 
 Observer = Callable[[Tensor, list[Tensor]], None]
@@ -41,6 +43,7 @@ def compressed_mean_(
     count: int | None = None,
     offset: int = 0,
     length: int | None = None,
+    pending: PendingMeans | None = None,
 ) -> Work[Tensor]:
     """`mean_` of compressed vectors: one all-reduce if the codec is linear, else two stages.
 
@@ -53,13 +56,16 @@ def compressed_mean_(
         count: divide the sum by this instead of the number of ranks.
         offset: where `x` begins in the vector that residuals are kept for.
         length: elements of that vector; those of `x` unless given.
+        pending: the means that this one finishes together with; it is alone unless given.
     """
     if not codec.linear:
-        return two_stage_mean_(comm, x, codec, state, key=key, count=count, offset=offset, length=length)
-    if isinstance(codec, ErrorFeedback):
-        return launched(
-            comm, LinearMean(comm, x, codec.codec, Residuals(state, offset, length), key, count or comm.size)
+        return two_stage_mean_(
+            comm, x, codec, state, key=key, count=count, offset=offset, length=length, pending=pending
         )
+    if isinstance(codec, ErrorFeedback):
+        residual = residual_of(state, x, offset, length)
+        mean = _linear_mean(comm, x, codec.codec, residual, key=key, count=count or comm.size)
+        return (pending or PendingMeans()).launch(mean)
     work = mean_(comm, codec.encode(x, state, key), count=count)
     return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
 
@@ -74,6 +80,8 @@ def two_stage_mean_(
     count: int | None = None,
     offset: int = 0,
     length: int | None = None,
+    pending: PendingMeans | None = None,
+    server: Codec | None = None,
 ) -> Work[Tensor]:
     r"""`mean_` in two compressed stages: each rank (the server of a piece) adds one piece, and encodes the mean again.
 
@@ -82,30 +90,147 @@ def two_stage_mean_(
     $$y_i = C(x_i + e_i), \quad e_i \leftarrow x_i + e_i - y_i; \qquad
       \bar y = C(\tfrac1n \sum_i y_i + \bar e), \quad \bar e \leftarrow \tfrac1n \sum_i y_i + \bar e - \bar y .$$
 
-    Every rank decodes the same bytes. All means in flight on a comm are finished together, when the first of them is
-    waited for. If any rank's vector of any of them is not finite, all ranks get vectors of NaN for all of them, and
-    residuals stay as they are. Sent per rank: a header of 16 bytes and the payload of a piece to each other rank,
-    twice.
+    Every rank decodes the same bytes. If any rank's vector is not finite, here or in a mean that finishes together with
+    this one, all ranks get vectors of NaN for all of them, and residuals stay as they are. Sent per rank: a header of
+    16 bytes and the payload of a piece to each other rank, twice.
 
     Tang et al., DoubleSqueeze, ICML 2019, arXiv:1905.05957, Algorithm 1.
 
     Args:
         comm: the ranks.
         x: a vector; must not be used before the wait.
-        codec: any whose payloads are bytes.
+        codec: any; one that needs feedback has it, also without `ErrorFeedback`.
         state: of the codec: `error`, and `server_error/START-STOP` for this rank's piece.
         key: of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
         offset: where `x` begins in the vector that residuals are kept for.
         length: elements of that vector; those of `x` unless given.
+        pending: the means that this one finishes together with; it is alone unless given.
+        server: the codec of the second stage; the first one's unless given.
 
     Raises:
         CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
             stage.
     """
-    inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
-    residuals = Residuals(state, offset, length) if inner is not codec or codec.needs_feedback else None
-    return launched(comm, TwoStageMean(comm, x, inner, residuals, key, count or comm.size))
+    inner, count = codec.codec if isinstance(codec, ErrorFeedback) else codec, count or comm.size
+    answer = server or inner
+    # Cut where blocks of both codecs begin, so that no block is split between servers.
+    cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
+    residuals = None
+    if inner is not codec or codec.needs_feedback:
+        residual = residual_of(state, x, offset, length)
+        residuals = residual, server_residual_of(state, x, cuts[comm.rank], offset, count)
+    mean = _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count)
+    return (pending or PendingMeans()).launch(mean)
+
+
+def _two_stage_mean(
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    server: Codec,
+    cuts: Sequence[slice],
+    residuals: tuple[Tensor, Tensor] | None,
+    *,
+    key: int,
+    count: int,
+) -> Stages:
+    """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns."""
+    lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
+    recipe = f"{codec}" if server is codec else f"{codec} and {server}"
+    # The step of the launch: the waits may belong to a later step.
+    header = Header(codec_number(recipe, x.numel()), comm.step)
+    keys, updated = StageKeys.of(key, comm.rank, comm.size), as_single(x)
+
+    # Encode each piece. What is not finite is not encoded; `updated` becomes the new residual.
+    finite, square = norm_if_finite(x)
+    if not finite:
+        payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
+    elif residuals is None:
+        payloads = [codec.encode(updated[cut], {}, draw) for cut, draw in zip(cuts, keys.own, strict=True)]
+    else:
+        payloads = codec.encode_pieces_with_residual_(updated, residuals[0], cuts, keys.own)
+    messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
+
+    # All-to-all: each piece to the rank that is its server.
+    scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
+    yield
+
+    # Decode all ranks' codes of this rank's piece, take their mean, and encode it.
+    headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype)
+    finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
+    # An all-gather needs payloads of one size, that of the first piece, which is the longest.
+    payload, mean = payload_like(x, server.nbytes(lengths[0])).zero_(), updated[own]
+    if finite and not problem:
+        mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
+        draw = keys.means[comm.rank]
+        # `mean` becomes the server's new residual.
+        code = server.encode_with_residual_(mean, residuals[1], draw) if residuals else server.encode(mean, {}, draw)
+        payload[: code.nbytes].copy_(code.view(torch.uint8))
+
+    # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.
+    header = header._replace(second_stage=True)
+    flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
+    gathered = comm.all_gather(seal(payload, flags))
+    yield
+
+    all_finite = yield finite
+    if all_finite and residuals and not problem:
+        residuals[0].copy_(updated)
+        residuals[1].copy_(mean)
+    yield
+
+    # Decode the means of all pieces.
+    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype)
+    reports = (f"rank {rank} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
+    if problem := problem or damage or next(reports, ""):
+        where = f"rank {comm.rank}, step {header.step}, compressed mean"
+        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+    if not all_finite:
+        return x.fill_(torch.nan)
+    server.decode_pieces_(payloads, updated, cuts, keys.means)
+    return x if updated.data_ptr() == x.data_ptr() else x.copy_(updated)
+
+
+def _linear_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor, *, key: int, count: int) -> Stages:
+    """A mean of payloads that an all-reduce adds, with each worker's residual; `yield` as in `_two_stage_mean`."""
+    updated = as_single(x)  # becomes the new residual
+
+    # Encode.
+    if not norm_if_finite(x)[0]:
+        # NaN in the payload makes the sum NaN on all ranks, so no flag has to be sent.
+        payload = codec.encode(torch.zeros_like(updated), {}, key).fill_(torch.nan)
+    elif codec.residual_after_sum:
+        payload = codec.encode(updated.add_(residual), {}, key)
+    else:
+        payload = codec.encode_with_residual_(updated, residual, key)
+
+    # All-reduce. It has no second stage, and is not waited for before it must be.
+    reduced = mean_(comm, payload, count=count)
+    yield
+    yield
+    payload = reduced.wait()
+    finite = yield all_finite(payload)
+
+    # Decode.
+    if not finite:
+        x.fill_(torch.nan)
+    else:
+        mean = codec.decode(payload, updated, key)
+        if codec.residual_after_sum:
+            # `size` workers subtract this part of the mean each, which is `count` means in all: the sum.
+            updated.sub_(mean, alpha=count / comm.size)
+        # The residual first: `updated` shares memory with `x` where `x` is in fp32.
+        residual.copy_(updated)
+        x.copy_(mean)
+    yield
+    return x
+
+
+def pieces(n: int, size: int, alignment: int) -> list[slice]:
+    """Cut a vector of n elements into `size` pieces, end to end at multiples of `alignment`; the last are shorter."""
+    length = -(-n // (size * alignment)) * alignment
+    return [slice(min(rank * length, n), min((rank + 1) * length, n)) for rank in range(size)]
 
 
 def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
@@ -158,7 +283,7 @@ def compressed_exchange(
     single, number = as_single(x), codec_number(repr(codec), x.numel())
     finite, square = norm_if_finite(x)
     own_key = worker_key(key, comm.rank, comm.size)
-    payload = encode_or_meta(codec, single if finite else torch.zeros_like(single), own_key)
+    payload = codec.encode(single if finite else torch.zeros_like(single), {}, own_key)
     header = Header(number, comm.step, non_finite=not finite, squared_norm=square)
     own_message = seal(payload, header)
 
@@ -169,7 +294,7 @@ def compressed_exchange(
             raise CommError(f"{where}: what rank {src} sent {problem}; all ranks must run the same recipe")
         if received.non_finite:
             raise NonFiniteError(f"{where}: the parameters of rank {src} are NaN or infinite; lower the learning rate")
-        return decode_or_meta(codec, content.view(codec.dtype), single, worker_key(key, src, comm.size))
+        return codec.decode(content.view(codec.dtype), single, worker_key(key, src, comm.size))
 
     def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         # This rank decodes its own message too, since its neighbours hold the decoded vector and not `x`.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.comm.pending import PendingMeans
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
@@ -72,6 +73,7 @@ class Replica:
         moments: the optimizer's state for these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
         parts: the replicas that `part` has made, by name.
+        pending_means: the compressed means of this step that are in flight; shared by all replicas of a worker.
 
     Example:
         >>> import torch
@@ -93,6 +95,7 @@ class Replica:
         lr: Callable[[], float | Tensor],
         seed: int = 0,
         moments: Moments | None = None,
+        pending_means: PendingMeans | None = None,
     ) -> None:
         self.x = x
         self.g = g
@@ -102,6 +105,7 @@ class Replica:
         self.state: MutableMapping[str, Tensor] = {}
         self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
         self.parts: dict[str, Replica] = {}
+        self.pending_means = pending_means or PendingMeans()
         self._lr = lr
         self._progress = _Progress(active=comm.size)
         self._ahead = 0
@@ -176,6 +180,7 @@ class Replica:
         part._progress, part._ahead = self._progress, self._ahead + ahead
         part.state = PrefixView(self.state, f"{name}/")
         part.inflight = PrefixView(self.inflight, f"{name}/")
+        part.pending_means = self.pending_means
         self.parts[name] = part
         return part
 

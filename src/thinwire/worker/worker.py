@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
+from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
 from thinwire.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.replica.moments import Moments
@@ -344,6 +345,8 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
     """Copy the parameters into flat vectors, and let each parameter be a view of its vector."""
     names = {id(p): name for name, p in named.items()}
     sharded: list[tuple[Tensor, Tensor]] = []
+    # One for all replicas: a step is skipped by all of them or by none.
+    means = PendingMeans()
     for parameters in vectors_of(worker.model, named, mesh):
         segments = lay_out([(names[id(p)], local(p)) for p in parameters])
         x = flatten([local(p) for p in parameters], segments)
@@ -356,7 +359,8 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
         g = worker.strategy.gradient_buffer(x)
         lr = learning_rate(worker.optimizer, parameters, segments, x)
         moments = Moments(worker.optimizer, parameters, segments)
-        worker.replicas.append(Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments))
+        replica = Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments, pending_means=means)
+        worker.replicas.append(replica)
         worker.layouts.append((parameters, segments))
     worker.shards = Shards(worker.model, sharded)
 

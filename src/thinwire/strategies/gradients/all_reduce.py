@@ -63,7 +63,15 @@ class AllReduce(Strategy):
             return mean_(r.comm, r.g[part], count=r.active)
         key, whole = draw_key(r.seed, r.step, offset=part.start), r.g.numel()
         return compressed_mean_(
-            r.comm, r.g[part], self.codec, r.state, key=key, count=r.active, offset=part.start, length=whole
+            r.comm,
+            r.g[part],
+            self.codec,
+            r.state,
+            key=key,
+            count=r.active,
+            offset=part.start,
+            length=whole,
+            pending=r.pending_means,
         )
 
     def average_(self, r: Replica) -> None:

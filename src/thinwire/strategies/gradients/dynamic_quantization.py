@@ -13,7 +13,7 @@ from thinwire.codecs.cast import Fp32
 from thinwire.codecs.quantize import Quantize
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.reduce.stages import TwoStageMean, launched
+from thinwire.reduce.compressed_all_reduce import two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
@@ -118,7 +118,9 @@ class DQSGD(Strategy):
         state.squares = torch.cat([state.squares, square_of(r.g[part], self.block).reshape(1) / r.active])
         bits, key = self._bits_of(state, part), draw_key(r.seed, r.step, offset=part.start)
         codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
-        mean = launched(r.comm, TwoStageMean(r.comm, r.g[part], codec, None, key, r.active, server=server))
+        mean = two_stage_mean_(
+            r.comm, r.g[part], codec, {}, key=key, count=r.active, pending=r.pending_means, server=server
+        )
         if part.start == 0:
             total = r.comm.all_reduce_(state.squares)
             # Collected by the next backward pass, so that no worker waits for it.

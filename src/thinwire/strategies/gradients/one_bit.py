@@ -203,9 +203,16 @@ class CompressedMomentum(Strategy):
             for state_name, residual in r.state.items():
                 if state_name == "error" or state_name.startswith("server_error/"):
                     residual.zero_()
-        key = draw_key(r.seed, r.step, offset=part.start)
-        whole = r.x.numel()
-        work = two_stage_mean_(r.comm, target[part], self.codec, r.state, key=key, offset=part.start, length=whole)
+        work = two_stage_mean_(
+            r.comm,
+            target[part],
+            self.codec,
+            r.state,
+            key=draw_key(r.seed, r.step, offset=part.start),
+            offset=part.start,
+            length=r.x.numel(),
+            pending=r.pending_means,
+        )
         r.launch(name, work.then(lambda mean: [mean, *samples]))
 
     def _receive(self, r: Replica) -> None:
