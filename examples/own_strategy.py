@@ -19,7 +19,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 # own strategy: begin
 
 
-@dataclass(frozen=True)
+@thinwire.registered
 class InTurn(thinwire.Strategy):
     """Average one part of the parameters at each step, the parts in turn.
 

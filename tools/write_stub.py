@@ -1,7 +1,7 @@
-"""Write `src/thinwire/__init__.pyi`, which tells type checkers what the public names are.
+"""Write `src/thinwire/__init__.pyi`, which says where each public name is defined: to type checkers, and to `thinwire`.
 
-The list is `PUBLIC_NAMES` in `src/thinwire/__init__.py`; nothing else is edited by hand. With `--check` nothing is
-written, and the exit code is 1 if the file is not what would be written.
+Public are all classes of thinwire that recipes may name, which need no line here, and `OTHER_NAMES`. With `--check`
+nothing is written, and the exit code is 1 if the file is not what would be written.
 """
 
 from __future__ import annotations
@@ -9,21 +9,43 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import thinwire
+from thinwire.registry import recipe_classes
 
 STUB = Path(__file__).parents[1] / "src" / "thinwire" / "__init__.pyi"
+
+# The module within thinwire, and the names that it gives to the public.
+OTHER_NAMES = {
+    "codecs.base": "Codec",
+    "codecs.feedback": "resize_errors",
+    "comm.base": "Comm",
+    "comm.counting": "CountingComm",
+    "comm.group": "GroupComm",
+    "comm.threads": "ThreadComm run_threads",
+    "comm.work": "Meter",
+    "errors": (
+        "CheckpointError CommError CommTimeoutError ConfigError MismatchError NonFiniteError PeerLostError "
+        "ThinwireError"
+    ),
+    "fusion": "FusedArray fuse",
+    "integrations.hooks": "ddp_hook fsdp_hook",
+    "optimizers": "AcSA Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",
+    "registry": "registered",
+    "replica.replica": "Replica",
+    "strategies.base": "Strategy",
+    "strategies.recipe": "parse",
+    "tensor2d.parallelize": "parallelize_2d",
+    "topology.base": "Topology",
+    "worker.worker": "Worker attach",
+}
 
 
 def stub_text() -> str:
     """The stub: each public name imported from where it is defined, under its own name."""
-    imports = [
-        f"from thinwire.{module} import {name} as {name}"
-        for module, names in sorted(thinwire.PUBLIC_NAMES.items())
-        for name in sorted(names.split())
-    ]
-    head = '"""The public names, for type checkers; written by tools/write_stub.py."""\n\n'
-    facts = "from collections.abc import Mapping\n\n"
-    return head + facts + "\n".join(imports) + "\n\n__version__: str\nPUBLIC_NAMES: Mapping[str, str]\n"
+    homes = {name: f"thinwire.{module}" for module, names in OTHER_NAMES.items() for name in names.split()}
+    homes |= {name: kind.__module__ for name, kind in recipe_classes().items()}
+    imports = [f"from {module} import {name} as {name}" for module, name in sorted((m, n) for n, m in homes.items())]
+    head = '"""The public names, and where each is defined; written by tools/write_stub.py."""\n\n'
+    return head + "\n".join(imports) + "\n\n__version__: str\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +56,7 @@ def main(arguments: list[str]) -> int:
     found = STUB.read_text(encoding="utf-8") if STUB.is_file() else ""
     if found == stub_text():
         return 0
-    sys.stderr.write(f"{STUB} is not what the list of public names says; run `make format`\n")
+    sys.stderr.write(f"{STUB} is not what the public names are; run `make format`\n")
     return 1
 
 

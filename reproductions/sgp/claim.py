@@ -13,9 +13,9 @@ from typing import Any
 from reproductions.shared.claims import Attempt, Claim, Result
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.emulate import available
+from thinwire.registry import recipe_classes
 from thinwire.runs.comparison import compare
 from thinwire.runs.defaults import resolve
-from thinwire.strategies.recipe import RECIPE_CLASSES
 
 LINK = "100mbit"
 SLOWED = "1:3x"
@@ -50,7 +50,7 @@ def measure(attempt: Attempt) -> Result:
             "eval_limit": 32 if attempt.quick else 128,
         }
     )
-    known = {name: recipe for name, recipe in RECIPES.items() if recipe.partition("(")[0] in RECIPE_CLASSES}
+    known = {name: recipe for name, recipe in RECIPES.items() if recipe.partition("(")[0] in recipe_classes()}
     curves, places = Curves(), count()
     for condition, slow in CONDITIONS.items():
         done = compare(

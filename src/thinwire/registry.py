@@ -1,28 +1,36 @@
-"""Classes that recipes may name: strategies, codecs, topologies and their parts."""
+"""Classes that recipes may name: strategies, codecs, topologies and their parts, found where they are defined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from importlib import import_module, metadata
+from pkgutil import walk_packages
 from typing import Any, TypeVar, dataclass_transform
 
 from thinwire.errors import ConfigError
 from thinwire.validation import check_field_types
 
 T = TypeVar("T")
+PACKAGES = ("codecs", "strategies", "topology")
+"""The packages of thinwire in which classes for recipes are defined."""
+ENTRY_POINTS = "thinwire.recipes"
+"""The group of entry points in which other distributions offer classes, each as `Name = "module:Class"`."""
 REGISTERED: dict[str, type] = {}
-"""Every registered class by its name."""
+"""Every class registered so far: thinwire's own by their names, all others by `module:Class`."""
 
 
 @dataclass_transform(frozen_default=True)
 def registered(kind: type[T]) -> type[T]:
     """Make a class a frozen dataclass that checks the types of its fields, and let recipes name it.
 
-    Its repr is the recipe. `__post_init__`, if there is one, runs after the types are checked.
+    Its repr is the recipe. `__post_init__`, if there is one, runs after the types are checked. A class that is defined
+    outside of thinwire is named by its module too, so that another process can read its repr; while its module is
+    imported, and no other class has the name, recipes may leave the module out.
 
     Raises:
-        ConfigError: another class has this name; when an instance is made, a field has a wrong type.
+        ConfigError: another class of thinwire has this name; when an instance is made, a field has a wrong type.
 
     Example:
         >>> import thinwire
@@ -46,9 +54,65 @@ def registered(kind: type[T]) -> type[T]:
             check(self)
 
     kind.__post_init__ = __post_init__ if check is None else wraps(check)(__post_init__)  # type: ignore[attr-defined]
+    name = _full_name(kind)
+    if ":" in name and "__repr__" not in vars(kind):
+        kind.__repr__ = _repr
     made = dataclass(frozen=True)(kind)
-    other = REGISTERED.get(made.__name__, made)
+    other = REGISTERED.get(name, made)
     if other.__module__ != made.__module__:
-        raise ConfigError(f"{made.__module__}.{made.__name__}: {other.__module__} has a class of that name; rename one")
-    REGISTERED[made.__name__] = made
+        raise ConfigError(f"{made.__module__}.{name}: {other.__module__} has a class of that name; rename one")
+    REGISTERED[name] = made
     return made
+
+
+def recipe_classes() -> dict[str, type]:
+    """All classes of thinwire that recipes may name, by name; imports the modules in which they are defined."""
+    _import_packages()
+    homes = tuple(f"thinwire.{package}." for package in PACKAGES)
+    return {name: kind for name, kind in sorted(REGISTERED.items()) if kind.__module__.startswith(homes)}
+
+
+@cache
+def entry_points() -> dict[str, str]:
+    """`module:Class` by the name under which an installed distribution offers the class; nothing is imported.
+
+    A name that thinwire has itself, or that stands for two classes, is left out.
+    """
+    found: dict[str, set[str]] = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, set()).add(point.value.partition("[")[0].strip())
+    own = recipe_classes()
+    return {name: values.pop() for name, values in found.items() if len(values) == 1 and name not in own}
+
+
+def name_in_recipes(kind: type) -> str:
+    """The name that a recipe gives to a class: its own, that of its entry point, or `module:Class`.
+
+    Example:
+        >>> import thinwire
+        >>> name_in_recipes(thinwire.SlowMo)
+        'SlowMo'
+    """
+    name = _full_name(kind)
+    if ":" not in name or name not in REGISTERED:
+        return kind.__name__
+    return next((short for short, value in entry_points().items() if value == name), name)
+
+
+@cache
+def _import_packages() -> None:
+    for package in PACKAGES:
+        home = import_module(f"thinwire.{package}")
+        for module in walk_packages(home.__path__, f"{home.__name__}."):
+            import_module(module.name)
+
+
+def _full_name(kind: type) -> str:
+    mine = kind.__module__.partition(".")[0] == "thinwire"
+    return kind.__name__ if mine else f"{kind.__module__}:{kind.__name__}"
+
+
+def _repr(self: Any) -> str:
+    """The recipe, with the module of the class where another process needs it."""
+    arguments = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.repr)
+    return f"{name_in_recipes(type(self))}({', '.join(arguments)})"

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
-from thinwire.runs import Settings
+from thinwire.runs import Settings, launch
 from thinwire.runs.folder import RunFolder
 
 
@@ -256,3 +257,81 @@ def test_progress_on_a_terminal_goes_away_at_the_end():
     with watch:
         watch(step(50))
     assert "LocalSGD" in text.getvalue()
+
+
+OWN = """
+import thinwire
+
+@thinwire.registered
+class Quiet(thinwire.Strategy):
+    parts: int = 2
+
+@thinwire.registered
+class Pairs(thinwire.Topology):
+    def peers(self, rank, size, step):
+        return thinwire.Ring().peers(rank, size, step)
+"""
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """The current folder, with a module of classes for recipes."""
+    (tmp_path / "quiet_methods.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def thinwire(*arguments):
+    """The command line in another process, whose module path has no current folder, as the installed program's."""
+    command = [sys.executable, "-P", "-m", "thinwire.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_explain_and_topology_take_classes_of_the_current_folder():
+    assert "sent        nothing" in thinwire("explain", "quiet_methods:Quiet(parts=3)", "--parameters", "100").stdout
+    done = thinwire("topology", "quiet_methods:Pairs", "--json")
+    assert json.loads(done.stdout)["topology"] == "quiet_methods:Pairs()"
+    failed = thinwire("explain", "quiet_methods:Quite")
+    assert failed.returncode == 2
+    assert "has no 'Quite'; it has Pairs, Quiet" in " ".join(failed.stderr.split())
+
+
+@pytest.mark.slow
+def test_train_takes_a_class_of_the_current_folder_and_resumes_only_where_it_is_named_again(own_folder):
+    asked = ["--task", "digits", "--workers", "2", "--eval-limit", "16", "--threads", "1", "--save-every", "2"]
+    done = thinwire("train", *asked, "--strategy", "quiet_methods:quiet(parts=3)", "--steps", "2", "--out", "run")
+    assert done.returncode == 2 and "has no 'quiet'" in " ".join(done.stderr.split())
+    recipe = "SlowMo(base=quiet_methods:Quiet(parts=3), period=2)"
+    done = thinwire("train", *asked, "--strategy", recipe, "--steps", "2", "--out", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == recipe
+    resumed = thinwire("train", "--resume", "run", "--steps", "4")
+    assert resumed.returncode == 2
+    assert "is not imported, and a recipe that is read from a file" in " ".join(resumed.stderr.split())
+    resumed = thinwire("train", "--resume", "run", "--steps", "4", "--strategy", recipe, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["steps"] == 4
+
+
+def test_a_run_of_a_class_that_workers_cannot_import_is_refused():
+    from thinwire import Strategy, registered
+    from thinwire.errors import ConfigError
+    from thinwire.runs.recipes import modules_of
+
+    @registered
+    class Hidden(Strategy):
+        """Only this function has it."""
+
+    with pytest.raises(ConfigError, match="Hidden is defined in the program itself or in a function"):
+        modules_of(Hidden())
+    settings = Settings(task="digits", model="mlp", strategy=repr(Hidden()), steps=2)
+    with pytest.raises(ConfigError, match="put it into a module"):
+        launch(settings, Path("unused"))
+
+
+@pytest.mark.parametrize(
+    "text", ["ddp() + (1)", "ddp+powersgd(rank=----1)", "SlowMo(", "(" * 999, "ddp(*[1])", "a:b:c"]
+)
+def test_explain_refuses_what_is_no_recipe_in_one_message(capsys, text):
+    assert "strategy" in refused(capsys, "explain", text)

@@ -14,7 +14,22 @@ from tests.engine import attach, batches, flat, net, steps
 from tests.oracles import codecs as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, quadratic, together, train, watched
-from thinwire import AllReduce, Bf16, Codec, Comm, ConfigError, Fp16, Gossip, LocalSGD, NonFiniteError, SlowMo, Strategy
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Codec,
+    Comm,
+    Complete,
+    ConfigError,
+    Fp16,
+    Gossip,
+    LocalSGD,
+    NonFiniteError,
+    OnePeerExponential,
+    Ring,
+    SlowMo,
+    Strategy,
+)
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.majority import MajorityVote
 from thinwire.codecs.natural import Natural
@@ -26,9 +41,8 @@ from thinwire.codecs.terngrad import TernGrad
 from thinwire.codecs.top_k import TopK
 from thinwire.comm.group import comm_for
 from thinwire.plan import explain
+from thinwire.registry import recipe_classes
 from thinwire.strategies.gossip.choco import Choco
-from thinwire.strategies.recipe import CODECS
-from thinwire.topology import Complete, OnePeerExponential, Ring
 
 RATES = [0.1] * 16
 PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
@@ -291,7 +305,9 @@ def test_pairs_that_cannot_work_are_refused(make: Any, words: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("kind", CODECS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in recipe_classes().values() if issubclass(kind, Codec)], ids=lambda kind: kind.__name__
+)
 def test_a_codec_s_repr_is_read_back_as_it_is(kind: Any) -> None:
     for recipe in (AllReduce(kind()), LocalSGD(3, codec=kind()), SlowMo(codec=kind())):
         assert thinwire.parse(repr(recipe)) == recipe

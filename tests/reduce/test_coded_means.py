@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.oracles import codecs as oracles
 from tests.pool import run_processes
-from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, run_threads
+from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, Ring, run_threads
 from thinwire.codecs.base import draw_key
 from thinwire.codecs.cast import Fp8
 from thinwire.codecs.feedback import ErrorFeedback, resize_errors
@@ -27,7 +27,7 @@ from thinwire.comm.pending import PendingMeans
 from thinwire.comm.threads import Hub, ThreadComm, single_worker
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, pieces, two_stage_mean_
-from thinwire.topology import Ring
+from thinwire.topology.graphs import Ring
 
 SIZES = [0, 1, 7, 8, 9, 33, 300]
 FEEDBACK: list[Codec] = [

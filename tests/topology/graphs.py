@@ -7,8 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire import Topology
-from thinwire.topology import (
+from thinwire import (
     BaseGraph,
     BipartiteExponential,
     Complete,
@@ -21,6 +20,7 @@ from thinwire.topology import (
     Ring,
     Star,
     SymmetricExponential,
+    Topology,
     Torus,
 )
 from thinwire.topology.base import Peers

@@ -13,21 +13,28 @@ from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
 from tests.problems import Breathing, Irregular
 from tests.topology.graphs import GRAPHS, KEEPING, exists, mixings, product
-from thinwire import Comm, ConfigError, GroupComm, OnePeerExponential, PushSum, Ring, Topology, run_threads
-from thinwire.reduce.compressed_all_reduce import gossip_
-from thinwire.strategies.recipe import brief
-from thinwire.topology import (
+from thinwire import (
     BaseGraph,
     BipartiteExponential,
+    Comm,
     Complete,
+    ConfigError,
     DirectedExponential,
     FromGraph,
+    GroupComm,
     Hierarchical,
     Hypercube,
-    Peers,
+    OnePeerExponential,
+    PushSum,
     RandomMatching,
+    Ring,
     Star,
+    Topology,
+    run_threads,
 )
+from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.strategies.recipe import brief
+from thinwire.topology import Peers
 from thinwire.topology.analysis import (
     column_stochastic,
     connected,

@@ -13,17 +13,21 @@ import numpy as np
 import pytest
 
 from tests.topology.graphs import SIZES, Matrix, mixings, product
-from thinwire import Complete, ConfigError, OnePeerExponential, Ring, Topology
-from thinwire.topology import (
+from thinwire import (
     BaseGraph,
     BipartiteExponential,
+    Complete,
+    ConfigError,
     DirectedExponential,
     Hierarchical,
     Hypercube,
+    OnePeerExponential,
     PPeerExponential,
     RandomMatching,
+    Ring,
     Star,
     SymmetricExponential,
+    Topology,
     Torus,
 )
 from thinwire.topology.analysis import contraction, eigenvalues
@@ -183,7 +187,7 @@ def test_random_matchings_pair_all_ranks_but_one_of_an_odd_number() -> None:
 
 def test_random_matchings_are_the_same_in_every_process_and_in_any_order_of_calls() -> None:
     calls = "[RandomMatching(7).peers(rank, 9, step).dst for step in (5, 2) for rank in range(9)]"
-    code = f"from thinwire.topology import RandomMatching; print({calls})"
+    code = f"from thinwire import RandomMatching; print({calls})"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     here = [RandomMatching(7).peers(rank, 9, step).dst for rank in range(9) for step in (2, 5)]
     assert elsewhere.stdout.strip() == str(here[1::2] + here[::2])

@@ -11,10 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from tests.topology.graphs import KEEPING
-from thinwire import ConfigError
+from thinwire import ConfigError, OnePeerExponential, Ring
 from thinwire.cli import main
 from thinwire.strategies.recipe import parse_topology
-from thinwire.topology import OnePeerExponential, Ring
 from thinwire.topology.analysis import facts, matrices
 
 Capture = pytest.CaptureFixture[str]
@@ -139,7 +138,7 @@ def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["Rings"], "topology 'Rings': 'Rings' is unknown; did you mean Ring?"),
+        (["Rings"], "topology 'Rings': 'Rings' is unknown; did you mean Ring, "),
         (["LocalSGD"], "is a LocalSGD, not a topology; write it like Ring()"),
         (["PPeerExponential(degre=2)"], "has no 'degre'; did you mean degree?"),
         (["Ring("], "topology 'Ring('"),

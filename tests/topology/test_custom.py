@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.topology.graphs import mixings, reaches_all
-from thinwire import ConfigError, Gossip, PushSum, Ring, Topology, parse
+from thinwire import ConfigError, FromGraph, Gossip, PushSum, Ring, Star, Topology, Torus, parse
 from thinwire.strategies.recipe import parse_topology
-from thinwire.topology import FromGraph, Star, Torus
 from thinwire.topology.analysis import symmetric
 from thinwire.topology.base import check_edges, doubly_stochastic
 

@@ -22,8 +22,18 @@ from tests.topology.graphs import (
     seen,
     sizes_of,
 )
-from thinwire import Complete, ConfigError, Gossip, Hypercube, OnePeerExponential, Ring, Topology
-from thinwire.topology import BipartiteExponential, Hierarchical, Peers
+from thinwire import (
+    BipartiteExponential,
+    Complete,
+    ConfigError,
+    Gossip,
+    Hierarchical,
+    Hypercube,
+    OnePeerExponential,
+    Ring,
+    Topology,
+)
+from thinwire.topology import Peers
 from thinwire.topology.base import check_edges, doubly_stochastic
 
 

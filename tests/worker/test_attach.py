@@ -43,6 +43,39 @@ def shares_memory(parameter: Tensor, vector: Tensor) -> bool:
     return parameter.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
 
 
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_strategy_may_be_a_recipe_s_text() -> None:
+    model = net(3)
+    worker = thinwire.attach(model, momentum(model), "slow-mo(period=2)")
+    assert worker.strategy == SlowMo(period=2)
+
+
+def test_arguments_of_a_wrong_type_are_refused_and_the_right_one_is_named() -> None:
+    model = net(3)
+    optimizer = momentum(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    wrong: list[tuple[Any, Any, Any, str]] = [
+        (model, optimizer, SlowMo, r"strategy is the class SlowMo: .*; write SlowMo\(\)$"),
+        (model, optimizer, thinwire.Ring(), "strategy is of type Ring: must be a strategy or its text"),
+        (model, optimizer, None, "strategy is of type NoneType"),
+        (model, optimizer, "PushSun()", "'PushSun' is unknown; did you mean PushSum, "),
+        (model, optimizer, "train fast", "write it like SlowMo"),
+        (
+            model,
+            scheduler,
+            SlowMo(),
+            r"optimizer is of type ConstantLR: must be a torch\.optim\.Optimizer; pass its \.opt",
+        ),
+        (model, torch.optim.SGD, SlowMo(), "optimizer is the class SGD: .*such as torch.optim.SGD"),
+        (optimizer, model, SlowMo(), "model is of type SGD: must be a torch.nn.Module"),
+    ]
+    for one_model, one_optimizer, strategy, words in wrong:
+        with pytest.raises(ConfigError, match=words):
+            thinwire.attach(one_model, one_optimizer, strategy)
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 

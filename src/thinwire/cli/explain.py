@@ -16,7 +16,7 @@ from thinwire.report.units import count, nbytes, rate, seconds, times
 
 if TYPE_CHECKING:
     from thinwire.plan import Card
-    from thinwire.strategies import Strategy
+    from thinwire.strategies.base import Strategy
 
 _MOST_NAMED_RANKS = 8
 
@@ -126,7 +126,7 @@ class Explain(settings_as_options(only=["task", "model", "data"])):
 
 def _strategy(text: str) -> Strategy:
     from thinwire.runs.recipes import parse_recipe
-    from thinwire.strategies import Strategy
+    from thinwire.strategies.base import Strategy
 
     recipe = parse_recipe(text)
     if not isinstance(recipe, Strategy):

@@ -6,7 +6,7 @@ import json as json_text
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
@@ -17,8 +17,8 @@ from thinwire.report.units import count, digits, nbytes, rate, seconds
 
 if TYPE_CHECKING:
     from thinwire.report.picture import Picture
-    from thinwire.topology import Topology as Graph
     from thinwire.topology.analysis import Facts
+    from thinwire.topology.base import Topology as Graph
 
 _BYTES_PER_PARAMETER = 4
 # Longer lists of steps, or of messages in a step, are cut short.
@@ -211,10 +211,10 @@ class Topology:
 
 def _all_graphs() -> list[Graph]:
     """Every graph with its default arguments, except FromGraph, which by default has no edges."""
-    from thinwire import topology
+    from thinwire.registry import recipe_classes
+    from thinwire.topology.base import Topology as Graph
 
-    kinds: list[type[Any]] = [getattr(topology, name) for name in topology.__all__]
-    return [kind() for kind in kinds if hasattr(kind, "__dataclass_fields__") and kind is not topology.FromGraph]
+    return [kind() for name, kind in recipe_classes().items() if issubclass(kind, Graph) and name != "FromGraph"]
 
 
 def _kind(found: Facts) -> str:
@@ -230,10 +230,10 @@ def _steps(steps: int | None) -> str:
 
 def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
     """By the name of each strategy with a topology: why it refuses this one, or None where it accepts it."""
-    from thinwire.strategies.recipe import RECIPE_CLASSES
+    from thinwire.registry import recipe_classes
 
     refusals: dict[str, str | None] = {}
-    for name, kind in RECIPE_CLASSES.items():
+    for name, kind in recipe_classes().items():
         if "topology" in {field.name for field in fields(kind)}:
             try:
                 kind(topology=graph).check(workers)

@@ -106,11 +106,15 @@ class Train(settings_as_options(without=["timeline_steps"])):
         Raises:
             ConfigError: a setting was given that decides the run's numbers, or --out.
         """
-        from thinwire.runs import RunFolder, resolve
+        from thinwire.runs import RunFolder, parse_recipe, resolve
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
         before = RunFolder(folder).settings()
+        if given["strategy"] is not None:
+            parse_recipe(given["strategy"])
+        # The folder may come from somebody else: only the command line may name modules to import.
+        parse_recipe(before.strategy, imports=False)
         # A flag cannot be given as off, so False means that the run keeps its own value.
         changes = {name: value for name, value in given.items() if value is not None and value is not False}
         settings = resolve({**before.to_json(), **changes})

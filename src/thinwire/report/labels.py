@@ -1,16 +1,19 @@
 """Short names for recipes, with only those arguments that tell them apart."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 _LONGEST_VALUE = 32
+# The module of a class that another package defines, as in my_package.methods:Mine.
+_MODULE = re.compile(r"(?<![\w.'\"])[^\W\d]\w*(?:\.[^\W\d]\w*)*:(?=[^\W\d])")
 
 
 def name(recipe: str) -> str:
     """The recipe's outermost name with its base: `SlowMo(PushSum)` for `SlowMo(base=PushSum(), period=48)`.
 
-    A text that is not a recipe, such as `ddp+bf16`, is its own name.
+    A text that is not a recipe, such as `ddp+bf16`, is its own name. Modules of classes are left out.
 
     Example:
         >>> name("SlowMo(base=PushSum(), period=48)")
@@ -72,7 +75,7 @@ def _arguments(recipe: str) -> dict[str, str]:
 
 def _call(recipe: str) -> ast.Call | None:
     try:
-        tree = ast.parse(recipe.strip(), mode="eval").body
+        tree = ast.parse(_MODULE.sub("", recipe.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return tree if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) else None

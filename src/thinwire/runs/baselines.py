@@ -35,6 +35,7 @@ from thinwire.comm.work import Interval, nbytes_of
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.runs.engine import GradientClock
+from thinwire.validation import check_field_types
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|timed? ?out|peer|recv|process group", re.IGNORECASE)
 
@@ -159,6 +160,9 @@ class Baseline(ABC):
         "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020"
     )
 
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
     def check(self, size: int) -> None:
         """Accept any number of workers."""
 
@@ -264,6 +268,7 @@ class PowerSGD(Baseline):
     paper = "Vogels et al., PowerSGD, NeurIPS 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise ConfigError(f"rank={self.rank}: must keep at least 1 column")
         if self.start < 2:
@@ -308,6 +313,7 @@ class PostLocalSGD(Baseline):
     paper = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.period < 2:
             raise ConfigError(f"period={self.period}: must be at least 2 steps; use ddp to average at every step")
         if self.start < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from thinwire import errors
 from thinwire.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
 from thinwire.errors import PeerLostError, ThinwireError
 from thinwire.runs.folder import Fields, RunFolder
-from thinwire.runs.recipes import parse_recipe
+from thinwire.runs.recipes import modules_of, parse_recipe
 from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
 
@@ -43,6 +44,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         ThinwireError: what ended the run; one error, however many workers it ended.
     """
     home = RunFolder(folder)
+    modules = modules_of(parse_recipe(settings.strategy, imports=False))
     if not resume:
         home.create()
     home.write_settings(settings)
@@ -51,13 +53,17 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         "OMP_NUM_THREADS": str(settings.threads),
         **straggler_environment(settings.slow, settings.stall, seed=settings.seed),
     }
+    if modules:
+        # The workers look for them where this process found them, which may be the folder of its own program.
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
+    options = ["--resume"] * resume + modules
     with ExitStack() as contexts:
         network = Network(parse_links(settings.link, settings.workers)) if settings.link is not None else None
         if network is not None:
             contexts.enter_context(network)
         workers = contexts.enter_context(
             Workers(
-                [sys.executable, "-m", "thinwire.runs", str(folder.absolute()), *(["--resume"] if resume else [])],
+                [sys.executable, "-m", "thinwire.runs", str(folder.absolute()), *options],
                 settings.workers,
                 network=network,
                 environment=environment,
@@ -148,5 +154,5 @@ def _how_to_resume(home: RunFolder) -> str:
     """Advice on checkpoints; none for PyTorch's own methods, which cannot be saved."""
     if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
         return f". Continue from its last checkpoint with --resume {home.path}"
-    saved = isinstance(parse_recipe(home.settings().strategy), Strategy)
+    saved = isinstance(parse_recipe(home.settings().strategy, imports=False), Strategy)
     return ". Use --save-every to be able to continue a run that fails" if saved else ""

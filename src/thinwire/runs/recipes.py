@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Mapping
-from dataclasses import fields
-from difflib import get_close_matches
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 
 from thinwire.errors import ConfigError
+from thinwire.registry import REGISTERED
 from thinwire.runs.baselines import Baseline, Bf16Gradients, PlainDdp, PostLocalSGD, PowerSGD
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import RECIPE_CLASSES, brief, parse
+from thinwire.strategies.recipe import brief, read
 
 Recipe = Strategy | Baseline
 BASELINES: Mapping[str, type[Baseline]] = {
     kind.name: kind for kind in (PlainDdp, Bf16Gradients, PowerSGD, PostLocalSGD)
 }
-_BASELINE = re.compile(r"([a-z][a-z0-9+-]*)\s*(\(.*\))?", re.DOTALL)
 
 
-def parse_recipe(text: str) -> Recipe:
+def parse_recipe(text: str, *, imports: bool = True) -> Recipe:
     """Read a strategy, or one of PyTorch's own: `ddp`, `ddp+bf16`, `ddp+powersgd`, `post-local-sgd`.
 
     The last two take arguments, as in `ddp+powersgd(rank=4)`. Nothing is evaluated.
 
+    Args:
+        text: the recipe.
+        imports: whether modules of other packages may be imported, as in `thinwire.parse`; False for text from a file.
+
     Raises:
         ConfigError: an unknown name or argument, or a value that the recipe refuses.
     """
-    match = _BASELINE.fullmatch(text.strip())
-    close = "" if match is None else _closest_baseline(match[1])
-    if match is None or not close:
-        return parse(text)
-    if match[1] not in BASELINES:
-        raise ConfigError(f"strategy {text!r}: unknown; did you mean {close}? (torch's own are {', '.join(BASELINES)})")
-    kind = BASELINES[match[1]]
-    try:
-        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
-    except (SyntaxError, ValueError):
-        raise ConfigError(f"strategy {text!r}: cannot be read; write arguments as in ddp+powersgd(rank=4)") from None
-    if call.args:
-        raise ConfigError(f"strategy {text!r}: name its arguments, as in ddp+powersgd(rank=4)")
-    known = [field.name for field in fields(kind)]
-    for name, value in arguments.items():
-        if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-            raise ConfigError(f"strategy {text!r}: {kind.name} has no {name!r}; {takes}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"strategy {text!r}: {name}={value!r} must be a whole number")
-    return kind(**arguments)
-
-
-def _closest_baseline(word: str) -> str:
-    """The baseline that a word names or nearly names; empty where a name of thinwire's own is closer."""
-    close = get_close_matches(word, [*BASELINES, *(name.lower() for name in RECIPE_CLASSES)], n=1, cutoff=0.6)
-    return close[0] if close and close[0] in BASELINES else ""
+    example = "SlowMo(period=12) or ddp+powersgd(rank=4)"
+    kinds = (Strategy, Baseline)
+    return read(text, kinds, what="strategy", example=example, imports=imports, more=BASELINES)
 
 
 def split_recipes(text: str) -> list[str]:
@@ -77,3 +53,27 @@ def split_recipes(text: str) -> list[str]:
 def describe(recipe: Recipe) -> str:
     """The canonical text, which `parse_recipe` reads back: without arguments at their defaults."""
     return str(recipe) if isinstance(recipe, Baseline) else brief(recipe)
+
+
+def modules_of(recipe: Recipe) -> list[str]:
+    """The modules of other packages that define the recipe's classes: another process must import them to read it.
+
+    Raises:
+        ConfigError: a class is defined in a program, or within a function, where no other process can import it.
+    """
+    kinds = [kind for kind in _kinds(recipe) if f"{kind.__module__}:{kind.__name__}" in REGISTERED]
+    for kind in kinds:
+        if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind or kind.__module__ == "__main__":
+            raise ConfigError(
+                f"{describe(recipe)}: {kind.__name__} is defined in the program itself or in a function, and the "
+                "workers are other processes; put it into a module, which they can import"
+            )
+    return sorted({kind.__module__ for kind in kinds})
+
+
+def _kinds(value: object) -> Iterator[type]:
+    """The classes of a recipe and of the recipes within it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        yield type(value)
+        for field in fields(value):
+            yield from _kinds(getattr(value, field.name))

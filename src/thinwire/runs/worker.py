@@ -1,4 +1,4 @@
-"""One rank of a run; as a program, `python -m thinwire.runs FOLDER [--resume]`, started once per rank."""
+"""One rank of a run; as a program, `python -m thinwire.runs FOLDER [--resume] [MODULE ...]`, started once per rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
     agree(control, [*facts, ("the data", task.fingerprint())], _CPU)
     home = RunFolder(Path(gather_texts(control, str(folder.resolve()).encode(), _CPU)[0].decode()))
-    recipe, model = parse_recipe(settings.strategy), task.model(settings.model, seed=settings.seed)
+    recipe = parse_recipe(settings.strategy, imports=False)
+    model = task.model(settings.model, seed=settings.seed)
     # Counted before a mesh splits them.
     parameters = sum(p.numel() for p in model.parameters())
     engine, tensor_parallel = _engine(recipe, model.to(settings.device), settings, comm, control)
@@ -154,9 +156,16 @@ def _finish(training: Training) -> Fields | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Train as one rank, printing events as JSON lines; returns 0 for success, 1 for failure, 2 for a user's error."""
+    """Train as one rank, printing events as JSON lines; returns 0 for success, 1 for failure, 2 for a user's error.
+
+    The modules are those that define the recipe's classes. The launcher names them, and never the folder, whose files
+    may come from somebody else.
+    """
     folder = RunFolder(Path(arguments[0]))
     try:
+        for module in arguments[1:]:
+            if module != "--resume":
+                import_module(module)
         work(folder.settings(), folder.path, emit=print_event, resume="--resume" in arguments)
     except ThinwireError as error:
         print_event({"event": "error", "kind": type(error).__name__, "message": str(error)})

@@ -134,7 +134,7 @@ class Writer:
 
 def _exposed(settings: Settings) -> str:
     """How exposed time was measured, for config.json."""
-    if isinstance(parse_recipe(settings.strategy), Baseline):
+    if isinstance(parse_recipe(settings.strategy, imports=False), Baseline):
         return "from the last local gradient to the end of the backward pass, and averages of parameters"
     if settings.device == "cuda":
         return "time the host was blocked in waits for messages; what the GPU waits for counts as computation"

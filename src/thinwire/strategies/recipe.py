@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
-from thinwire import strategies, topology  # pyright: ignore[reportUnusedImport]  # noqa: F401
-from thinwire.codecs.cast import Bf16, Fp8, Fp16, Fp32
-from thinwire.codecs.feedback import ErrorFeedback
-from thinwire.codecs.majority import MajorityVote
-from thinwire.codecs.natural import Natural
-from thinwire.codecs.one_bit import OneBit
-from thinwire.codecs.qsgd import QSGD
-from thinwire.codecs.quantize import Quantize
-from thinwire.codecs.random_k import RandomK
-from thinwire.codecs.sketch import Sketch
-from thinwire.codecs.terngrad import TernGrad
-from thinwire.codecs.top_k import TopK
-from thinwire.errors import ConfigError
-from thinwire.registry import REGISTERED
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.registry import REGISTERED, entry_points, name_in_recipes, recipe_classes
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.user_classes import user_class
 from thinwire.topology.base import Topology
 
-CODECS: tuple[type, ...] = (
-    *(
-        Bf16,
-        ErrorFeedback,
-        Fp8,
-        Fp16,
-        Fp32,
-        MajorityVote,
-        Natural,
-        OneBit,
-        QSGD,
-        Quantize,
-        RandomK,
-        Sketch,
-        TernGrad,
-        TopK,
-    ),
-)
-
-RECIPE_CLASSES: Mapping[str, type] = REGISTERED
-"""The classes that a recipe may name; it can name nothing else, whoever wrote it."""
-
-_STRATEGY_EXAMPLE = "write it like SlowMo(period=12)"
-_TOPOLOGY_EXAMPLE = "write it like Ring() or Hierarchical(node_size=8)"
+T = TypeVar("T")
+# Names that Python's grammar would take for something else: `module:Class`, and words joined by signs, as in slow-mo.
+_LONG_NAME = re.compile(r"(?<![\w.])(?:[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*|[^\W\d]\w*(?:[+-][^\W\d]\w*)+)")
+# A class with no more arguments than this has all of them listed where one is unknown.
+_FEW = 6
 
 
-def parse(text: str) -> Strategy:
+def parse(text: str, *, imports: bool = True) -> Strategy:
     """The strategy that a recipe names, as in "SlowMo(base=PushSum(), period=48)"; a bare name is its defaults.
 
     Nothing is evaluated: names are looked up among the strategies, topologies and codecs, arguments are literals.
+    Case, hyphens and underscores do not matter: slow-mo is SlowMo. A registered class of another package is named by
+    its module, as in "SlowMo(base=my_package.methods:Mine(period=4))", and the module is imported, from the current
+    folder too.
+
+    Args:
+        text: the recipe.
+        imports: whether modules of other packages may be imported; False for text that comes from a file or a peer.
 
     Raises:
         ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
@@ -68,96 +46,169 @@ def parse(text: str) -> Strategy:
         >>> brief(strategy)
         'SlowMo(base=PushSum(), period=48)'
     """
-    where = f"strategy {_shortened(text)}"
-    strategy = _parsed(text, where, _STRATEGY_EXAMPLE)
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(f"{where}: is a {type(strategy).__name__}, not a strategy; {_STRATEGY_EXAMPLE}")
-    return strategy
+    return read(text, Strategy, what="strategy", example="SlowMo(period=12)", imports=imports)
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str, *, imports: bool = True) -> Topology:
     """The graph that a recipe names, as in "Hierarchical(node_size=8)"; a bare name is its defaults.
+
+    Args:
+        text: the recipe.
+        imports: whether modules of other packages may be imported, as in `parse`.
 
     Raises:
         ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
     """
-    where = f"topology {_shortened(text)}"
-    graph = _parsed(text, where, _TOPOLOGY_EXAMPLE)
-    if not isinstance(graph, Topology):
-        raise ConfigError(f"{where}: is a {type(graph).__name__}, not a topology; {_TOPOLOGY_EXAMPLE}")
-    return graph
+    return read(text, Topology, what="topology", example="Ring() or Hierarchical(node_size=8)", imports=imports)
 
 
 def brief(recipe: Any) -> str:
     """A recipe as one would write it: its repr without the arguments that are at their defaults."""
-    if not is_dataclass(recipe):
+    if not is_dataclass(recipe) or isinstance(recipe, type):
         return repr(recipe)
     arguments = [
         f"{field.name}={brief(value)}"
         for field in fields(recipe)
         if (value := getattr(recipe, field.name)) != field.default
     ]
-    return f"{type(recipe).__name__}({', '.join(arguments)})"
+    return f"{name_in_recipes(type(recipe))}({', '.join(arguments)})"
 
 
-def _parsed(text: str, where: str, example: str) -> Any:
-    """The object that a recipe names; errors begin with `where`, and end with `example` if they concern all of it."""
+def read(
+    text: str,
+    kind: type[T] | tuple[type[T], ...],
+    *,
+    what: str,
+    example: str,
+    imports: bool = True,
+    more: Mapping[str, type] | None = None,
+) -> T:
+    """The object that a recipe names.
+
+    Args:
+        text: the recipe.
+        kind: what it must be an instance of.
+        what: the word for that in errors.
+        example: how one is written.
+        imports: whether modules of other packages may be imported, as in `parse`.
+        more: classes that it may name besides, by name.
+
+    Raises:
+        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
+    """
+    where, text = f"{what} {_shortened(repr(text))}", text.strip()
     try:
         try:
-            tree = ast.parse(text.strip(), mode="eval").body
+            # Every sign keeps its place, so that names and literals can be read from the text itself.
+            tree = ast.parse(_LONG_NAME.sub(lambda name: re.sub(r"\W", "_", name[0]), text), mode="eval").body
         except (SyntaxError, ValueError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
-            raise ConfigError(f"{where}: {reason}; {example}") from None
-        return _build(tree, where)
+            raise ConfigError(f"{where}: {reason}; write it like {example}") from None
+        found = _Reader(text, where, more or {}, imports).build(tree)
     except (RecursionError, MemoryError):
         # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
-        raise ConfigError(f"{where}: nested too deeply; {example}") from None
+        raise ConfigError(f"{where}: nested too deeply; write it like {example}") from None
+    if not isinstance(found, kind):
+        raise ConfigError(f"{where}: is a {type(found).__name__}, not a {what}; write it like {example}")
+    return found
 
 
-def _build(node: ast.expr, where: str) -> Any:
-    """The value of a syntax tree: a known name, a call of one, or a literal."""
-    if isinstance(node, ast.Name):
-        return _call(node.id, [], [], where)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if any(keyword.arg is None for keyword in node.keywords):
-            raise ConfigError(f"{where}: ** is not understood; name each argument")
-        keywords = [(str(keyword.arg), _build(keyword.value, where)) for keyword in node.keywords]
-        return _call(node.func.id, [_build(argument, where) for argument in node.args], keywords, where)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        wrong = _shortened(ast.unparse(node))
-        raise ConfigError(f"{where}: {wrong} is neither a literal nor a known name") from None
+@dataclass(frozen=True)
+class _Reader:
+    """Makes the objects of a recipe's syntax tree; the words of errors begin with `where`."""
 
+    text: str
+    where: str
+    more: Mapping[str, type]
+    imports: bool
 
-def _call(name: str, arguments: list[Any], keywords: list[tuple[str, Any]], where: str) -> Any:
-    if name not in RECIPE_CLASSES:
-        raise ConfigError(f"{where}: {name!r} is unknown{_suggestion(name, sorted(RECIPE_CLASSES, key=str.lower))}")
-    kind = RECIPE_CLASSES[name]
-    known = [field.name for field in fields(kind)]
-    where = f"{where}: {name}"
-    if len(arguments) > len(known):
-        raise ConfigError(f"{where} was given {len(arguments)} arguments{_listed(known)}")
-    # Arguments are checked here and not by the call, whose TypeError could suggest no fix.
-    given = known[: len(arguments)]
-    for keyword, _ in keywords:
-        if keyword not in known:
-            raise ConfigError(f"{where} has no {keyword!r}{_suggestion(keyword, known)}")
-        if keyword in given:
-            raise ConfigError(f"{where} was given {keyword!r} twice; keep one")
-        given.append(keyword)
-    return kind(*arguments, **dict(keywords))
+    def build(self, node: ast.expr) -> Any:
+        """The value of a syntax tree: a known name, a call of one, or a literal."""
+        if isinstance(node, ast.Name):
+            return self.call(self.source(node), ast.Call(node, [], []))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.call(self.source(node.func), node)
+        source = self.source(node)
+        try:
+            return ast.literal_eval(f"({source})")
+        except (SyntaxError, ValueError, TypeError):
+            wrong = _shortened(repr(source))
+            raise ConfigError(f"{self.where}: {wrong} is neither a literal nor a known name") from None
+
+    def call(self, name: str, call: ast.Call) -> Any:
+        """An instance of the class of that name, with the arguments of a call."""
+        kind, where = self.find(name), f"{self.where}: {name}"
+        taken = [field for field in fields(kind) if field.init]
+        known = [field.name for field in taken]
+        if len(call.args) > len(known):
+            raise ConfigError(f"{where} was given {len(call.args)} arguments{_listed(known)}")
+        # Arguments are checked here and not by the class, whose TypeError could suggest no fix.
+        given = {key: self.build(value) for key, value in zip(known, call.args, strict=False)}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise ConfigError(f"{self.where}: ** is not understood; name each argument")
+            key = _same(keyword.arg, known)
+            if key is None:
+                hint = _nearest(keyword.arg, known) + (_listed(known) if len(known) <= _FEW else "")
+                raise ConfigError(f"{where} has no {keyword.arg!r}{hint}")
+            if key in given:
+                raise ConfigError(f"{where} was given {key!r} twice; keep one")
+            given[key] = self.build(keyword.value)
+        for field in taken:
+            if field.name not in given and field.default is MISSING and field.default_factory is MISSING:
+                raise ConfigError(f"{where} needs {field.name!r}; write {name}({field.name}=...)")
+        try:
+            return kind(**given)
+        except ThinwireError:
+            raise
+        except Exception as error:
+            # What a class did not foresee is the text's fault too, and deserves more than a traceback.
+            raise ConfigError(f"{where} refuses its arguments: {type(error).__name__}: {error}") from error
+
+    def find(self, name: str) -> type:
+        """The class of a name."""
+        if ":" in name:
+            return user_class(name, self.where, imports=self.imports)
+        own = {**recipe_classes(), **self.more}
+        users = {full: full.partition(":")[2] or full for full in REGISTERED if full not in own}
+        names = [*own, *entry_points(), *users.values()]
+        found = _same(name, names)
+        if found is None:
+            raise ConfigError(f"{self.where}: {_shortened(repr(name))} is unknown{_nearest(name, names)}")
+        if found in own:
+            return own[found]
+        if found in entry_points():
+            return user_class(entry_points()[found], self.where, imports=self.imports)
+        full = sorted(full for full, short in users.items() if short == found)
+        if len(full) > 1:
+            raise ConfigError(f"{self.where}: {name!r} could be {' or '.join(full)}; write one of these")
+        return REGISTERED[full[0]]
+
+    def source(self, node: ast.expr) -> str:
+        """The text of a syntax tree, as it was written."""
+        return ast.get_source_segment(self.text, node) or ""
 
 
 def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 100 else f"{text[:97]}...")
+    return text if len(text) <= 102 else f"{text[:98]}...{text[-1]}"
 
 
-def _suggestion(word: str, known: list[str]) -> str:
-    lowered = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
-    return (f"; did you mean {lowered[close[0]]}?" if close else "") + _listed(known)
+def _plain(name: str) -> str:
+    """A name without case, hyphens and underscores."""
+    return re.sub(r"[-+_]", "", name).lower()
 
 
-def _listed(known: list[str]) -> str:
+def _same(name: str, known: Sequence[str]) -> str | None:
+    """The known name that this one stands for, whatever its case, hyphens and underscores."""
+    return name if name in known else {_plain(each): each for each in known}.get(_plain(name))
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """The three known names that are most like a word."""
+    plain = {_plain(name): name for name in known}
+    close = [plain[name] for name in get_close_matches(_plain(word), plain, n=3, cutoff=0.0)]
+    return f"; did you mean {', '.join(close[:-1])}{' or ' * (len(close) > 1)}{close[-1]}?" if close else ""
+
+
+def _listed(known: Sequence[str]) -> str:
     return f" (known: {', '.join(known)})" if known else " (it takes no arguments)"

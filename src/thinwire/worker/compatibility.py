@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.recipe import parse
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
+
+
+def check_arguments(model: object, optimizer: object, strategy: object) -> Strategy:
+    """Check the types of what `attach` was given; returns the strategy, read from its text where it is one.
+
+    Raises:
+        ConfigError: with what was given, and what to give instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2)")
+    if not isinstance(optimizer, Optimizer):
+        own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+        fix = "; pass its .optimizer" if own else ", such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        raise ConfigError(f"optimizer is {_described(optimizer)}: must be a torch.optim.Optimizer{fix}")
+    found = parse(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(found, Strategy):
+        fix = f"{found.__name__}()" if isinstance(found, type) and issubclass(found, Strategy) else "SlowMo()"
+        raise ConfigError(f"strategy is {_described(found)}: must be a strategy or its text; write {fix}")
+    return found
+
+
+def _described(value: object) -> str:
+    """What a value of a wrong type is, in a few words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parameters: Iterable[Tensor]) -> None:

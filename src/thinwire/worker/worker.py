@@ -24,7 +24,7 @@ from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, joining
 from thinwire.worker.buckets import Backward, Bucket, cut
-from thinwire.worker.compatibility import check_compatible, check_mesh, check_skipped_steps
+from thinwire.worker.compatibility import check_arguments, check_compatible, check_mesh, check_skipped_steps
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of
 from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
@@ -250,7 +250,7 @@ class Worker(WorkerState):
 def attach(
     model: nn.Module,
     optimizer: Optimizer,
-    strategy: Strategy,
+    strategy: Strategy | str,
     *,
     group: Group = None,
     comm: Comm | None = None,
@@ -271,7 +271,7 @@ def attach(
     Args:
         model: already on its device. Frozen parameters are compared and sent once, from rank 0.
         optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
-        strategy: the recipe.
+        strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`).
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
         mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
@@ -303,6 +303,7 @@ def attach(
         >>> thinwire.run_threads(2, train)
         [[[-0.5, -0.25]], [[-0.5, -0.25]]]
     """
+    strategy = check_arguments(model, optimizer, strategy)
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout)
