@@ -18,7 +18,8 @@ from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
-from thinwire.runs import Settings, launch
+from thinwire.errors import ConfigError
+from thinwire.runs import Settings, launch, worker
 from thinwire.runs.folder import RunFolder
 
 
@@ -316,7 +317,6 @@ def test_train_takes_a_class_of_the_current_folder_and_resumes_only_where_it_is_
 
 def test_a_run_of_a_class_that_workers_cannot_import_is_refused():
     from thinwire import Strategy, registered
-    from thinwire.errors import ConfigError
     from thinwire.runs.recipes import modules_of
 
     @registered
@@ -335,3 +335,13 @@ def test_a_run_of_a_class_that_workers_cannot_import_is_refused():
 )
 def test_explain_refuses_what_is_no_recipe_in_one_message(capsys, text):
     assert "strategy" in refused(capsys, "explain", text)
+
+
+def test_what_a_run_folder_names_is_not_imported(own_folder, capsys):
+    settings = Settings(task="digits", model="mlp", strategy="quiet_methods:Quiet(parts=3)", steps=2)
+    RunFolder(own_folder).write_settings(settings)
+    assert worker.main([str(own_folder)]) == 2
+    assert "quiet_methods:Quiet is not imported" in json.loads(capsys.readouterr().out)["message"]
+    with pytest.raises(ConfigError, match="is not imported"):
+        launch(settings, own_folder / "new")
+    assert "quiet_methods" not in sys.modules
