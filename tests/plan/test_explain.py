@@ -252,7 +252,7 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["ddp+bf16", "--parameters", "10"], "torch's own"),
         (["ddp+powersgd(rank=4)", "--parameters", "10"], "torch's own"),
         (["post-local-sgd", "--parameters", "10"], "torch's own"),
-        (["SlowMoo", "--parameters", "10"], "did you mean SlowMo?"),
+        (["SlowMoo", "--parameters", "10"], "did you mean SlowMo, "),
         (["LocalSGD(0)", "--parameters", "10"], "period=0"),
         (["LocalSGD", "--parameters", "0.5"], "must be a whole number from 1"),
         (["LocalSGD", "--parameters", "nan"], "must be a whole number from 1"),
