@@ -182,6 +182,15 @@ def test_if_all_members_have_stopped_other_ranks_that_wait_count() -> None:
     assert (coordinator.attempt, coordinator.members) == (1, (0, 1, 2))
 
 
+def test_a_member_that_stops_before_it_acknowledges_what_it_has_sent_is_left_out_in_the_end() -> None:
+    coordinator = in_progress(4, 3)
+    for rank in (0, 1):
+        coordinator.receive(rank, ControlMessage(Kind.ACK, 0, 1), 0.5)
+    outboxes = [coordinator.receive(0, ready(0, attempt=1), now) for now in range(4)]
+    assert outboxes[:3] == [[], [], []]
+    assert {message.members for _, message in outboxes[3]} == {(0, 1, 3)}
+
+
 # -- all-reduces ---------------------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 - `rules`: for how many ranks to wait, and which reduction to use, from measured times.
 - `messages`: what ranks send each other.
 - `coordinator`: a state machine that decides which ranks are members of a step. It holds no tensor and no clock.
-- `reductions`: members average their gradients by messages, or all ranks do in an all-reduce.
+- `member`: a state machine of one rank, with the coordinator in it on the rank that decides. It has no clock either.
+- `reductions`: members average their gradients by messages; a state machine as well.
+- `participant`: a member with a mailbox, threads and a clock, which `runtime` provides.
+- `all_reduces`: the thread in which all ranks average instead, late ones included.
 - `state_transfer`: a rank's parameters, optimizer state and settings as bytes, for late ranks.
-- `participant`: one rank's side of all this, with its mailbox and its thread; one rank runs the coordinator as well.
 - `opening`: a participant for each replica, or one that only counts bytes.
 - `log`, `elastic_sampler`: which ranks were members of each step, and data for workers that are sometimes late.
 

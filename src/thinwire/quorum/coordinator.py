@@ -138,8 +138,7 @@ class Coordinator:
         """A rank sends READY again because it waits: abandon the attempt if enough ranks wait in vain."""
         is_member = src in self.members
         # A member that does not know of the attempt yet does not wait for it.
-        waits = src not in self.acknowledged and (not is_member or message.attempt == self.attempt)
-        if not self.members or not waits:
+        if not self.members or (is_member and message.attempt != self.attempt):
             return []
         self.reminders[src] += 1
         responded = self.acknowledged | (self.reminders.keys() & set(self.members))
@@ -148,11 +147,13 @@ class Coordinator:
             # All members wait. Their messages are on the way, if they use messages; an all-reduce however may be held
             # up by a rank that is no member.
             abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
-        elif is_member:
+        elif is_member and src not in self.acknowledged:
             abandon = len(responded) > len(missing) or self.reminders[src] >= _ENOUGH_REMINDERS
         else:
-            # Other ranks count only if no member has responded at all, and less with every attempt.
-            abandon = not responded and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
+            # Members that hold the mean count less with every attempt: one that has sent its whole part may have
+            # stopped before it acknowledged, or be merely slow. Other ranks count only if no member has responded.
+            counts = is_member or not responded
+            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
         if not abandon:
             return []
         for rank in missing:

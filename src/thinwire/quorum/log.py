@@ -33,7 +33,7 @@ def memberships(r: Replica, first: int = 0) -> Iterator[tuple[int, ...]]:
     """The members of each step of a replica; all ranks where no log is kept.
 
     Args:
-        r: a replica, under `BackupWorkers` for the log to be kept.
+        r: a replica, under a strategy that works with a quorum for the log to be kept.
         first: the step to begin with.
 
     Example:

@@ -33,7 +33,7 @@ class ControlMessage(NamedTuple):
     Attributes:
         kind: what it is about.
         step: the training step.
-        attempt: the attempt at that step, from 1; of LATE, the step that it answers.
+        attempt: the attempt at that step, from 1; of LATE, the step that it answers; of BARRIER, its number, from 1.
         digest: of the optimizer's settings.
         microseconds: how long the gradient took.
         all_reduce: the number of the all-reduce that averages, from 1; of LATE, the one that averaged the latest step.

@@ -157,5 +157,7 @@ def participant_of(r: Replica) -> Participant | CountingParticipant:
         ConfigError: none was.
     """
     if r not in _participants:
-        raise ConfigError("no quorum is open for this replica; attach the model to BackupWorkers(...) itself")
+        raise ConfigError(
+            "no quorum is open for this replica; attach the model to the strategy itself, not to one around it"
+        )
     return _participants[r]

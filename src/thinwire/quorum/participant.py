@@ -1,4 +1,4 @@
-"""One rank's side of a quorum: it contributes gradients, reduces with other members, and recovers when it was late.
+"""One rank's side of a quorum, in a real process: connections, threads and a clock around the `Member` that decides.
 
 Three threads meet here. The training thread calls the public methods and waits in them. Control messages and chunks are
 handled in whatever thread the mailbox delivers them, under the mailbox's lock: a rank that computes, the coordinator
@@ -7,13 +7,9 @@ too, answers others meanwhile. All-reduces run in a thread of their own.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from statistics import median
+from math import inf
 from typing import ParamSpec, TypeVar
 from weakref import WeakMethod, proxy
 
@@ -23,11 +19,12 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.errors import CommError, CommTimeoutError, MismatchError
-from thinwire.quorum.coordinator import Coordinator, Outbox
+from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
+from thinwire.quorum.coordinator import Coordinator
+from thinwire.quorum.member import Action, Member, Round, Send, SendState
 from thinwire.quorum.messages import (
     HEADER_BYTES,
     ControlMessage,
-    GradientChunk,
     Kind,
     control_length,
     decode_control,
@@ -35,9 +32,10 @@ from thinwire.quorum.messages import (
     decode_state_chunk,
     encode_chunk,
 )
-from thinwire.quorum.reductions import AllReduceThread, MessageReduction, Partition, wait_while_possible
+from thinwire.quorum.reductions import Partition
 from thinwire.quorum.rules import QuorumRule, ReductionSelector
-from thinwire.quorum.state_transfer import StateTransfer, digest, pack, split_state, unpack_
+from thinwire.quorum.runtime import REAL, Runtime
+from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 
@@ -49,10 +47,6 @@ _CAPACITY = 64  # messages on one edge: a whole state in chunks beside the contr
 _MIN_STATE_CHUNK_BYTES = 4096
 _MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the coordinator is still there
 _MIN_WAIT_SECONDS = 0.001
-_WINDOW = 16  # latest reductions whose time is kept
-_USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
-_FIRST_RETRY_SECONDS = 2.0  # before the first reduction was timed
-_OTHERS_FACTOR = 4  # ranks that are no members wait so many times longer
 
 
 def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
@@ -66,100 +60,6 @@ def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
     return call
 
 
-class CoordinatorEndpoint:
-    """The coordinator's messages and its timer; called in whatever thread messages arrive, under the mailbox's lock.
-
-    Args:
-        coordinator: decides.
-        changed: the mailbox's lock.
-        send: sends a control message to a rank.
-    """
-
-    def __init__(
-        self, coordinator: Coordinator, changed: threading.Condition, send: Callable[[int, ControlMessage], None]
-    ) -> None:
-        self.coordinator = coordinator
-        self._changed, self._send = changed, send
-
-    def receive(self, src: int, message: ControlMessage) -> None:
-        """Pass a READY or ACK message to the coordinator, and send what it answers."""
-        self._send_all(self.coordinator.receive(src, message, time.monotonic()))
-
-    def _send_all(self, outbox: Outbox) -> None:
-        for dst, message in outbox:
-            self._send(dst, message)
-        seconds = self.coordinator.seconds_to_wait(time.monotonic())
-        if seconds:
-            timer = threading.Timer(seconds, weak_callback(self._on_timer, None))
-            timer.daemon = True
-            timer.start()
-
-    def _on_timer(self) -> None:
-        with suppress(CommError, ReferenceError), self._changed:
-            self._send_all(self.coordinator.start_if_due(time.monotonic()))
-
-
-@dataclass
-class Round:
-    """A step that this rank has contributed to and not ended.
-
-    Attributes:
-        step: of training.
-        gradient: this rank's, on the CPU.
-        began: when it was contributed, in seconds.
-        notified: when READY was last sent.
-        started: when the latest attempt with this rank as a member started here.
-        attempt: the latest attempt that this rank is a member of; 0 before the first.
-        reduction: of that attempt; None where it is an all-reduce.
-        early: chunks of attempts that have not started here, each with its sender.
-        outcome: COMMIT or LATE once the step is decided; None before.
-        all_reduced: the number of the latest all-reduce of this step, and its mean.
-        lent: whether the all-reduce thread reads the gradient, which must not change meanwhile.
-        has_mean: whether the gradient was replaced by the mean of the members.
-        refused: two ranks whose optimizers are set differently.
-    """
-
-    step: int
-    gradient: Tensor
-    began: float
-    notified: float = 0.0
-    started: float = 0.0
-    attempt: int = 0
-    reduction: MessageReduction | None = None
-    early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
-    outcome: ControlMessage | None = None
-    all_reduced: tuple[int, Tensor] | None = None
-    lent: bool = False
-    has_mean: bool = False
-    refused: tuple[int, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the step is decided, and nobody reads the gradient any more."""
-        return self.outcome is not None and not self.lent
-
-    def lend(self, step: int) -> bool:
-        """Lend the gradient to the all-reduce thread, if this is that step and it is not decided."""
-        self.lent = self.step == step and self.outcome is None
-        return self.lent
-
-    def start(self, attempt: int, reduction: MessageReduction | None) -> None:
-        """Start an attempt."""
-        self.attempt, self.reduction, self.started = attempt, reduction, time.perf_counter()
-        # Another member may have learned of this attempt first, so that its chunks are here before START.
-        for src, chunk in self.early:
-            if chunk.attempt == attempt and reduction is not None:
-                reduction.receive(src, chunk)
-        self.early = [(src, chunk) for src, chunk in self.early if chunk.attempt > attempt]
-
-    def receive(self, src: int, chunk: GradientChunk) -> None:
-        """Take in a chunk of this attempt or a later one."""
-        if chunk.attempt > self.attempt:
-            self.early.append((src, chunk))
-        elif chunk.attempt == self.attempt and self.reduction is not None:
-            self.reduction.receive(src, chunk)
-
-
 class Participant:
     """One rank of a quorum.
 
@@ -171,6 +71,7 @@ class Participant:
         coordinator: the rank that decides.
         retry_seconds: the least time that a rank waits before it sends READY again.
         names: entries of the replica's state that a late rank must receive.
+        runtime: the clock and the threads.
     """
 
     def __init__(
@@ -183,42 +84,35 @@ class Participant:
         coordinator: int,
         retry_seconds: float,
         names: Sequence[str],
+        runtime: Runtime = REAL,
     ) -> None:
-        self.rank, self.size, self.coordinator_rank = r.comm.rank, r.comm.size, coordinator
-        self._partition = Partition(r.x.numel(), rule.least, r.x.dtype)
-        self._state_chunk_bytes = max(r.x.numel() * r.x.element_size(), _MIN_STATE_CHUNK_BYTES)
-        self._r, self._comm, self._names = proxy(r), r.comm, names
-        self._retry_seconds = retry_seconds
-        self._reduction_seconds = deque[float](maxlen=_WINDOW)
-        self._round: Round | None = None
-        self._transfer = StateTransfer()
+        self._r, self._comm, self._names, self._runtime = proxy(r), r.comm, names, runtime
+        self.rank, size, self._clock = r.comm.rank, r.comm.size, runtime.clock
+        partition = Partition(r.x.numel(), rule.least, r.x.dtype)
+        self._member = Member(self.rank, size, coordinator, partition, retry_seconds, self._clock(), r.step)
+        if self.rank == coordinator:
+            self._member.coordinator = Coordinator(rule, selector)
         self._packed: tuple[int, Tensor] | None = None
-        self._barriers: Counter[int] = Counter()
-        # The step after which this rank's state is consistent and may be sent; -1 while a step is being taken.
-        self._idle_at, self._computing_since = r.step, time.perf_counter()
-        largest = HEADER_BYTES + max(self._partition.nbytes, self._state_chunk_bytes)
+        self._timer_at = inf
+        self._state_chunk_bytes = max(r.x.numel() * r.x.element_size(), _MIN_STATE_CHUNK_BYTES)
+        largest = HEADER_BYTES + max(partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
-        self._latest_mean: tuple[int, Tensor] | None = None
         self._all_reduces = AllReduceThread(self._box.changed)
-        self._endpoint: CoordinatorEndpoint | None = None
-        if self.rank == coordinator:
-            send = weak_callback(self._send_control, None)
-            self._endpoint = CoordinatorEndpoint(Coordinator(rule, selector), self._box.changed, send)
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [other for other in range(size) if other != self.rank]
         for topic, handler, like in (
-            (_CONTROL, self._on_control, torch.empty(control_length(self.size), dtype=torch.int64)),
-            (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8)),
+            (_CONTROL, self._on_control, torch.empty(control_length(size), dtype=torch.int64)),
+            (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + partition.nbytes, dtype=torch.uint8)),
             (_STATE, self._on_state, torch.empty(HEADER_BYTES + self._state_chunk_bytes, dtype=torch.uint8)),
         ):
             self._box.on_message(topic, weak_callback(handler, True), like=like, src=others)
         if side_comm is not None:
-            zeros = torch.zeros(self._partition.numel, dtype=self._partition.dtype)
             self._all_reduces.run_in_background(
                 side_comm,
-                contribute=weak_callback(self._all_reduce_input, zeros),
+                contribute=weak_callback(self._all_reduce_input, self._zeros()),
                 finish=weak_callback(self._all_reduce_ended, None),
                 wait=wait_while_possible(r),
+                runtime=runtime,
             )
 
     # -- called by the strategy, in the training thread --------------------------------------------------------------
@@ -226,16 +120,16 @@ class Participant:
     @property
     def outcome(self) -> ControlMessage | None:
         """How the step that this rank contributed to was decided; None before."""
-        return None if self._round is None else self._round.outcome
+        return None if self._member.round is None else self._member.round.outcome
 
     @property
     def has_mean(self) -> bool:
         """Whether the contributed gradient was replaced by the mean, so that this rank can take the step itself."""
-        return self._round is not None and self._round.has_mean
+        return self._member.round is not None and self._member.round.has_mean
 
     def is_member(self, outcome: ControlMessage) -> bool:
         """Whether this rank's gradient has counted."""
-        return outcome.kind is Kind.COMMIT and self.rank in outcome.members
+        return self._member.is_member(outcome)
 
     def contribute(self, gradient: Tensor) -> ControlMessage:
         """Contribute a gradient to the replica's step, and replace it by the members' mean where that is known here.
@@ -250,26 +144,27 @@ class Participant:
             PeerLostError: the coordinator is gone.
             MismatchError: the optimizers of two ranks are set differently.
         """
-        self._barrier_after_loading()
-        start = time.perf_counter()
+        if self._member.idle_at != self._r.step:
+            self._begin_after_loading()
+        start = self._clock()
         own = gradient.detach().cpu()  # waits for a GPU: before that the gradient is not ready
         with self._box.changed:
-            current = self._round = Round(self._r.step, own, start)
-            self._send_ready(current)
+            self._perform(self._member.contribute(self._r.step, own, digest(self._r), start, self._clock()))
+            current = self._member.round
+        assert current is not None, "this rank has just contributed"
         while not current.is_over:
-            self._wait(lambda: self._can_continue(current), "enough ranks to be ready", lambda: self._retry(current))
+            self._wait(lambda: self._can_continue(current), "enough ranks to be ready")
             self._advance(current)
-        outcome = current.outcome
-        assert outcome is not None, "it was waited for"
-        end = time.perf_counter()
-        self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
+        end = self._clock()
         with self._box.changed:
-            self._idle_at = -1  # the optimizer is about to change the state
+            outcome = self._member.begin_update(current, end)
+        self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
         if self.is_member(outcome):
             self._comm.meter.waited("mean", current.started, current.started, end, current.step)
-            self._reduction_seconds.append(end - current.started)
         if outcome.kind is Kind.COMMIT:
-            self._write_mean_(current, outcome, gradient)
+            if number := outcome.all_reduce:
+                self._wait(lambda: not self._all_reduces.is_pending(number), f"all-reduce {number}")
+            self._member.write_mean_(current, gradient)
         return outcome
 
     def recover(self, outcome: ControlMessage) -> None:
@@ -278,39 +173,23 @@ class Participant:
         Raises:
             CommTimeoutError: no member answered.
         """
-        start, step = time.perf_counter(), self._r.step
-        wanted = outcome.step + (outcome.kind is Kind.COMMIT)
-        donors = [rank for rank in outcome.members if rank != self.rank]
-        requests, next_request = 0, start
+        start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
-            self._transfer.request(wanted)
-
-        def request_again() -> float:
-            nonlocal requests, next_request
-            if time.perf_counter() >= next_request:
-                # Late ranks begin at different members, and go on to the next one: any of them may have stopped.
-                donor = donors[(self.rank + requests) % len(donors)]
-                self._send_control(donor, ControlMessage(Kind.STATE_REQUEST, wanted))
-                requests += 1
-                next_request = time.perf_counter() + requests * _OTHERS_FACTOR * self._patience()
-            return next_request - time.perf_counter()
-
-        self._wait(lambda: self._transfer.complete is not None, f"the state of step {wanted}", request_again)
+            self._perform(member.recover(outcome, start))
+        self._wait(lambda: member.has_state, "the state of a member that was in time")
         with self._box.changed:
-            received = self._transfer.complete
-            self._transfer.request(-1)
-        assert received is not None, "it was waited for"
-        unpack_(self._r, received[1])
-        self._r.step = received[0]
-        self._comm.meter.waited("state", start, start, time.perf_counter(), step)
+            received_step, data = member.take_state()
+        unpack_(self._r, data)
+        self._r.step = received_step
+        self._comm.meter.waited("state", start, start, self._clock(), step)
 
     def end_step(self) -> None:
         """The step has ended: until the next one this rank's state may be sent to others."""
         with self._box.changed:
-            self._idle_at, self._packed, self._round = self._r.step, None, None
+            self._packed = None
             self._all_reduces.flush_meter(self._comm.meter)
-        self._computing_since = time.perf_counter()
-        self._box.process_deferred()  # state requests that were put aside
+            self._perform(self._member.end_step(self._r.step, self._clock()))
+        self._box.process_deferred()  # raises what went wrong in other threads
 
     def barrier(self) -> None:
         """Wait until all ranks are here; late ranks receive this rank's state meanwhile.
@@ -319,51 +198,21 @@ class Participant:
             CommTimeoutError: some rank did not reach the barrier in time.
             PeerLostError: some rank is gone.
         """
-        start = time.perf_counter()
+        start = self._clock()
         with self._box.changed:
-            self._barriers[self.rank] += 1
-            entered = self._barriers[self.rank]
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self._send_control(rank, ControlMessage(Kind.BARRIER, self._r.step))
-            self._box.wait_until(
-                lambda: [rank for rank in range(self.size) if self._barriers[rank] < entered],
-                f"all ranks to end step {self._r.step}",
-            )
+            self._perform(self._member.enter_barrier(self._r.step, start))
+            self._box.wait_until(self._member.missing_at_barrier, f"all ranks to end step {self._r.step}")
             self._all_reduces.flush_meter(self._comm.meter)
-        self._comm.meter.waited("barrier", start, start, time.perf_counter(), self._r.step)
+        self._comm.meter.waited("barrier", start, start, self._clock(), self._r.step)
 
     # -- helpers of the training thread ------------------------------------------------------------------------------
 
-    def _barrier_after_loading(self) -> None:
-        """If a checkpoint was loaded since the last step, all ranks continue from its step together."""
-        if self._idle_at == self._r.step:
-            return
+    def _begin_after_loading(self) -> None:
+        """A checkpoint was loaded since the last step: all ranks continue from its step together."""
         with self._box.changed:
-            self._idle_at, self._packed = self._r.step, None
-            if self._endpoint is not None:
-                self._endpoint.coordinator.begin(self._r.step)
+            self._packed = None
+            self._perform(self._member.begin_after_loading(self._r.step))
         self.barrier()
-
-    def _send_ready(self, current: Round) -> None:
-        current.notified = time.perf_counter()
-        microseconds = int(1e6 * (current.began - self._computing_since))
-        message = ControlMessage(Kind.READY, current.step, current.attempt, digest(self._r), microseconds)
-        self._send_control(self.coordinator_rank, message)
-
-    def _retry(self, current: Round) -> float:
-        """Send READY again when that is due, since another member may never send its part; seconds until it is."""
-        # A member waits for messages that are on their way. Other ranks wait for ranks that still compute.
-        patience = self._patience() * (current.attempt or _OTHERS_FACTOR)
-        left = max(current.notified, current.started) + patience - time.perf_counter()
-        if left <= 0:
-            self._send_ready(current)
-        return left if left > 0 else patience
-
-    def _patience(self) -> float:
-        """Longer than a reduction usually takes, in seconds."""
-        times = self._reduction_seconds
-        return max(self._retry_seconds, _USUAL_REDUCTIONS * median(times) if times else _FIRST_RETRY_SECONDS)
 
     def _can_continue(self, current: Round) -> bool:
         """Whether the step is decided, or this rank has something to compute or to send for it."""
@@ -373,148 +222,102 @@ class Participant:
                 f"step {current.step}: the optimizers of ranks {first} and {second} are set differently; a schedule "
                 "that counts each worker's own steps does this: make it a function of worker.step"
             )
-        reduction = current.reduction
-        return current.is_over or (current.outcome is None and reduction is not None and reduction.has_work)
+        return current.is_over or current.has_work
 
     def _advance(self, current: Round) -> None:
         """Send chunks, average the own part, and acknowledge when all of the mean is here."""
         with self._box.changed:
-            reduction, attempt = current.reduction, current.attempt
-            if reduction is None or current.outcome is not None:
-                return
-            outbox = reduction.advance(current.gradient)
+            reduction, outbox = current.reduction, self._member.advance(current)
         for dst, chunk in outbox:
-            self._box.send(dst, encode_chunk(chunk, self._partition.nbytes), topic=_GRADIENT)
+            self._box.send(dst, encode_chunk(chunk, self._member.partition.nbytes), topic=_GRADIENT)
         with self._box.changed:
-            # Only after the chunks were sent: nobody waits for a member that has acknowledged, so all others must have
-            # its part of the mean.
-            if reduction.done and not reduction.acknowledged:
-                reduction.acknowledged = True
-                self._send_control(self.coordinator_rank, ControlMessage(Kind.ACK, current.step, attempt))
+            if reduction is not None:
+                self._perform(self._member.acknowledge(reduction, self._clock()))
 
-    def _write_mean_(self, current: Round, outcome: ControlMessage, gradient: Tensor) -> None:
-        """Write the mean over the gradient, if this rank has it or will have it without anybody's help."""
-        number, thread = outcome.all_reduce, self._all_reduces
-        if number:
-            self._wait(lambda: not thread.is_pending(number), f"all-reduce {number}", lambda: _MAX_WAIT_SECONDS)
-            means = dict(each for each in (current.all_reduced, self._latest_mean) if each is not None)
-            if number in means:
-                gradient.copy_(means[number])
-                current.has_mean = True
-        elif current.reduction is not None and self.is_member(outcome):
-            current.reduction.write_(gradient)
-            current.has_mean = True
-
-    def _wait(self, ready: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], float]) -> None:
-        """Wait under the comm's timeout; the coordinator's loss ends the wait at once, another rank's does not.
-
-        `meanwhile` is called whenever anything has changed, and again within the seconds that it returns.
-        """
-        end = time.monotonic() + self._comm.timeout
+    def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
+        """Wait under the comm's timeout; the coordinator's loss ends the wait at once, another rank's does not."""
+        member, end = self._member, self._clock() + self._comm.timeout
         # Nobody sends messages of topic 0 here. To ask whether one is ready raises PeerLostError once its sender is
         # gone, which is all that is wanted of it.
-        lifeline = None if self._endpoint else self._box.expect(self.coordinator_rank, torch.empty(0))
+        coordinates = member.coordinator is not None
+        lifeline = None if coordinates else self._box.expect(member.coordinator_rank, torch.empty(0))
         with self._box.changed:
             while not ready():
                 self._box.process_deferred()
-                seconds = meanwhile()
+                self._perform(member.time_passed(self._clock()))
                 if ready():
                     return
-                if time.monotonic() > end:
+                now = self._clock()
+                if now > end:
                     raise CommTimeoutError(
-                        f"rank {self.rank} waited {self._comm.timeout:g} s for {waiting_for} "
+                        f"rank {member.rank} waited {self._comm.timeout:g} s for {waiting_for} "
                         f"at step {self._r.step}; all ranks must train until the same worker.step"
                     )
                 if lifeline is not None:
                     _ = lifeline.ready
-                self._box.changed.wait(min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS)))
+                seconds = member.seconds_to_wait(now)
+                seconds = _MAX_WAIT_SECONDS if seconds is None else max(seconds, _MIN_WAIT_SECONDS)
+                self._box.changed.wait(min(_MAX_WAIT_SECONDS, seconds))
 
-    # -- messages: in any thread, under the lock ---------------------------------------------------------------------
+    # -- what the member has decided: in any thread, under the lock --------------------------------------------------
 
-    def _send_control(self, dst: int, message: ControlMessage) -> None:
-        with self._box.changed:
-            if dst == self.rank:
-                self._handle(dst, message)
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Send what the member wants sent, and set the coordinator's timer."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._box.send(action.dst, action.message.encode(self._member.size), topic=_CONTROL)
+            elif isinstance(action, SendState):
+                self._send_state(action.dst)
             else:
-                self._box.send(dst, message.encode(self.size), topic=_CONTROL)
+                self._all_reduces.enqueue(action.start)
+        self._box.changed.notify_all()
+        seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
+        # One timer is enough, unless there is something to do before it.
+        if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
+            self._timer_at = self._clock() + seconds
+            self._runtime.call_later(seconds, weak_callback(self._on_timer, None))
+
+    def _send_state(self, dst: int) -> None:
+        if self._packed is None:
+            self._packed = self._member.idle_at, pack(self._r, self._names)
+        for chunk in split_state(*self._packed, self._state_chunk_bytes):
+            self._box.send(dst, encode_chunk(chunk, self._state_chunk_bytes), topic=_STATE)
+
+    def _on_timer(self) -> None:
+        with suppress(CommError, ReferenceError), self._box.changed:
+            self._timer_at = inf
+            self._perform(self._member.time_passed(self._clock()))
 
     def _on_control(self, message: Message) -> bool:
-        return self._handle(message.src, decode_control(message.content.tolist()))
+        self._perform(self._member.receive(message.src, decode_control(message.content.tolist()), self._clock()))
+        return True
 
     def _on_gradient(self, message: Message) -> bool:
-        chunk = decode_gradient_chunk(message.content)
-        if self._round is not None and chunk.step == self._round.step:
-            self._round.receive(message.src, chunk)
+        self._member.receive_gradient(message.src, decode_gradient_chunk(message.content))
         return True
 
     def _on_state(self, message: Message) -> bool:
-        self._transfer.receive(message.src, decode_state_chunk(message.content))
-        return True
-
-    def _handle(self, src: int, message: ControlMessage) -> bool:
-        """Handle a control message; False puts it aside until `end_step`."""
-        if message.kind is Kind.START and message.all_reduce:
-            self._all_reduces.enqueue(message)
-        if message.kind is Kind.STATE_REQUEST:
-            return self._send_state(src, message.step)
-        if message.kind is Kind.BARRIER:
-            self._barriers[src] += 1
-        elif message.kind in (Kind.READY, Kind.ACK):
-            if self._endpoint is not None:
-                self._endpoint.receive(src, message)
-        elif self._round is not None and self._round.outcome is None:
-            self._follow(self._round, message)
-        return True
-
-    def _follow(self, current: Round, message: ControlMessage) -> None:
-        """Do what the coordinator has decided about the step that this rank is at."""
-        if message.kind is Kind.LATE and message.attempt == current.step:
-            missed = message.step - current.step
-            # A rank that is late by one step only may know the mean already, as if it had been there at the commit.
-            current.outcome = message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step)
-        elif message.step != current.step:
-            return
-        elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:
-            reduction = None
-            if not message.all_reduce:
-                reduction = MessageReduction(self._partition, self.rank, message.members, message.step, message.attempt)
-            current.start(message.attempt, reduction)
-        elif message.kind is Kind.COMMIT:
-            current.outcome = message
-        elif message.kind is Kind.REFUSED:
-            current.refused = message.members
-        self._box.changed.notify_all()
-
-    def _send_state(self, dst: int, wanted: int) -> bool:
-        """Send this rank's state, if it is that of the wanted step or a later one and no step is being taken."""
-        if self._idle_at < wanted:
-            return False
-        if self._packed is None:
-            self._packed = self._idle_at, pack(self._r, self._names)
-        for chunk in split_state(*self._packed, self._state_chunk_bytes):
-            self._box.send(dst, encode_chunk(chunk, self._state_chunk_bytes), topic=_STATE)
+        self._member.receive_state(message.src, decode_state_chunk(message.content))
         return True
 
     # -- in the all-reduce thread ------------------------------------------------------------------------------------
 
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._member.partition.numel, dtype=self._member.partition.dtype)
+
     def _all_reduce_input(self, start: ControlMessage) -> Tensor:
         """What this rank adds: a copy of its gradient if it is a member that still waits, else zeros."""
         with self._box.changed:
-            current = self._round
-            if current is None or self.rank not in start.members or not current.lend(start.step):
-                return torch.zeros(self._partition.numel, dtype=self._partition.dtype)
+            gradient = self._member.lend(start)
+        if gradient is None:
+            return self._zeros()
         try:
-            return current.gradient.clone()  # outside the lock: it may take long, and messages go on meanwhile
+            return gradient.clone()  # outside the lock: it may take long, and messages go on meanwhile
         finally:
             with self._box.changed:
-                current.lent = False
+                self._member.give_back()
                 self._box.changed.notify_all()
 
     def _all_reduce_ended(self, start: ControlMessage, mean: Tensor) -> None:
-        """Keep the mean, and acknowledge, so that the coordinator may start another all-reduce."""
         with self._box.changed:
-            self._latest_mean = start.all_reduce, mean
-            if self._round is not None and self._round.step == start.step:
-                self._round.all_reduced = self._latest_mean
-            acknowledgement = ControlMessage(Kind.ACK, start.step, start.attempt, all_reduce=start.all_reduce)
-            self._send_control(self.coordinator_rank, acknowledgement)
+            self._perform(self._member.all_reduce_ended(start, mean, self._clock()))

@@ -44,7 +44,7 @@ def pack(r: Replica, names: Sequence[str]) -> Tensor:
     except TypeError as error:
         raise ConfigError(
             f"{type(r.moments.optimizer).__name__}: its state cannot be sent to a late worker ({error}); "
-            "use an optimizer whose state is tensors and numbers, as those of torch.optim, or backups=0"
+            "use an optimizer whose state is tensors and numbers, as those of torch.optim, or wait for all workers"
         ) from None
     tensors[_PLAIN] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     data = _safetensors().save({name: x.cpu().contiguous().clone() for name, x in tensors.items()})
@@ -109,33 +109,6 @@ def split_state(step: int, data: Tensor, nbytes: int) -> list[StateChunk]:
             f"{_MAX_CHUNKS} times; use an optimizer with less state"
         )
     return [StateChunk(step, len(chunks), number, data.numel(), content) for number, content in enumerate(chunks)]
-
-
-class StateTransfer:
-    """Chunks of other ranks' states that a late rank has received; guarded by the mailbox's lock."""
-
-    def __init__(self) -> None:
-        self._wanted = -1
-        self._chunks: dict[tuple[int, int], dict[int, StateChunk]] = {}
-
-    def request(self, step: int) -> None:
-        """Accept states of this step and later ones from now on, or none where `step` is -1."""
-        self._wanted = step
-        self._chunks.clear()
-
-    def receive(self, src: int, chunk: StateChunk) -> None:
-        """Take in a chunk; one that was not requested is dropped."""
-        if 0 <= self._wanted <= chunk.step:
-            self._chunks.setdefault((src, chunk.step), {})[chunk.number] = chunk
-
-    @property
-    def complete(self) -> tuple[int, Tensor] | None:
-        """The step and the bytes of a state of which all chunks are here; None if there is none."""
-        for (_, step), chunks in self._chunks.items():
-            if len(chunks) == chunks[min(chunks)].chunks:
-                data = torch.cat([chunks[number].content for number in sorted(chunks)])
-                return step, data[: chunks[0].nbytes]
-        return None
 
 
 def _places(r: Replica) -> list[Place]:

@@ -1,0 +1,420 @@
+"""One rank of a quorum as a state machine: what it sends when, and what it makes of what it receives.
+
+Events go in: a gradient is ready, a message was received, time has passed, a step has ended. Actions come out, for
+`participant` to perform. What was decided stands in attributes, such as `Round.outcome`. The machine has no thread and
+no connection, and reads no clock: each event brings its time, in seconds.
+
+Messages of one rank must arrive in the order in which they were sent. One that arrives twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.quorum.coordinator import Coordinator, Outbox
+from thinwire.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
+from thinwire.quorum.reductions import MessageReduction, Partition
+
+_WINDOW = 16  # latest reductions whose time is kept
+_USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
+_FIRST_RETRY_SECONDS = 2.0  # before the first reduction was timed
+_OTHERS_FACTOR = 4  # ranks that are no members wait so many times longer
+
+
+class Send(NamedTuple):
+    """Send a control message to another rank."""
+
+    dst: int
+    message: ControlMessage
+
+
+class SendState(NamedTuple):
+    """Send this rank's parameters, optimizer state and settings to another rank."""
+
+    dst: int
+
+
+class JoinAllReduce(NamedTuple):
+    """Take part in an all-reduce, after those before it."""
+
+    start: ControlMessage
+
+
+Action = Send | SendState | JoinAllReduce
+
+
+@dataclass
+class Round:
+    """A step that this rank has contributed to and not ended.
+
+    Attributes:
+        step: of training.
+        gradient: this rank's, on the CPU.
+        ready: the message that says so.
+        began: when it was contributed.
+        notified: when READY was last sent.
+        started: when the latest attempt with this rank as a member started here.
+        attempt: the latest attempt that this rank is a member of; 0 before the first.
+        reduction: of that attempt; None where it is an all-reduce.
+        early: chunks of attempts that have not started here, each with its sender.
+        outcome: COMMIT or LATE once the step is decided; None before.
+        all_reduced: the number of the latest all-reduce of this step, and its mean.
+        lent: whether an all-reduce reads the gradient, which must not change meanwhile.
+        has_mean: whether the gradient was replaced by the mean of the members.
+        refused: two ranks whose optimizers are set differently.
+    """
+
+    step: int
+    gradient: Tensor
+    ready: ControlMessage
+    began: float
+    notified: float = 0.0
+    started: float = 0.0
+    attempt: int = 0
+    reduction: MessageReduction | None = None
+    early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
+    outcome: ControlMessage | None = None
+    all_reduced: tuple[int, Tensor] | None = None
+    lent: bool = False
+    has_mean: bool = False
+    refused: tuple[int, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step is decided, and nobody reads the gradient any more."""
+        return self.outcome is not None and not self.lent
+
+    @property
+    def has_work(self) -> bool:
+        """Whether this rank has something to compute or to send for the step."""
+        return self.outcome is None and self.reduction is not None and self.reduction.has_work
+
+    def start(self, attempt: int, reduction: MessageReduction | None, now: float) -> None:
+        """Start an attempt."""
+        self.attempt, self.reduction, self.started = attempt, reduction, now
+        # Another member may have learned of this attempt first, so that its chunks are here before START.
+        for src, chunk in self.early:
+            if chunk.attempt == attempt and reduction is not None:
+                reduction.receive(src, chunk)
+        self.early = [(src, chunk) for src, chunk in self.early if chunk.attempt > attempt]
+
+    def receive(self, src: int, chunk: GradientChunk) -> None:
+        """Take in a chunk of this attempt or a later one."""
+        if chunk.attempt > self.attempt:
+            self.early.append((src, chunk))
+        elif chunk.attempt == self.attempt and self.reduction is not None:
+            self.reduction.receive(src, chunk)
+
+
+@dataclass
+class StateTransfer:
+    """A late rank's requests for a state, and the chunks that it has received.
+
+    Attributes:
+        wanted: the step whose state is wanted, or that of a later one.
+        donors: the ranks that have it.
+        next_request: when to ask again.
+        requests: how often it was asked for.
+        chunks: by the rank that sent them and the step whose state it is, then by number.
+    """
+
+    wanted: int
+    donors: Sequence[int]
+    next_request: float
+    requests: int = 0
+    chunks: dict[tuple[int, int], dict[int, StateChunk]] = field(
+        default_factory=dict[tuple[int, int], dict[int, StateChunk]]
+    )
+
+    def receive(self, src: int, chunk: StateChunk) -> None:
+        """Take in a chunk; one of an earlier state is dropped."""
+        if chunk.step >= self.wanted:
+            self.chunks.setdefault((src, chunk.step), {})[chunk.number] = chunk
+
+    @property
+    def complete(self) -> list[StateChunk]:
+        """The chunks of a state that is all here, in order; empty if there is none."""
+        whole = (each for each in self.chunks.values() if len(each) == next(iter(each.values())).chunks)
+        return [chunk for _, chunk in sorted(next(whole, {}).items())]
+
+
+@dataclass
+class Member:
+    """One rank of a quorum.
+
+    Attributes:
+        rank: this one.
+        size: ranks in all.
+        coordinator_rank: the rank that decides.
+        partition: of the gradient, in as many parts as every step has members.
+        retry_seconds: the least time that a rank waits before it sends READY again.
+        computing_since: when this rank began to compute its next gradient.
+        idle_at: the step after which this rank's state is consistent and may be sent; -1 while a step is being taken.
+        coordinator: on the rank that decides, what it decides with; None on others.
+        round: the step that this rank has contributed to and not ended.
+        transfer: of a state to this rank, while it catches up.
+        state_requests: ranks that want a state that this rank does not have yet, and from which step on.
+        barriers: how many barriers each rank has come to.
+        all_reduces: the number of the latest all-reduce that was started here.
+        latest_mean: the number of the latest all-reduce that has ended here, and its mean.
+        reduction_seconds: how long the latest reductions took.
+    """
+
+    rank: int
+    size: int
+    coordinator_rank: int
+    partition: Partition
+    retry_seconds: float
+    computing_since: float
+    idle_at: int = 0
+    coordinator: Coordinator | None = None
+    round: Round | None = None
+    transfer: StateTransfer | None = None
+    state_requests: dict[int, int] = field(default_factory=dict[int, int])
+    barriers: Counter[int] = field(default_factory=Counter[int])
+    all_reduces: int = 0
+    latest_mean: tuple[int, Tensor] | None = None
+    reduction_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def contribute(self, step: int, gradient: Tensor, digest: int, began: float, now: float) -> list[Action]:
+        """This rank's gradient of a step is ready.
+
+        Args:
+            step: of training.
+            gradient: a vector on the CPU, which nobody changes until the round is over.
+            digest: of the optimizer's settings.
+            began: when it was computed.
+            now: the time.
+        """
+        ready = ControlMessage(Kind.READY, step, 0, digest, int(1e6 * (began - self.computing_since)))
+        self.round = Round(step, gradient, ready, began, now)
+        return self._post([(self.coordinator_rank, ready)], now)
+
+    def advance(self, current: Round) -> list[tuple[int, GradientChunk]]:
+        """Average the own part where that is possible now; what is to be sent to other members."""
+        if current.reduction is None or current.outcome is not None:
+            return []
+        return current.reduction.advance(current.gradient)
+
+    def acknowledge(self, reduction: MessageReduction, now: float) -> list[Action]:
+        """All chunks of a reduction so far were sent: tell the coordinator if the mean is here too.
+
+        Not before they were sent: nobody waits for a member that has acknowledged, so all others must have its part.
+        """
+        if not reduction.done or reduction.acknowledged:
+            return []
+        reduction.acknowledged = True
+        message = ControlMessage(Kind.ACK, reduction.step, reduction.attempt)
+        return self._post([(self.coordinator_rank, message)], now)
+
+    def is_member(self, outcome: ControlMessage) -> bool:
+        """Whether this rank's gradient has counted."""
+        return outcome.kind is Kind.COMMIT and self.rank in outcome.members
+
+    def begin_update(self, current: Round, now: float) -> ControlMessage:
+        """The round is over, and the state about to change; returns how the step was decided."""
+        assert current.outcome is not None, "the round is over"
+        self.idle_at = -1
+        if self.is_member(current.outcome):
+            self.reduction_seconds.append(now - current.started)
+        return current.outcome
+
+    def write_mean_(self, current: Round, gradient: Tensor) -> None:
+        """Write the mean of the step over a gradient if it is here: members have it, and all ranks of an all-reduce."""
+        outcome, reduction = current.outcome, current.reduction
+        if outcome is None or outcome.kind is not Kind.COMMIT:
+            return
+        if outcome.all_reduce:
+            for number, mean in filter(None, (current.all_reduced, self.latest_mean)):
+                if number == outcome.all_reduce:
+                    gradient.copy_(mean)
+                    current.has_mean = True
+        elif reduction is not None and self.is_member(outcome):
+            reduction.write_(gradient)
+            current.has_mean = True
+
+    def recover(self, outcome: ControlMessage, now: float) -> list[Action]:
+        """This rank was late for a step: ask a member for the state after it, or after a later one."""
+        donors = [rank for rank in outcome.members if rank != self.rank]
+        self.transfer = StateTransfer(outcome.step + (outcome.kind is Kind.COMMIT), donors, now)
+        return self._request_state(now)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state that was asked for has arrived."""
+        return self.transfer is not None and bool(self.transfer.complete)
+
+    def take_state(self) -> tuple[int, Tensor]:
+        """The step and the bytes of the state that has arrived; no other is accepted from now on."""
+        assert self.transfer is not None, "it was waited for"
+        chunks, self.transfer = self.transfer.complete, None
+        return chunks[0].step, torch.cat([chunk.content for chunk in chunks])[: chunks[0].nbytes]
+
+    def end_step(self, step: int, now: float) -> list[Action]:
+        """So many steps are done; until the next one is decided, this rank's state may be sent to others."""
+        self.idle_at, self.round, self.computing_since = step, None, now
+        return self._answer_state_requests()
+
+    def begin_after_loading(self, step: int) -> list[Action]:
+        """A checkpoint was loaded, on all ranks: decide this step next."""
+        self.idle_at = step
+        if self.coordinator is not None:
+            self.coordinator.begin(step)
+        return self._answer_state_requests()
+
+    def enter_barrier(self, step: int, now: float) -> list[Action]:
+        """This rank has come to a barrier; it waits there while others are `missing_at_barrier`."""
+        entered = self.barriers[self.rank] + 1
+        message = ControlMessage(Kind.BARRIER, step, entered)
+        return self._post([(rank, message) for rank in (self.rank, *self._others())], now)
+
+    def missing_at_barrier(self) -> list[int]:
+        """The ranks that have not come to the barrier that this rank is at."""
+        return [rank for rank in self._others() if self.barriers[rank] < self.barriers[self.rank]]
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def time_passed(self, now: float) -> list[Action]:
+        """Do what is due: start an attempt, send READY again, or ask another member for its state."""
+        actions = list[Action]()
+        if self.coordinator is not None:
+            actions += self._post(self.coordinator.start_if_due(now), now)
+        if self._waits_for_decision and self._seconds_to_retry(now) <= 0:
+            actions += self._remind(now)
+        return actions + self._request_state(now)
+
+    def seconds_to_wait(self, now: float) -> float | None:
+        """Seconds after which to call `time_passed`, as far as this rank itself is concerned; None for never."""
+        if self.transfer is not None:
+            return max(0.0, self.transfer.next_request - now)
+        return max(0.0, self._seconds_to_retry(now)) if self._waits_for_decision else None
+
+    @property
+    def _waits_for_decision(self) -> bool:
+        return self.round is not None and self.round.outcome is None and not self.round.has_work
+
+    def _seconds_to_retry(self, now: float) -> float:
+        """A member waits for messages that are on their way. Other ranks wait for ranks that still compute."""
+        assert self.round is not None, "only while a step is to be decided"
+        patience = self._patience() * (self.round.attempt or _OTHERS_FACTOR)
+        return max(self.round.notified, self.round.started) + patience - now
+
+    def _remind(self, now: float) -> list[Action]:
+        """Send READY again, since another member may never send its part."""
+        assert self.round is not None, "only while a step is to be decided"
+        self.round.notified = now
+        return self._post([(self.coordinator_rank, self.round.ready._replace(attempt=self.round.attempt))], now)
+
+    def _request_state(self, now: float) -> list[Action]:
+        transfer = self.transfer
+        if transfer is None or transfer.complete or now < transfer.next_request:
+            return []
+        # Late ranks begin at different members, and go on to the next one: any of them may have stopped.
+        donor = transfer.donors[(self.rank + transfer.requests) % len(transfer.donors)]
+        transfer.requests += 1
+        transfer.next_request = now + transfer.requests * _OTHERS_FACTOR * self._patience()
+        return self._post([(donor, ControlMessage(Kind.STATE_REQUEST, transfer.wanted))], now)
+
+    def _patience(self) -> float:
+        """Longer than a reduction usually takes, in seconds."""
+        times = self.reduction_seconds
+        return max(self.retry_seconds, _USUAL_REDUCTIONS * median(times) if times else _FIRST_RETRY_SECONDS)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def receive(self, src: int, message: ControlMessage, now: float) -> list[Action]:
+        """A control message has arrived."""
+        if message.kind is Kind.STATE_REQUEST:
+            self.state_requests[src] = max(self.state_requests.get(src, 0), message.step)
+            return self._answer_state_requests()
+        if message.kind is Kind.BARRIER:
+            self.barriers[src] = max(self.barriers[src], message.attempt)
+        elif message.kind in (Kind.READY, Kind.ACK):
+            return self._post(self.coordinator.receive(src, message, now), now) if self.coordinator else []
+        else:
+            if self.round is not None and self.round.outcome is None:
+                self._follow(self.round, message, now)
+            if message.kind is Kind.START and message.all_reduce > self.all_reduces:
+                self.all_reduces = message.all_reduce
+                return [JoinAllReduce(message)]
+        return []
+
+    def receive_gradient(self, src: int, chunk: GradientChunk) -> None:
+        """A part of a gradient has arrived; one of a step that this rank is not at is dropped."""
+        if self.round is not None and chunk.step == self.round.step:
+            self.round.receive(src, chunk)
+
+    def receive_state(self, src: int, chunk: StateChunk) -> None:
+        """A part of a state has arrived; one that was not asked for is dropped."""
+        if self.transfer is not None:
+            self.transfer.receive(src, chunk)
+
+    def _follow(self, current: Round, message: ControlMessage, now: float) -> None:
+        """Do what the coordinator has decided about the step that this rank is at."""
+        if message.kind is Kind.LATE and message.attempt == current.step:
+            missed = message.step - current.step
+            # A rank that is late by one step only may know the mean already, as if it had been there at the commit.
+            current.outcome = message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step)
+        elif message.step != current.step:
+            return
+        elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:
+            reduction = None
+            if not message.all_reduce:
+                reduction = MessageReduction(self.partition, self.rank, message.members, message.step, message.attempt)
+            current.start(message.attempt, reduction, now)
+        elif message.kind is Kind.COMMIT:
+            current.outcome = message
+        elif message.kind is Kind.REFUSED:
+            current.refused = message.members
+
+    def _answer_state_requests(self) -> list[Action]:
+        """Send this rank's state to those who want it or an earlier one, unless a step is being taken."""
+        ranks = [rank for rank, wanted in self.state_requests.items() if self.idle_at >= wanted]
+        for rank in ranks:
+            del self.state_requests[rank]
+        return [SendState(rank) for rank in ranks]
+
+    def _post(self, outbox: Outbox, now: float) -> list[Action]:
+        """Messages to other ranks; this rank's own to itself are received at once, each in its place."""
+        actions = list[Action]()
+        for dst, message in outbox:
+            actions += self.receive(dst, message, now) if dst == self.rank else [Send(dst, message)]
+        return actions
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # -- all-reduces -------------------------------------------------------------------------------------------------
+
+    def lend(self, start: ControlMessage) -> Tensor | None:
+        """The gradient, to be read for an all-reduce until `give_back`; None where this rank adds zeros.
+
+        That is where it is no member, or does not wait for this step any more.
+        """
+        current = self.round
+        if current is None or self.rank not in start.members or current.step != start.step or current.outcome:
+            return None
+        current.lent = True
+        return current.gradient
+
+    def give_back(self) -> None:
+        """The gradient was read."""
+        assert self.round is not None, "a round is not over while its gradient is lent"
+        self.round.lent = False
+
+    def all_reduce_ended(self, start: ControlMessage, mean: Tensor, now: float) -> list[Action]:
+        """Keep the mean, and tell the coordinator, which may start another all-reduce once all ranks have."""
+        self.latest_mean = start.all_reduce, mean
+        if self.round is not None and self.round.step == start.step:
+            self.round.all_reduced = self.latest_mean
+        message = ControlMessage(Kind.ACK, start.step, start.attempt, all_reduce=start.all_reduce)
+        return self._post([(self.coordinator_rank, message)], now)
