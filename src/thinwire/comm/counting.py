@@ -56,8 +56,8 @@ class CountingComm(Comm):
 class CountingMailbox(Mailbox):
     """A mailbox that counts messages and drops them.
 
-    Every expected message is ready at once. Each `process_deferred` delivers one message on the topic that got its
-    handler first, from the ranks that may send on it, in turn.
+    Every expected message is ready at once. Each `process_deferred` delivers one message on the lowest topic, from the
+    ranks that may send on it, in turn.
     """
 
     def __init__(self, comm: Comm, like: Tensor, capacity: int) -> None:
@@ -75,8 +75,8 @@ class CountingMailbox(Mailbox):
         return Work(receive, lambda: True)
 
     def process_deferred(self) -> None:
-        """Deliver one message on the first topic."""
-        for topic, entry in list(self._handlers.items())[:1]:
+        """Deliver one message on the lowest topic."""
+        for topic, entry in sorted(self._handlers.items())[:1]:
             src = entry.src[self._delivered % len(entry.src)]
             content = self._counting_comm.send_recv(entry.like, [], [src]).wait()[0]
             self._handle(Message(src, self._comm.step, topic, content))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
-from thinwire.errors import CommError, CommTimeoutError, MismatchError
+from thinwire.errors import CommError, MismatchError
 from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.quorum.coordinator import Coordinator
 from thinwire.quorum.member import Action, Member, Round, Send, SendState
@@ -98,6 +98,7 @@ class Participant:
         largest = HEADER_BYTES + max(partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
+        self._box.clock = runtime.clock
         self._all_reduces = AllReduceThread(self._box.changed)
         others = [other for other in range(size) if other != self.rank]
         for topic, handler, like in (
@@ -236,28 +237,19 @@ class Participant:
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
         """Wait under the comm's timeout; the coordinator's loss ends the wait at once, another rank's does not."""
-        member, end = self._member, self._clock() + self._comm.timeout
-        # Nobody sends messages of topic 0 here. To ask whether one is ready raises PeerLostError once its sender is
-        # gone, which is all that is wanted of it.
-        coordinates = member.coordinator is not None
-        lifeline = None if coordinates else self._box.expect(member.coordinator_rank, torch.empty(0))
+        member = self._member
+
+        def meanwhile() -> float:
+            self._perform(member.time_passed(self._clock()))
+            seconds = member.seconds_to_wait(self._clock())
+            return _MAX_WAIT_SECONDS if seconds is None else min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS))
+
         with self._box.changed:
-            while not ready():
-                self._box.process_deferred()
-                self._perform(member.time_passed(self._clock()))
-                if ready():
-                    return
-                now = self._clock()
-                if now > end:
-                    raise CommTimeoutError(
-                        f"rank {member.rank} waited {self._comm.timeout:g} s for {waiting_for} "
-                        f"at step {self._r.step}; all ranks must train until the same worker.step"
-                    )
-                if lifeline is not None:
-                    _ = lifeline.ready
-                seconds = member.seconds_to_wait(now)
-                seconds = _MAX_WAIT_SECONDS if seconds is None else max(seconds, _MIN_WAIT_SECONDS)
-                self._box.changed.wait(min(_MAX_WAIT_SECONDS, seconds))
+            self._box.wait_until(
+                lambda: [] if ready() else [member.coordinator_rank],
+                f"{waiting_for} (all ranks must train until the same worker.step)",
+                meanwhile=meanwhile,
+            )
 
     # -- what the member has decided: in any thread, under the lock --------------------------------------------------
 

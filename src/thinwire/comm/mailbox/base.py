@@ -96,6 +96,7 @@ class Mailbox(ABC):
             holds it while it reads or writes them.
         duplicates: messages that arrived twice and were dropped the second time.
         capacity: unconsumed messages allowed on one edge.
+        clock: what waits measure the timeout by, in seconds.
     """
 
     def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: threading.Condition) -> None:
@@ -104,6 +105,7 @@ class Mailbox(ABC):
         self.changed = changed
         self.capacity = capacity
         self.duplicates = 0
+        self.clock: Callable[[], float] = time.monotonic
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
         self._max_bytes = max(_MIN_BYTES, nbytes_of(like))
@@ -208,25 +210,39 @@ class Mailbox(ABC):
             self._flush_meter()
             self._check_peers(())
 
-    def wait_until(self, missing: Callable[[], Sequence[int]], waiting_for: str) -> None:
+    def wait_until(
+        self,
+        missing: Callable[[], Sequence[int]],
+        waiting_for: str,
+        *,
+        meanwhile: Callable[[], float | None] | None = None,
+    ) -> None:
         """Wait until no rank is missing; the caller holds `changed`.
 
         Args:
             missing: returns the ranks that are still waited for; called after every change.
-            waiting_for: what is waited for, for the error.
+            waiting_for: what is waited for, for the error; "{ranks}" in it becomes the ranks that were still missing.
+            meanwhile: does what is due while ranks are missing, and returns after how many seconds to call it again;
+                None for not before something changes.
 
         Raises:
             CommTimeoutError: some rank was still missing after the timeout.
             PeerLostError: one of the missing ranks is gone.
         """
-        end = time.monotonic() + self._comm.timeout
+        end = self.clock() + self._comm.timeout
         while ranks := missing():
-            self._check_peers(ranks)
-            left = end - time.monotonic()
+            due = None
+            if meanwhile is not None:
+                due = meanwhile()
+                if not (ranks := missing()):
+                    break  # what it did may have been all that was missing, and notifies nobody
+            self._check_peers([rank for rank in ranks if rank != self._rank])
+            left = end - self.clock()
             if left <= 0:
-                raise self._timeout_error(waiting_for)
+                named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                raise self._timeout_error(waiting_for.replace("{ranks}", named))
             # A closed connection may not notify, so the wait is short and the connection checked again.
-            self.changed.wait(min(left, _POLL_SECONDS))
+            self.changed.wait(min(left, _POLL_SECONDS, _POLL_SECONDS if due is None else due))
         if threading.get_ident() == self._owner_thread:
             self._flush_meter()
 

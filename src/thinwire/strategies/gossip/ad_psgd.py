@@ -1,8 +1,5 @@
 """Average parameters with one neighbour at a time, while both compute at their own pace."""
 
-from functools import partial
-from weakref import proxy
-
 import torch
 from torch import Tensor
 
@@ -10,15 +7,16 @@ from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
-from thinwire.replica.point_to_point import open_mailbox
+from thinwire.replica.point_to_point import on_message, open_mailbox
 from thinwire.replica.replica import Replica
+from thinwire.replica.rounds import Barrier
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
 from thinwire.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
 
-# Topics of messages; 0 is the answer, which `Mailbox.expect` receives.
-_REQUEST, _FLUSH = 1, 2
+_REQUEST = 1  # topic of the mailbox; answers are of topic 0, which `Mailbox.expect` receives
+_FLUSH = Barrier("flushed", topic=2, until="to finish this step's exchanges")
 
 
 @registered
@@ -90,15 +88,12 @@ class ADPSGD(Strategy):
         if r.comm.size == 1:
             return
         # A worker that has not finished a step answers no request: it may be about to load a checkpoint.
-        box = open_mailbox(r, r.x)
+        open_mailbox(r, r.x)
         if self._active(r):
             return
         r.state["published"], r.state["snapshot"] = r.x.clone(), r.x.clone()
-        r.state["flushed"] = torch.zeros(r.comm.size, dtype=torch.int64)
-        # A proxy, because the mailbox outlives the replica and must not keep it alive.
-        me, near = proxy(r), self._neighbours(r)
-        box.on_message(_REQUEST, partial(_answer, me, box), like=r.x, src=near)
-        box.on_message(_FLUSH, partial(_record_flush, me), like=torch.zeros(1, dtype=torch.int64), src=near)
+        _FLUSH.open(r, self._neighbours(r))
+        on_message(r, _REQUEST, _answer, like=r.x, src=self._neighbours(r))
 
     def after_step(self, r: Replica) -> None:
         """Active workers use the last answer and send the next request; passive ones publish their update."""
@@ -150,16 +145,10 @@ class ADPSGD(Strategy):
 
     def _flush(self, r: Replica) -> list[Tensor]:
         """Complete this step's exchanges: active workers tell all neighbours their step, passive ones wait for that."""
-        box, near = r.comm.mailbox(r), self._neighbours(r)
         if self._active(r):
-            for rank in near:
-                box.send(rank, torch.tensor([r.step]), topic=_FLUSH)
-            return []
-        with box.changed:
-            box.wait_until(
-                lambda: [rank for rank in near if r.state["flushed"][rank] < r.step],
-                f"all neighbours to finish step {r.step}",
-            )
+            _FLUSH.reach(r, r.step, dst=self._neighbours(r))
+        else:
+            _FLUSH.wait(r, r.step, src=self._neighbours(r))
         return []
 
     def _active(self, r: Replica) -> bool:
@@ -175,18 +164,12 @@ def _answer(r: Replica, box: Mailbox, message: Message) -> bool:
     Where the neighbour has flushed this step and this worker has not started the next one, the request is put aside:
     it belongs to the time after the average of all.
     """
-    if r.state["flushed"][message.src] >= r.step:
+    if _FLUSH.reached(r, message.src, r.step):
         return False
     published = r.state["published"]
     half = (published - message.content).div_(2)
     published.sub_(half)
     box.send(message.src, half)
-    return True
-
-
-def _record_flush(r: Replica, message: Message) -> bool:
-    """Record the step up to which a neighbour's exchanges are complete."""
-    r.state["flushed"][message.src] = message.content[0]
     return True
 
 

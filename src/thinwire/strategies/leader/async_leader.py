@@ -4,12 +4,11 @@ Rank 0 counts the steps of the round in the thread in which its messages arrive,
 the count after each step; once the round has its steps, every worker goes to the election after the step that it is in.
 
 A worker that waits for all others (for `consensus`, `save` or at the end) is at the barrier. It sends its round to rank
-0, and waits for an answer: ELECTION if the round is over, since an election needs all ranks and others still train;
-then it asks again. RELEASE if every rank is at the barrier.
+0, and waits for an answer. If the round is over, it takes part in the election, which needs all ranks, and asks again;
+it goes on if every rank is at the barrier.
 """
 
 from typing import Literal
-from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
-from thinwire.replica.point_to_point import open_mailbox
+from thinwire.replica.point_to_point import number, on_message, open_mailbox, others
 from thinwire.replica.replica import Replica
+from thinwire.replica.rounds import Answers, GoOn, RoundBudget
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
     ScoreSource,
@@ -32,10 +32,6 @@ from thinwire.strategies.leader.election import (
 )
 
 _STEP, _BARRIER = 1, 2  # topics of the mailbox
-_ELECTION, _RELEASE = 1, 2  # answers to a worker at the barrier
-# In rank 0's `waiting`, in place of the round in which a rank waits at the barrier: it trains. Or, of rank 0 alone:
-# the barrier has ended, and rank 0 has taken no step since.
-_TRAINING, _RELEASED = -1, -2
 
 
 @registered
@@ -111,31 +107,12 @@ class AsyncLeaderSGD(Strategy):
         r.state["own_steps"] = torch.zeros((), dtype=torch.int64)
         if r.comm.size == 1:
             return
-        box = open_mailbox(r, _number(0))
-        if r.comm.rank:
-            return
-        # By the parity of the round: a fast worker may end a step of the next round before rank 0 is in it.
-        r.state["round_steps"] = torch.zeros(2, dtype=torch.int64)
-        r.state["waiting"] = torch.full((r.comm.size,), _TRAINING)
-        # As after a barrier: rank 0 may be about to load a checkpoint, so it counts nothing before its first step.
-        r.state["waiting"][0] = _RELEASED
-        replica, mailbox, others = proxy(r), proxy(box), range(1, r.comm.size)
-
-        def on_step(message: Message) -> bool:
-            if replica.state["waiting"][0] == _RELEASED:
-                return False
-            mailbox.send(message.src, _number(self._add_step(replica, mailbox, int(message.content))))
-            return True
-
-        def on_barrier(message: Message) -> bool:
-            if replica.state["waiting"][0] == _RELEASED:
-                return False
-            replica.state["waiting"][message.src] = message.content[0]
-            self._answer_waiting(replica, mailbox, int(message.content))
-            return True
-
-        box.on_message(_STEP, on_step, like=_number(0), src=others)
-        box.on_message(_BARRIER, on_barrier, like=_number(0), src=others)
+        open_mailbox(r, number(0))
+        if r.comm.rank == 0:
+            rounds = RoundBudget.of(self.period * r.comm.size, r.comm.size)
+            r.state["round_steps"], r.state["waiting"] = rounds.spent, rounds.waiting
+            on_message(r, _STEP, self._on_step, like=number(0), src=others(r))
+            on_message(r, _BARRIER, self._on_barrier, like=number(0), src=others(r))
 
     def after_step(self, r: Replica) -> None:
         """Count the step, and follow the leader if the round is over."""
@@ -166,7 +143,7 @@ class AsyncLeaderSGD(Strategy):
         if "round_steps" in r.state:
             # No worker is in the next round before this election has ended, so its count may be cleared until then.
             with r.comm.mailbox(r).changed:
-                r.state["round_steps"][(int(r.state["round"]) + 1) % 2] = 0
+                self._rounds(r).begin_next(int(r.state["round"]))
         leader = elect_or_warn(r, local_score(r, self.metric))
         r.state["round"] += 1
         r.state["own_steps"].zero_()
@@ -179,68 +156,59 @@ class AsyncLeaderSGD(Strategy):
         # What a comm that only counts answers: as many steps as if all workers were equally fast.
         expected = r.comm.size * int(r.state["own_steps"])
         if r.comm.rank:
-            box.send(0, _number(round_), topic=_STEP)
-            return int(box.expect(0, _number(expected)).wait().content)
+            box.send(0, number(round_), topic=_STEP)
+            return int(box.expect(0, number(expected)).wait().content)
         if r.x.is_meta:
             return expected
         with box.changed:
-            r.state["waiting"][0] = _TRAINING
-            done = self._add_step(r, box, round_)
+            rounds = self._rounds(r)
+            rounds.resume()
+            _answer(box, rounds.add_step(round_))
+            steps = rounds.steps(round_)
         box.process_deferred()  # messages that were put aside until rank 0's first step after a barrier
-        return done
+        return steps
 
     def _barrier(self, r: Replica) -> list[Tensor]:
         """Take part in the elections of workers that still train, until all are at the barrier."""
-        while self._wait_at_barrier(r) == _ELECTION:
+        while self._wait_at_barrier(r) == GoOn.ROUND_OVER:
             self._follow_(r)
         return []
 
     def _wait_at_barrier(self, r: Replica) -> int:
-        """Wait for the end of the round or of the barrier: ELECTION or RELEASE."""
+        """Wait until the round is over or all workers are at the barrier."""
         box, round_ = r.comm.mailbox(r), int(r.state["round"])
         if r.comm.rank:
-            box.send(0, _number(round_), topic=_BARRIER)
-            return int(box.expect(0, _number(_RELEASE)).wait().content)
+            box.send(0, number(round_), topic=_BARRIER)
+            return int(box.expect(0, number(GoOn.ALL_HERE)).wait().content)
         with box.changed:
-            waiting = r.state["waiting"]
-            waiting[0] = round_
-            self._answer_waiting(r, box, round_)
-            box.wait_until(
-                lambda: _training(waiting) if waiting[0] >= 0 else [],
-                f"all workers to reach the barrier at step {r.step}",
-            )
-            return _RELEASE if waiting[0] == _RELEASED else _ELECTION
+            rounds = self._rounds(r)
+            _answer(box, rounds.arrive(0, round_))
+            box.wait_until(rounds.missing, "{ranks} to reach the barrier")
+            return GoOn.ALL_HERE if rounds.paused else GoOn.ROUND_OVER
 
     # -- on rank 0, in any thread, under the mailbox's lock ------------------------------------------------------
 
-    def _add_step(self, r: Replica, box: Mailbox, round_: int) -> int:
-        """Count one step of a round; returns how many there are."""
-        counts = r.state["round_steps"]
-        counts[round_ % 2] += 1
-        self._answer_waiting(r, box, round_)
-        return int(counts[round_ % 2])
+    def _rounds(self, r: Replica) -> RoundBudget:
+        return RoundBudget(self.period * r.comm.size, r.state["round_steps"], r.state["waiting"])
 
-    def _answer_waiting(self, r: Replica, box: Mailbox, round_: int) -> None:
-        """Answer the ranks at the barrier if the round is over, or if no rank trains any more."""
-        waiting = r.state["waiting"]
-        if r.state["round_steps"][round_ % 2] >= self.period * r.comm.size:
-            answer, rank_zero = _ELECTION, _TRAINING
-        elif not _training(waiting):
-            answer, rank_zero = _RELEASE, _RELEASED
-        else:
-            return
-        for rank in range(1, r.comm.size):
-            if waiting[rank] >= 0:
-                waiting[rank] = _TRAINING
-                box.send(rank, _number(answer))
-        if waiting[0] >= 0:
-            waiting[0] = rank_zero
+    def _on_step(self, r: Replica, box: Mailbox, message: Message) -> bool:
+        rounds, round_ = self._rounds(r), int(message.content)
+        if rounds.paused:
+            return False
+        _answer(box, rounds.add_step(round_))
+        box.send(message.src, number(rounds.steps(round_)))
+        return True
+
+    def _on_barrier(self, r: Replica, box: Mailbox, message: Message) -> bool:
+        rounds = self._rounds(r)
+        if rounds.paused:
+            return False
+        _answer(box, rounds.arrive(message.src, int(message.content)))
+        return True
 
 
-def _training(waiting: Tensor) -> list[int]:
-    """The ranks that are not at the barrier."""
-    return [rank for rank, round_ in enumerate(waiting.tolist()) if round_ < 0]
-
-
-def _number(value: int) -> Tensor:
-    return torch.tensor([value])
+def _answer(box: Mailbox, answers: Answers) -> None:
+    """Tell the ranks at the barrier why they go on; rank 0 sees it in its own counters."""
+    for rank, reason in answers:
+        if rank:
+            box.send(rank, number(reason))

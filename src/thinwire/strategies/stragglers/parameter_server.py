@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
-from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -12,11 +11,13 @@ from torch import Tensor
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.registry import registered
-from thinwire.replica.point_to_point import open_mailbox
+from thinwire.replica.point_to_point import on_message, open_mailbox, others
 from thinwire.replica.replica import Replica
+from thinwire.replica.rounds import Barrier
 from thinwire.strategies.base import Strategy
 
-_PUSH, _BARRIER = 1, 2  # topics of the mailbox
+_PUSH = 1  # topic of the mailbox; answers are of topic 0, which `Mailbox.expect` receives
+_BARRIER = Barrier("barriers", topic=2, until="to end their steps")
 
 
 @registered
@@ -74,26 +75,16 @@ class ParameterServer(Strategy):
         """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""
         if r.comm.size == 1:
             return
-        size, others = r.comm.size, [rank for rank in range(r.comm.size) if rank != r.comm.rank]
+        size = r.comm.size
         r.state["snapshot"] = r.x.clone()
         r.state["published"] = _split(r.x, size)[r.comm.rank].clone()
         r.state["version"] = torch.zeros(1, dtype=torch.int64)
         r.state["version_read"] = torch.zeros(size, dtype=torch.int64)
-        r.state["barriers"] = torch.zeros(size, dtype=torch.int64)
         r.state["barriers_at_step"] = torch.full((1,), -1, dtype=torch.int64)
         r.state["staleness"] = torch.zeros(2, dtype=torch.int64)
-        box = open_mailbox(r, r.state["published"])
-        replica, mailbox = proxy(r), proxy(box)  # handlers must not keep the replica alive
-
-        def on_push(message: Message) -> bool:
-            return self._on_push(replica, mailbox, message)
-
-        def on_barrier(message: Message) -> bool:
-            replica.state["barriers"][message.src] += 1
-            return True
-
-        box.on_message(_PUSH, on_push, like=r.state["published"], src=others)
-        box.on_message(_BARRIER, on_barrier, like=torch.zeros(1, dtype=torch.int64), src=others)
+        open_mailbox(r, r.state["published"])
+        _BARRIER.open(r, others(r))
+        on_message(r, _PUSH, self._on_push, like=r.state["published"], src=others(r))
 
     def after_step(self, r: Replica) -> None:
         """Push this step's update to all workers, and continue from the shared parameters that they answer with."""
@@ -104,8 +95,7 @@ class ParameterServer(Strategy):
         with box.changed:
             r.state["barriers_at_step"].fill_(r.state["barriers"][rank])
         updates = _split(r.x - r.state["snapshot"], size)
-        others = [(rank + offset) % size for offset in range(1, size)]
-        for other in others:
+        for other in others(r):
             box.send(other, updates[other], topic=_PUSH)
             # Answers pushes that were put aside, so that others do not wait for this worker's own step. A comm that
             # only counts answers one push for each call.
@@ -113,7 +103,7 @@ class ParameterServer(Strategy):
         parts = dict[int, Tensor]()
         with box.changed:
             parts[rank] = self._apply(r, rank, updates[rank]).clone()
-        for other in others:
+        for other in others(r):
             parts[other] = box.expect(other, updates[other]).wait().content
         r.x.copy_(torch.cat([parts[each] for each in range(size)])[: r.x.numel()])
         r.state["snapshot"].copy_(r.x)
@@ -143,7 +133,7 @@ class ParameterServer(Strategy):
         An update that was sent after a barrier is put aside until this worker has taken a step after it too: between
         the two, this worker may be evaluating or saving the parameters.
         """
-        if r.state["barriers"][message.src] > r.state["barriers_at_step"][0]:
+        if _BARRIER.reached(r, message.src, int(r.state["barriers_at_step"]) + 1):
             return False
         box.send(message.src, self._apply(r, message.src, message.content))
         return True
@@ -168,14 +158,8 @@ def _split(x: Tensor, size: int) -> Sequence[Tensor]:
 
 def _barrier(r: Replica) -> list[Tensor]:
     """Wait until all workers are here; their updates are answered meanwhile."""
-    box, rank, barriers = r.comm.mailbox(r), r.comm.rank, r.state["barriers"]
-    with box.changed:
-        barriers[rank] += 1
-        for other in range(r.comm.size):
-            if other != rank:
-                box.send(other, barriers[rank].view(1), topic=_BARRIER)
-        box.wait_until(
-            lambda: [other for other in range(r.comm.size) if barriers[other] < barriers[rank]],
-            "all workers to end their steps",
-        )
+    with r.comm.mailbox(r).changed:
+        count = r.state["barriers"][r.comm.rank].add_(1)
+    _BARRIER.reach(r, int(count), dst=others(r))
+    _BARRIER.wait(r, int(count), src=others(r))
     return []
