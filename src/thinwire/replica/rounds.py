@@ -26,7 +26,7 @@ class Barrier:
     rank must not change what it may be evaluating or saving, so it defers messages of ranks that have `reached` it.
 
     Attributes:
-        name: of the counters in the replica's state, one for each rank.
+        name: of the counters in the replica's state, one for each rank; its own is the strategy's to use.
         topic: of the messages.
         until: what ranks are waited for to do, for the error.
 
@@ -43,7 +43,7 @@ class Barrier:
         ...     barrier.wait(r, 1, src=others(r))
         ...     return r.state["met"].tolist()
         >>> run_threads(2, work)
-        [[1, 1], [1, 1]]
+        [[0, 1], [1, 0]]
     """
 
     name: str
@@ -114,8 +114,8 @@ class RoundBudget:
         >>> rounds.resume()
         >>> rounds.arrive(1, 0), rounds.add_step(0), rounds.add_step(0)
         ([], [], [(1, <GoOn.ROUND_OVER: 1>)])
-        >>> rounds.arrive(1, 1), rounds.missing(), rounds.arrive(0, 1)
-        ([], [0], [(0, <GoOn.ALL_HERE: 2>), (1, <GoOn.ALL_HERE: 2>)])
+        >>> rounds.arrive(1, 1), rounds.arrive(0, 1), rounds.paused
+        ([], [(0, <GoOn.ALL_HERE: 2>), (1, <GoOn.ALL_HERE: 2>)], True)
     """
 
     budget: int
