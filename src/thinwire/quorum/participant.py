@@ -262,7 +262,6 @@ class Participant:
                 self._send_state(action.dst)
             else:
                 self._all_reduces.enqueue(action.start)
-        self._box.changed.notify_all()
         seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
         # One timer is enough, unless there is something to do before it.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
@@ -279,6 +278,7 @@ class Participant:
         with suppress(CommError, ReferenceError), self._box.changed:
             self._timer_at = inf
             self._perform(self._member.time_passed(self._clock()))
+            self._box.changed.notify_all()
 
     def _on_control(self, message: Message) -> bool:
         self._perform(self._member.receive(message.src, decode_control(message.content.tolist()), self._clock()))
@@ -313,3 +313,4 @@ class Participant:
     def _all_reduce_ended(self, start: ControlMessage, mean: Tensor) -> None:
         with self._box.changed:
             self._perform(self._member.all_reduce_ended(start, mean, self._clock()))
+            self._box.changed.notify_all()
