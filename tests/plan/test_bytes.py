@@ -116,7 +116,7 @@ def test_a_dry_run_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, fo
             steps = [run.step() for _ in range(STEPS)]
             assert run.comm.meter.payload_bytes == pytest.approx(formula(n, rank), rel=0, abs=0.01)
             assert sum(step.sent for step in steps) == pytest.approx(formula(n, rank), rel=0, abs=0.01)
-            assert run.replica.x.is_meta
+            assert run.worker.replicas[0].x.is_meta
 
 
 def test_a_vector_of_doubles_is_twice_the_bytes_and_half_precision_keeps_its_weight_exact() -> None:

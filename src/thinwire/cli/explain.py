@@ -15,20 +15,24 @@ from thinwire.errors import ConfigError
 from thinwire.report.units import count, nbytes, rate, seconds, times
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from thinwire.plan import Card
+    from thinwire.plan.traffic import MakeOptimizer
     from thinwire.strategies.base import Strategy
 
 _MOST_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Explain(settings_as_options(only=["task", "model", "data"])):
+class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "momentum"])):
     """Show the bytes, the memory and the waits of a strategy, without training; or compare meshes that split a model.
 
     Example: thinwire explain "SlowMo(base=PushSum(), period=48)" --task text --workers 4 --link 100mbit
 
-    The strategy is run on tensors without data, so the bytes are exactly those of a real run. The model is that of
-    --task (text unless given), or has --parameters.
+    The strategy is run on tensors without data, so the bytes are exactly those of a real run; where they depend on the
+    data, the least and the most are shown. The model is that of --task (text unless given), or has --parameters. The
+    optimizer, which some strategies average too, is the task's, or one that the strategy needs.
 
     Args:
         recipe: the strategy as text, such as "SlowMo(base=PushSum(), period=48)".
@@ -69,13 +73,19 @@ class Explain(settings_as_options(only=["task", "model", "data"])):
             raise ConfigError('RECIPE is missing; name one, such as "SlowMo(period=48)", or give --tensor-parallel 4')
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
-        model, sizes = self._model()
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        card = explain(strategy, parameters=sizes, workers=self.workers, dtype=dtype, bits_per_second=bits_per_second)
+        name, model = self._model()
+        card = explain(
+            strategy,
+            parameters=model,
+            workers=self.workers,
+            dtype=getattr(torch, self.dtype),
+            optimizer=self._optimizer(strategy),
+            bits_per_second=bits_per_second,
+        )
         if self.json:
             out.print(json_text.dumps(asdict(card)), markup=False)
         else:
-            _print_card(card, model)
+            _print_card(card, name)
         return 0
 
     def _explain_meshes(self, ranks: int) -> None:
@@ -96,8 +106,8 @@ class Explain(settings_as_options(only=["task", "model", "data"])):
             json=self.json,
         )
 
-    def _model(self) -> tuple[str, int | list[int]]:
-        """The model in words, and the number of its parameters or the size of each of its parameter tensors."""
+    def _model(self) -> tuple[str, int | nn.Module]:
+        """The model in words, and the number of its parameters or the model itself."""
         given = self.given()
         if self.parameters is not None:
             if given["task"] is not None or given["model"] is not None:
@@ -115,7 +125,27 @@ class Explain(settings_as_options(only=["task", "model", "data"])):
         size = given["model"] or task.default_size
         with torch.device("meta"):
             model = task.model(size, seed=0)
-        return f"{task.name} ({size})", [p.numel() for p in model.parameters() if p.requires_grad]
+        return f"{task.name} ({size})", model
+
+    def _optimizer(self, strategy: Strategy) -> MakeOptimizer | None:
+        """The optimizer that was asked for, or the task's; None where the strategy needs another, or there is none."""
+        import torch
+
+        from thinwire import tasks
+        from thinwire.runs.optimizer import maker_of
+
+        given = self.given()
+        if given["optimizer"] is not None or given["momentum"] is not None:
+            return maker_of(given["optimizer"] or "sgd", given["momentum"] or 0.0)
+        if self.parameters is not None:
+            return None
+        defaults = tasks.load(given["task"] or "text", data=given["data"]).defaults
+        make = maker_of(defaults.optimizer, defaults.momentum)
+        try:
+            strategy.check_optimizer(make([torch.nn.Parameter(torch.zeros(1))]))
+        except ConfigError:
+            return None
+        return make
 
     def _bits_per_second(self) -> float | None:
         """The rate of the slowest link; None without a limit."""
@@ -159,7 +189,7 @@ def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         "Memory",
         [
             ("each", f"{each} bytes per parameter"),
-            ("together", f"{total}, besides the optimizer's state and activations"),
+            ("together", f"{total}, besides the state of {card.optimizer} and activations"),
         ],
     )
     for method in card.methods:
@@ -178,8 +208,12 @@ def _traffic(card: Card) -> list[tuple[str, str]]:
     if card.sent_bytes_per_step:
         ratios = f"{times(full / card.sent_bytes_per_step)} and {times(half / card.sent_bytes_per_step)}"
         all_reduce = f"{all_reduce}: {ratios} of this"
+    sent = nbytes(card.sent_bytes_per_step)
+    if card.least_sent_bytes_per_step < card.sent_bytes_per_step:
+        # All else is told of the most.
+        sent = f"{nbytes(card.least_sent_bytes_per_step)} to {sent}, by the data,"
     lines = [
-        ("sent", f"{nbytes(card.sent_bytes_per_step)} a step{received}, in {_number(card.messages_per_step)} messages"),
+        ("sent", f"{sent} a step{received}, in {_number(card.messages_per_step)} messages"),
         ("to", _receivers(card)),
         ("at most", f"{nbytes(card.largest_message_bytes)} in a message, {nbytes(card.largest_step_bytes)} in a step"),
         ("AllReduce()", all_reduce),

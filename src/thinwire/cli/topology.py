@@ -24,6 +24,8 @@ _BYTES_PER_PARAMETER = 4
 # Longer lists of steps, or of messages in a step, are cut short.
 _MOST_STEPS = 8
 _MOST_EDGES = 16
+# Eigenvalues of larger graphs take longer than anyone waits.
+_MOST_WORKERS = 256
 # Columns of the table where the output is not a terminal.
 _WIDE = 150
 _CURVE_STEPS = 40
@@ -78,9 +80,10 @@ class Topology:
     def _show_one(self, name: str) -> None:
         from thinwire.strategies.recipe import brief, parse_topology
         from thinwire.topology.analysis import facts, matrices
-        from thinwire.topology.base import check_edges
+        from thinwire.topology.base import check_edges, check_size
 
         graph = parse_topology(name)
+        check_size(graph, self.workers, most_workers=_MOST_WORKERS)
         check_edges(graph, self.workers)
         found, refusals = facts(graph, self.workers), _refusals(graph, self.workers)
         if self.out is not None:
@@ -102,12 +105,13 @@ class Topology:
     def _show_all(self) -> None:
         from thinwire.strategies.recipe import brief
         from thinwire.topology.analysis import disagreement, facts
-        from thinwire.topology.base import check_edges
+        from thinwire.topology.base import check_edges, check_size
 
         known: dict[Graph, Facts] = {}
         refused: dict[str, str] = {}
         for graph in _all_graphs():
             try:
+                check_size(graph, self.workers, most_workers=_MOST_WORKERS)
                 check_edges(graph, self.workers)
                 known[graph] = facts(graph, self.workers)
             except ConfigError as error:

@@ -99,6 +99,8 @@ def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
     """
     _check(table)
     table, k = as_fp32(table), min(k, n)
+    if table.is_meta:
+        return torch.empty(max(k, 0), dtype=torch.int64, device=table.device)
     library = _median_kernels(table) if k > 0 else None
     if library is None:
         return top_k(unsketch(table, None, n, key=key), k)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.kernels.adaptive import frozen_adam_step_
+from thinwire.kernels.decisions import on_host
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
 from thinwire.optimizers.lamb import check_adaptive, update_moments_
 from thinwire.replica.flat import copy_each_
@@ -56,8 +57,8 @@ class FreezingOptimizer(ClosureOptimizer):
         variances = [state["variance"] for state in self.state.values()]
         if variances:
             # In fp64, because sums of millions of small squares lose digits in fp32.
-            sums = torch.stack([v.sum(dtype=torch.float64).cpu() for v in variances])
-            counts = torch.stack([v.count_nonzero().cpu() for v in variances])
+            sums = torch.stack([on_host(v.sum(dtype=torch.float64)) for v in variances])
+            counts = torch.stack([on_host(v.count_nonzero()) for v in variances])
             overall = sums.sum() / counts.sum() if counts.any() else torch.ones((), dtype=torch.float64)
             means = torch.where(counts > 0, sums / counts.clamp(min=1), overall).tolist()
             for variance, mean in zip(variances, means, strict=True):

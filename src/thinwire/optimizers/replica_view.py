@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thinwire.errors import ConfigError
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.replica.flat import Segment
-from thinwire.replica.moments import Moments
+from thinwire.replica.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,16 @@ class ReplicaView:
         self.optimizer.next_momenta_(momenta, gradients, parameters, share=share, rescale=rescale)
 
 
-def replica_view(moments: Moments) -> ReplicaView | None:
-    """The view of a replica's freezing optimizer; None where there is none, as in a dry run."""
-    optimizer = moments.optimizer
+def replica_view(r: Replica) -> ReplicaView:
+    """The view of a replica's freezing optimizer.
+
+    Raises:
+        ConfigError: it has another optimizer, or none.
+    """
+    optimizer = r.moments.optimizer
     if not isinstance(optimizer, FreezingOptimizer):
-        return None
-    return ReplicaView(optimizer, moments.parameters, moments.segments)
+        raise ConfigError(
+            f"{type(optimizer).__name__}: its variance cannot be frozen; give the replica the moments of OneBitAdam, "
+            "OneBitLamb or ZeroOneAdam, as attach does"
+        )
+    return ReplicaView(optimizer, r.moments.parameters, r.segments)

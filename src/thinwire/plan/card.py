@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
+from torch import Tensor, nn
 
 from thinwire.codecs.cast import Bf16
 from thinwire.comm.work import nbytes_of
 from thinwire.errors import ConfigError
-from thinwire.plan.traffic import DryRun, StepTraffic, busiest
+from thinwire.kernels.decisions import assume_least
+from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, busiest, topologies
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
+from thinwire.topology.base import check_size
 
 PAYLOAD_SHARE = 1448 / 1514
 """The part of a link's rate that carries payload.
@@ -62,9 +66,12 @@ class Card:
         workers: number of workers.
         parameters: elements of the model.
         dtype: of the parameters.
+        optimizer: its class.
         rank: the worker that the figures are for: the one that sends or receives most.
         period: steps after which the traffic repeats; means are over this many.
-        sent_bytes_per_step: bytes sent, mean.
+        sent_bytes_per_step: bytes sent, mean; where it depends on data, the most that can be. All other figures are of
+            the same case.
+        least_sent_bytes_per_step: the least that can be; the same where nothing depends on data.
         received_bytes_per_step: bytes received, mean.
         messages_per_step: messages sent, mean; a collective call counts as one.
         largest_message_bytes: bytes of the largest message; for a collective, what this worker sends in it.
@@ -84,9 +91,11 @@ class Card:
     workers: int
     parameters: int
     dtype: str
+    optimizer: str
     rank: int
     period: int
     sent_bytes_per_step: float
+    least_sent_bytes_per_step: float
     received_bytes_per_step: float
     messages_per_step: float
     largest_message_bytes: float
@@ -105,9 +114,10 @@ class Card:
 def explain(
     strategy: Strategy,
     *,
-    parameters: int | Sequence[int],
+    parameters: int | Sequence[int] | nn.Module,
     workers: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    optimizer: MakeOptimizer | None = None,
     bits_per_second: float | None = None,
     bucket_bytes: int = 8 << 20,
 ) -> Card:
@@ -115,10 +125,13 @@ def explain(
 
     Args:
         strategy: the recipe.
-        parameters: elements of the model, or of each of its parameter tensors in the model's order (messages of
-            gradients are cut between tensors; a plain number is taken as many small ones).
+        parameters: the model, of which only the shapes are read; or its number of elements, or those of each of its
+            parameter tensors in the model's order. Messages of gradients are cut between tensors, and some methods send
+            small tensors otherwise than large ones; a plain number is taken as tensors as large as a message.
         workers: number of workers.
-        dtype: of the parameters.
+        dtype: of the parameters; unless given the model's own, or torch.float32.
+        optimizer: makes the optimizer from the parameters, as `torch.optim.AdamW` does; unless given, plain SGD, or one
+            that the strategy needs.
         bits_per_second: rate of each worker's link in each direction, to predict seconds.
         bucket_bytes: bytes of gradient per message, as for `attach`.
 
@@ -134,33 +147,48 @@ def explain(
         >>> card.sent_bytes_per_step, card.all_reduce_bytes_per_step, card.messages_per_step
         (750000.0, 6000000.0, 0.125)
     """
-    sizes = _tensor_sizes(parameters, dtype, bucket_bytes)
-    if not sizes:
+    shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
+    if not shapes:
         raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
-    if not dtype.is_floating_point:
+    if not all(each.is_floating_point for each in dtypes):
         raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
     if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
         raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
+    for topology in topologies(strategy):
+        check_size(topology, workers)
     strategy.check(workers)
 
-    def dry(recipe: Strategy, rank: int) -> DryRun:
-        return DryRun(recipe, sizes, workers=workers, rank=rank, dtype=dtype, bucket_bytes=bucket_bytes)
+    def dry(recipe: Strategy, rank: int, optimizer: MakeOptimizer | None = None) -> DryRun:
+        return DryRun(
+            recipe,
+            shapes,
+            workers=workers,
+            rank=rank,
+            dtype=dtypes,
+            bucket_bytes=bucket_bytes,
+            optimizer=optimizer,
+        )
 
     # Where ranks differ, the one with most to carry sets the pace.
     rank = busiest(strategy, workers)
-    run = dry(strategy, rank)
-    steps = run.period()
+    run = dry(strategy, rank, optimizer)
+    steps = least = run.period()
+    if strategy.data_dependent_bytes:
+        with assume_least():
+            least = dry(strategy, rank, optimizer).period()
     seconds = None if bits_per_second is None else [_seconds(step, bits_per_second) for step in steps]
     return Card(
         recipe=brief(strategy),
         workers=workers,
-        parameters=sum(sizes),
-        dtype=str(dtype).removeprefix("torch."),
+        parameters=sum(prod(shape) for shape in shapes),
+        dtype=", ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(dtypes)),
+        optimizer=type(run.worker.optimizer).__name__,
         rank=rank,
         period=len(steps),
         sent_bytes_per_step=_mean([step.sent for step in steps]),
+        least_sent_bytes_per_step=_mean([step.sent for step in least]),
         received_bytes_per_step=_mean([step.received for step in steps]),
         messages_per_step=_mean([step.messages for step in steps]),
         largest_message_bytes=max(step.largest for step in steps),
@@ -177,13 +205,21 @@ def explain(
     )
 
 
-def _tensor_sizes(parameters: int | Sequence[int], dtype: torch.dtype, bucket_bytes: int) -> list[int]:
-    if not isinstance(parameters, int):
-        return [size for size in parameters if size]
-    # Many small tensors fill each bucket exactly to its limit.
-    piece = max(1, bucket_bytes // dtype.itemsize)
-    whole, rest = divmod(max(0, parameters), piece)
-    return [rest] * bool(rest) + [piece] * whole
+def _tensors_of(
+    parameters: int | Sequence[int] | nn.Module, dtype: torch.dtype | None, bucket_bytes: int
+) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    """The shapes and dtypes of the trained parameters."""
+    if isinstance(parameters, nn.Module):
+        trained = [p for p in parameters.parameters() if p.requires_grad]
+        return [tuple(p.shape) for p in trained], [dtype or p.dtype for p in trained]
+    dtype = dtype or torch.float32
+    if isinstance(parameters, int):
+        # Many small tensors fill each bucket exactly to its limit.
+        piece = max(1, bucket_bytes // dtype.itemsize)
+        whole, rest = divmod(max(0, parameters), piece)
+        parameters = [rest] * bool(rest) + [piece] * whole
+    shapes = [(size,) for size in parameters if size]
+    return shapes, [dtype] * len(shapes)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -205,12 +241,20 @@ def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:
 
 def _memory(run: DryRun, steps: Sequence[StepTraffic]) -> dict[str, float]:
     """Bytes per parameter, by name; `received` is the buffer for the largest exchange."""
-    r = run.replica
-    held = {"parameters": nbytes_of(r.x)}
-    if r.g.numel():
-        held["gradient"] = nbytes_of(r.g)
-    held |= {name: nbytes_of(tensor) for name, tensor in r.state.items() if tensor.dim()}
+    held: dict[str, float] = {}
+
+    def add(name: str, x: Tensor) -> None:
+        held[name] = held.get(name, 0) + nbytes_of(x)
+
+    for r in run.worker.replicas:
+        add("parameters", r.x)
+        if r.g.numel():
+            add("gradient", r.g)
+        for name, tensor in r.state.items():
+            if tensor.dim():
+                add(name, tensor)
     received = [len(exchange.src) * exchange.nbytes for step in steps for exchange in step.exchanges]
     if received and max(received):
         held["received"] = max(received)
-    return {name: nbytes / r.x.numel() for name, nbytes in held.items()}
+    elements = sum(r.x.numel() for r in run.worker.replicas)
+    return {name: nbytes / elements for name, nbytes in held.items()}

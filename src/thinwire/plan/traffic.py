@@ -1,32 +1,38 @@
 """What one worker would send, step by step: the real strategy, run on meta tensors.
 
-No method is described a second time here: its hooks are called as `attach` calls them, with a Comm that records
-messages instead of sending them.
+No method is described a second time here: `attach` makes the worker, with a Comm that records messages instead of
+sending them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from thinwire.comm.counting import CountingComm
 from thinwire.comm.work import Meter, Work, nbytes_of
-from thinwire.replica.flat import lay_out
-from thinwire.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.optimizers.one_bit_adam import OneBitAdam
+from thinwire.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
-from thinwire.worker.buckets import cut
+from thinwire.worker.worker import attach
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 MAX_STEPS = 10_000
 """Steps of a dry run after which it stops looking for traffic that repeats."""
 
-# Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too.
-_MIN_STEPS = 128
+# Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too; and
+# for one that sends something at every step.
+_MIN_STEPS, _FEW_STEPS = 128, 16
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,11 @@ class RecordingComm(CountingComm):
         self.meter = self._traffic = Traffic()
         self.exchanges: list[Exchange] = []
 
+    def forget(self) -> None:
+        """Drop everything recorded so far, and begin to count anew."""
+        self.meter = self._traffic = Traffic()
+        self.exchanges.clear()
+
     def take(self) -> StepTraffic:
         """Return everything recorded since the last call."""
         step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges))
@@ -115,69 +126,134 @@ class RecordingComm(CountingComm):
 
 
 class DryRun:
-    """One rank's run of a strategy, without data, gradients or other ranks.
+    """One rank's run of a strategy, without data and without other ranks.
+
+    `attach` makes its worker as it makes any other, from parameters on the meta device; a step is a flush of all
+    gradient buckets, `record_batch` and a step of a real optimizer.
 
     Args:
         strategy: the recipe.
-        sizes: elements of each parameter tensor, in the model's order.
+        parameters: the shape of each parameter tensor, in the model's order; a number is the size of a vector.
         workers: number of workers.
         rank: this worker.
-        dtype: of the parameters.
+        dtype: of the parameters; or of each of them.
         bucket_bytes: bytes of gradient per message, as for `attach`.
+        optimizer: makes the optimizer; unless given, the first of SGD, 1-bit Adam, 1-bit LAMB and 0/1 Adam that the
+            strategy takes.
+
+    Attributes:
+        worker: the worker, whose replicas hold the strategy's state.
+        comm: what the worker sends through.
 
     Raises:
-        ConfigError: the recipe cannot serve this number of workers.
+        ConfigError: the recipe cannot serve this number of workers, or this optimizer.
+
+    Example:
+        >>> import torch, thinwire
+        >>> from thinwire.plan.traffic import DryRun
+        >>> settings = dict(workers=4, rank=0, dtype=torch.float32, bucket_bytes=1 << 20)
+        >>> run = DryRun(thinwire.AllReduce(), [(100, 10), 100], **settings)
+        >>> run.step().sent
+        6600.0
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        sizes: Sequence[int],
+        parameters: Sequence[int | Sequence[int]],
         *,
         workers: int,
         rank: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | Sequence[torch.dtype],
         bucket_bytes: int,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
-        strategy.check(workers)
-        self.strategy = strategy
+        dtypes = [dtype] * len(parameters) if isinstance(dtype, torch.dtype) else dtype
+        shapes = [(shape,) if isinstance(shape, int) else tuple(shape) for shape in parameters]
+        empty = [torch.empty(shape, dtype=each, device="meta") for shape, each in zip(shapes, dtypes, strict=True)]
+        model = nn.ParameterList(empty)
         self.comm = RecordingComm(rank, workers)
-        x = torch.empty(sum(sizes), dtype=dtype, device="meta")
-        self.replica = Replica(x, strategy.gradient_buffer(x), self.comm, lr=lambda: 1.0)
-        self._parts: list[slice] = []
-        if strategy.sends_gradients and workers > 1:
-            tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
-            layout = lay_out([("", tensor) for tensor in tensors])
-            self._parts = [bucket.part for bucket in cut(self.replica, tensors, layout, bucket_bytes)]
-        strategy.start(self.replica)
+        made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
+        self.worker = attach(model, made, strategy, comm=self.comm, bucket_bytes=bucket_bytes)
+        self._gradients = [(parameter, torch.empty_like(parameter)) for parameter in model]
+        made.register_step_pre_hook(self._drop_gradients)
+        self._idle = False
+        self.comm.forget()
+        if strategy.steady_from > 1:
+            # The first step is real, so that the optimizer has its state; then the clock is put forward.
+            self.step()
+            for replica in self.worker.replicas:
+                replica.step = strategy.steady_from - 1
+            self.step()
+            self.comm.forget()
 
     def step(self) -> StepTraffic:
-        """Call the hooks of one training step, in the order in which a `Worker` calls them."""
-        r = self.replica
-        r.comm.step = r.step
-        for work in [self.strategy.on_gradient(r, part) for part in self._parts]:
-            if work is not None:
-                work.wait()
-        self.strategy.before_step(r)
-        r.step += 1
-        self.strategy.after_step(r)
+        """One training step, as a loop takes it."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self.worker.backward is not None:
+            self.worker.backward.flush()
+        self.worker.record_batch(1, loss=0.0)
+        self.worker.optimizer.step()
+        # Those of torch have all of their state after one step.
+        self._idle = type(self.worker.optimizer).__module__.startswith("torch.optim.")
         return self.comm.take()
+
+    def _drop_gradients(self, *_: object) -> None:
+        """Spare the optimizer its arithmetic, which is slow on meta tensors, once it has its state."""
+        if self._idle:
+            for parameter, _gradient in self._gradients:
+                parameter.grad = None
 
     def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
         """The traffic of the shortest sequence of steps after which it repeats.
 
         Where it does not repeat within `max_steps`, that of the last steps that were run.
         """
-        length = cycle(self.strategy, self.comm.size)
-        length = min(length * -(-_MIN_STEPS // length), max_steps // 2)
-        # The first round may differ, as it includes what `start` sent: look for two equal rounds in a row.
-        before: tuple[StepTraffic, ...] = ()
-        for _ in range(max_steps // length):
-            now = tuple(self.step() for _ in range(length))
-            if now == before:
-                break
-            before = now
-        return next(before[:n] for n in range(1, length + 1) if before[:n] * (length // n) == before)
+        declared = cycle(self.worker.strategy, self.comm.size)
+        steps: list[StepTraffic] = []
+        for least in (_FEW_STEPS, _MIN_STEPS):
+            length = min(declared * -(-least // declared), max_steps // 2)
+            # The first round may differ, as messages of an earlier step are in flight only from some step on: look for
+            # two equal rounds in a row.
+            while len(steps) + length <= max_steps:
+                steps += [self.step() for _ in range(length)]
+                now, before = steps[-length:], steps[-2 * length : -length]
+                if now == before:
+                    # A step without a message may belong to a period that no field tells; look longer then.
+                    if least == _FEW_STEPS and not all(step.messages for step in now):
+                        break
+                    return next(tuple(now[:n]) for n in range(1, length + 1) if now[:n] * (length // n) == now)
+                # A period that no field tells: what was sent in the later half of the steps repeats several times.
+                if (found := _repeating(steps[len(steps) // 2 :])) is not None and len(steps) >= 2 * _MIN_STEPS:
+                    return found
+        return tuple(steps[-length:])
+
+
+def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
+    """The shortest sequence that makes up these steps, at least three times; None if there is none."""
+    for n in range(1, len(steps) // 3 + 1):
+        if steps[n:] == steps[:-n]:
+            return tuple(steps[:n])
+    return None
+
+
+def default_optimizer(strategy: Strategy, model: nn.Module) -> Optimizer:
+    """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes.
+
+    Raises:
+        ConfigError: it takes none of them.
+    """
+    refusal = ConfigError(f"{strategy}: give the optimizer that it works with")
+    for kind in (SGD, OneBitAdam, OneBitLamb, ZeroOneAdam):
+        optimizer = kind(model.parameters(), lr=1.0)
+        try:
+            strategy.check_optimizer(optimizer)
+        except ConfigError as error:
+            refusal = error
+        else:
+            return optimizer
+    raise refusal
 
 
 def cycle(strategy: Strategy, workers: int) -> int:

@@ -1,7 +1,7 @@
 """Many tensors in one flat vector, with a named segment for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
         segments.append(Segment(name, start, tuple(x.shape), dense_strides(x)))
         start += x.numel()
     return tuple(segments)
+
+
+def cut_out(segments: Sequence[Segment], where: slice) -> tuple[Segment, ...]:
+    """The segments of a slice of the vector; a tensor that lies in it in part is there as a vector of that part."""
+    found: list[Segment] = []
+    for segment in segments:
+        start, stop = max(segment.start, where.start), min(segment.stop, where.stop)
+        if (start, stop) == (segment.start, segment.stop):
+            found.append(replace(segment, start=start - where.start))
+        elif start < stop:
+            found.append(Segment(segment.name, start - where.start, (stop - start,), (1,)))
+    return tuple(found)
 
 
 def views(vector: Tensor, segments: Sequence[Segment]) -> list[Tensor]:

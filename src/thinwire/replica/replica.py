@@ -13,6 +13,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.pending import PendingMeans
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.replica.flat import Segment, cut_out
 from thinwire.replica.moments import Moments
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Replica:
         samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
             it was not called, 0 if the step had no gradient.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
+        segments: where each parameter tensor lies in `x`, in order and without gaps; one for all of `x` unless given.
         moments: the optimizer's state for these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
         parts: the replicas that `part` has made, by name.
@@ -94,6 +96,7 @@ class Replica:
         *,
         lr: Callable[[], float | Tensor],
         seed: int = 0,
+        segments: Sequence[Segment] = (),
         moments: Moments | None = None,
         pending_means: PendingMeans | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class Replica:
         self.g = g
         self.comm = comm
         self.seed = seed
+        self.segments = tuple(segments) or (Segment("", 0, (x.numel(),), (1,)),)
         self.moments = moments or Moments()
         self.state: MutableMapping[str, Tensor] = {}
         self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
@@ -175,8 +179,11 @@ class Replica:
             rate = self.lr
             return rate[where] if where is not None and isinstance(rate, Tensor) and rate.ndim else rate
 
-        x, g = (self.x, self.g) if where is None else (self.x[where], self.g[where])
-        part = Replica(x, g, self.comm, lr=lr, seed=self.seed, moments=self.moments if where is None else None)
+        x, g, segments, moments = self.x, self.g, self.segments, self.moments
+        if where is not None:
+            where = slice(*where.indices(x.numel()))
+            x, g, segments, moments = x[where], g[where], cut_out(segments, where), None
+        part = Replica(x, g, self.comm, lr=lr, seed=self.seed, segments=segments, moments=moments)
         part._progress, part._ahead = self._progress, self._ahead + ahead
         part.state = PrefixView(self.state, f"{name}/")
         part.inflight = PrefixView(self.inflight, f"{name}/")

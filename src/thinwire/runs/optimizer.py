@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -10,11 +12,11 @@ from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.runs.recipes import Recipe
-from thinwire.runs.settings import OptimizerName, Settings
+from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
 from thinwire.worker.compatibility import check_parameter_moves
 
-_ADAPTIVE: dict[OptimizerName, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
+_ADAPTIVE: dict[str, type[AdamW | Lamb | OneBitLamb | OneBitAdam | ZeroOneAdam]] = {
     "adamw": AdamW,
     "lamb": Lamb,
     "onebit-lamb": OneBitLamb,
@@ -29,6 +31,21 @@ def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     if kind is not None:
         return kind(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     return SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+
+
+def maker_of(name: str, momentum: float) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """What makes an optimizer of that name from parameters, where its learning rate does not matter.
+
+    Args:
+        name: as in `Settings`.
+        momentum: of SGD.
+    """
+    kind = _ADAPTIVE.get(name)
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=1e-3, momentum=momentum) if kind is None else kind(parameters, lr=1e-3)
+
+    return make
 
 
 def check_optimizer(recipe: Recipe, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
 
 
-def trait(of: Callable[[Any], bool]) -> Any:
+def trait(of: Callable[[Any], bool | int]) -> Any:
     """A trait of a strategy that depends on its hyperparameters, for the body of the class.
 
     Args:
@@ -44,6 +44,7 @@ class Strategy(ABC):  # noqa: B024
         data_dependent_bytes: how many bytes are sent depends on the numbers that are sent.
         elementwise: every element of the vectors is treated by itself, so that one vector may hold several models.
         has_period: it communicates at the steps that its field `period` divides.
+        steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
@@ -83,6 +84,7 @@ class Strategy(ABC):  # noqa: B024
     data_dependent_bytes: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     has_period: ClassVar[bool] = False
+    steady_from: ClassVar[int] = 0
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""

@@ -57,6 +57,7 @@ class Wrapper(Strategy):
     data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes)
     elementwise = trait(lambda self: self.base.elementwise)
     has_period = trait(lambda self: self.base.has_period)
+    steady_from = trait(lambda self: self.base.steady_from)
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""

@@ -108,6 +108,33 @@ def doubly_stochastic(topology: Topology, size: int) -> bool:
     return all(np.allclose(m.sum(axis), 1.0, rtol=0, atol=1e-12) for m in matrices for axis in (0, 1))
 
 
+def check_size(topology: Topology, size: int, *, most_workers: int = 4096, most_messages: int = 1 << 18) -> None:
+    """Refuse a graph that is too large to be looked at as a whole in a few seconds; workers may train on it.
+
+    Args:
+        topology: the graph.
+        size: number of workers.
+        most_workers: the largest number of them.
+        most_messages: over all workers and all steps of a period.
+
+    Raises:
+        ConfigError: with the number, and the largest that is looked at.
+    """
+    # Before any method of the graph: its period or one rank's peers may take long for many workers.
+    if size > most_workers:
+        raise ConfigError(
+            f"{topology} with {size} workers: too large to be looked at as a whole; give at most {most_workers} workers"
+        )
+    topology.check(size)
+    steps = range(topology.period(size))
+    messages = size * max(len(steps), sum(len(topology.peers(0, size, step).dst) for step in steps))
+    if messages > most_messages:
+        raise ConfigError(
+            f"{topology} with {size} workers: about {messages:,} messages in {len(steps)} step(s), too many to be "
+            f"looked at as a whole; give fewer workers, for at most {most_messages:,}"
+        )
+
+
 @lru_cache(maxsize=256)
 def check_edges(topology: Topology, size: int) -> None:
     """Refuse a graph with inconsistent edges, or one that does not connect all workers over its period.
@@ -175,8 +202,8 @@ def out_of_reach(sends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 def _reached(sends: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which ranks messages of rank 0 reach in the end; `sends[j, i]` is true where i ever sends to j."""
-    reached = np.arange(len(sends)) == 0
-    # A shortest path has fewer edges than there are ranks.
-    for _ in range(len(sends)):
-        reached = reached | sends[:, reached].any(1)
+    reached = newly = np.arange(len(sends)) == 0
+    while newly.any():
+        newly = sends[:, newly].any(1) & ~reached
+        reached = reached | newly
     return reached

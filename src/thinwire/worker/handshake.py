@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from thinwire._version import __version__
 from thinwire.comm.base import Comm
 from thinwire.errors import MismatchError
+from thinwire.kernels.decisions import on_host
 from thinwire.replica.shards import describe_shard
 
 Facts = list[tuple[str, str]]
@@ -32,7 +33,7 @@ def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
     # A large model has hundreds of kilobytes of facts: 32 bytes of hash are enough where they are equal.
     text = json.dumps(facts).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(device)
-    digests = [bytes(row.tolist()) for row in comm.all_gather(digest).wait()]
+    digests = [bytes(on_host(row).tolist()) for row in comm.all_gather(digest).wait()]
     other = next((rank for rank, their in enumerate(digests) if their != digests[0]), None)
     if other is None:
         return

@@ -360,7 +360,9 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
         g = worker.strategy.gradient_buffer(x)
         lr = learning_rate(worker.optimizer, parameters, segments, x)
         moments = Moments(worker.optimizer, parameters, segments)
-        replica = Replica(x, g, worker.comm, lr=lr, seed=worker.seed, moments=moments, pending_means=means)
+        replica = Replica(
+            x, g, worker.comm, lr=lr, seed=worker.seed, segments=segments, moments=moments, pending_means=means
+        )
         worker.replicas.append(replica)
         worker.layouts.append((parameters, segments))
     worker.shards = Shards(worker.model, sharded)

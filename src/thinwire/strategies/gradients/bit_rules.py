@@ -110,6 +110,11 @@ class FixedBits:
         _check_range(self.bits, self.bits)
 
     @property
+    def least(self) -> int:
+        """The same."""
+        return self.bits
+
+    @property
     def most(self) -> int:
         """The same."""
         return self.bits

@@ -13,10 +13,10 @@ from thinwire.codecs.cast import Fp32
 from thinwire.codecs.quantize import Quantize
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.reduce.compressed_all_reduce import two_stage_mean_
+from thinwire.kernels.decisions import decide, holds, on_host
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, skipped_step
 from thinwire.strategies.gradients.bits import MOST, square_of
 
@@ -86,6 +86,7 @@ class DQSGD(Strategy):
     limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
 
     sends_gradients = True
+    data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
@@ -153,7 +154,9 @@ class DQSGD(Strategy):
             squares = state.last_squares.tolist()
             # Saved squares are of other buckets where a checkpoint goes on with another bucket size.
             squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
-            chosen = self.rule.choose(ledger, Step(squares, sizes, lr, self._error_share(error)))
+            step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
+            most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
+            chosen = decide(received[0], lambda: rule.choose(ledger, step), most=most, least=least)
             state.plan[:, 2] = torch.tensor(chosen)
         state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64)
 
@@ -163,11 +166,13 @@ class DQSGD(Strategy):
         sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
         ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
         unknown = Step([], sizes, lr, error)
-        if squares.is_meta or not bool(squares.isfinite().all()):
+        if not holds(squares.isfinite().all()):
             ledger = skipped_step(ledger, unknown, bits)
         else:
-            state.last_squares = squares.cpu()
-            ledger = self.rule.settle(ledger, Step(squares.tolist(), sizes, lr, self._error_share(error)), bits)
+            state.last_squares = on_host(squares)
+            ledger = self.rule.settle(
+                ledger, Step(state.last_squares.tolist(), sizes, lr, self._error_share(error)), bits
+            )
         sent_bits = unknown.mean_bits(bits)
         ledger = ledger.with_answer(_FP32_BITS if self.answer is None else sent_bits + self.answer)
         state.ledger = ledger.to_tensor()

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import draw_key
 from thinwire.errors import ConfigError
+from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
@@ -18,7 +19,6 @@ from thinwire.strategies.gradients.sketches import (
     check_plain_sgd,
     check_table,
     gradient_share,
-    largest_of,
     resize_unsent,
     write_update_,
 )
@@ -148,7 +148,7 @@ class FetchSGD(Strategy):
         unsent.add_(momentum.mul_(self.momentum).add_(fresh))
         candidates = error.largest(self.second_round * k)
         exact = r.comm.all_reduce_(unsent[candidates]).wait()
-        largest = largest_of(exact, k)
+        largest = top_k(exact, k)
         where = candidates[largest]
         update = Update([(where, exact[largest])], where, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)

@@ -12,12 +12,13 @@ from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.kernels.decisions import decide, holds
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.optimizers.replica_view import replica_view
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 
 _PREFIX = "momentum/"
 # Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
@@ -96,6 +97,8 @@ class CompressedMomentum(Strategy):
 
     sends_gradients = True
     reads_gradient = True
+    data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
+    steady_from = trait(lambda self: self.warmup_steps or 0)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -156,16 +159,17 @@ class CompressedMomentum(Strategy):
 
     def after_step(self, r: Replica) -> None:
         """Freeze the variance at the end of the warm-up."""
-        view = replica_view(r.moments)
-        # A dry run has no optimizer.
-        if view is None or view.optimizer.frozen:
+        view = replica_view(r)
+        if view.optimizer.frozen:
             return
+        # Without data it is due at every step, so that a dry run meets it.
+        due = decide(r.x, lambda: r.step % view.variance_steps == 0, most=True, least=True)
         if self.warmup_steps is not None:
             settled = r.step >= self.warmup_steps
-        elif view.has_first_parameter and r.step % view.variance_steps == 0:
+        elif view.has_first_parameter and due:
             # All ranks must freeze at the same step, so the mean decides: it is the same number on every rank.
             change = mean_(r.comm, view.optimizer.variance_change().reshape(1)).wait()
-            settled = bool(change < self.settled)
+            settled = decide(change, lambda: bool(change < self.settled), most=False, least=True)
         else:
             settled = False
         if settled:
@@ -194,10 +198,9 @@ class CompressedMomentum(Strategy):
         """Send this part's next momentum; the result of an earlier backward pass without a step is dropped."""
         target, name = self._target(r), f"{_PREFIX}{part.start}"
         r.collect(name)
-        view, samples = replica_view(r.moments), [_sample(r, part)] if self.overlap else []
-        if view is not None:
-            # Ranks without data send zero gradients; `share` makes the mean over all ranks one over those with data.
-            view.next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
+        samples = [_sample(r, part)] if self.overlap else []
+        # Ranks without data send zero gradients; `share` makes the mean over all ranks one over those with data.
+        replica_view(r).next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
         # The codec adds its residual by itself, so it is removed before every message.
         if not self.feedback:
             for state_name, residual in r.state.items():
@@ -221,11 +224,9 @@ class CompressedMomentum(Strategy):
         means = {start: found for start, found in received.items() if found}
         for start, (mean, *samples) in means.items():
             _refuse_changes(r, slice(start, start + mean.numel()), samples)
-        view = replica_view(r.moments)
-        if view is None:
-            return
+        view = replica_view(r)
         # A mean that is not finite is NaN throughout, so its first entry is enough.
-        if not torch.cat([mean[:1] for mean, *_ in means.values()]).isfinite().all():
+        if not holds(torch.cat([mean[:1] for mean, *_ in means.values()]).isfinite().all()):
             view.optimizer.skip_next_step()
             return
         parameters, momenta = view.within(slice(0, r.x.numel()), self._target(r))
@@ -233,9 +234,8 @@ class CompressedMomentum(Strategy):
 
 
 def _warm(r: Replica) -> bool:
-    """Whether gradients are still averaged; a dry run, which has no optimizer, is past the warm-up."""
-    view = replica_view(r.moments)
-    return view is not None and not view.optimizer.frozen
+    """Whether gradients are still averaged."""
+    return not replica_view(r).optimizer.frozen
 
 
 def _in_flight(r: Replica) -> list[int]:
@@ -268,7 +268,8 @@ def _sample(r: Replica, part: slice) -> Tensor:
 def _refuse_changes(r: Replica, part: slice, samples: Sequence[Tensor]) -> None:
     """Raise where the loop has changed gradients after they were sent."""
     for before in samples:
-        if not before.is_meta and not torch.allclose(before, _sample(r, part), rtol=0.0, atol=0.0, equal_nan=True):
+        now = _sample(r, part)
+        if not holds(((before == now) | (before.isnan() & now.isnan())).all()):
             raise ConfigError(
                 f"step {r.step}: gradients were changed after backward() had sent them (clipped, or unscaled by a "
                 "GradScaler); use CompressedMomentum(overlap=False), and its max_norm to clip"

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import draw_key
 from thinwire.errors import ConfigError
+from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
@@ -21,7 +22,6 @@ from thinwire.strategies.gradients.sketches import (
     check_plain_sgd,
     check_table,
     gradient_share,
-    largest_of,
     resize_unsent,
     split_of,
     write_update_,
@@ -165,9 +165,12 @@ class SketchedSGD(Strategy):
 
     def gathers(self, size: int, split: Split) -> bool:
         """Whether to send each worker's own largest entries: where that is fewer bytes than a sketch, or chosen."""
+        k = self.num_updated(split)
+        if not k:
+            # All tensors are small; one sum of them is all there is to send.
+            return False
         if self.recovery != "auto":
             return self.recovery == "gather"
-        k = self.num_updated(split)
         # Both per worker and other worker: a ring all-reduce sends 2 (n-1)/n of the table, an all-gather n-1 messages.
         table = 2 / size * _VALUE_BYTES * (self.rows * self.columns * k + min(self.second_round * k, split.length))
         return size > 1 and (_VALUE_BYTES + _INDEX_BYTES) * k < table
@@ -185,7 +188,7 @@ class SketchedSGD(Strategy):
         chosen = table.largest(self.second_round * k or k)
         if self.second_round:
             exact = r.comm.all_reduce_(large[chosen]).wait()
-            largest = largest_of(exact, k)
+            largest = top_k(exact, k)
             chosen, values = chosen[largest], exact[largest]
         else:
             values = table.estimates(chosen).to(unsent.dtype)
@@ -198,7 +201,7 @@ class SketchedSGD(Strategy):
         dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
         # A rank whose gradient is not finite sends NaN, so that all ranks see it and skip the step together.
         finite = all_finite(large)
-        mine = largest_of(large, k) if finite else torch.arange(k, device=large.device)
+        mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
         values = large[mine] if finite else torch.full_like(large[:k], torch.nan)
         # Values and indices as bytes of one message, so that one latency is paid.
         message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])

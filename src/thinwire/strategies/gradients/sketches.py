@@ -1,8 +1,4 @@
-"""Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector that are sketched, and sparse updates.
-
-In a dry run (on the meta device, as `explain` uses it) tables have a shape and no values: nothing is hashed, and the
-first coordinates take the place of the largest ones.
-"""
+"""Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector in them, and sparse updates."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.kernels import heavy, sketch_, top_k, unsketch
+from thinwire.kernels import heavy, sketch_, unsketch
+from thinwire.kernels.decisions import decide, holds
 from thinwire.replica.replica import Replica
 
 
@@ -41,7 +38,7 @@ class Table:
         """The sketch of a vector in a table of this shape."""
         cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
         # In fp32, like the cells: sums in 16 bits would lose small entries.
-        if not x.is_meta and x.numel():
+        if x.numel():
             sketch_(x.float(), cells, key=key)
         return cls(cells, x.numel(), key)
 
@@ -64,15 +61,11 @@ class Table:
 
     def largest(self, k: int) -> Tensor:
         """The indices of the k largest estimates, in order."""
-        k = min(k, self.length)
-        if self.cells.is_meta or not k:
-            return torch.arange(k, device=self.cells.device)
-        return heavy(self.cells, self.length, k, key=self.key)
+        # An empty vector has a table without columns.
+        return heavy(self.cells, self.length, k, key=self.key) if self.length else self.cells.new_empty(0).long()
 
     def estimates(self, indices: Tensor) -> Tensor:
         """Estimates of these elements."""
-        if self.cells.is_meta:
-            return torch.empty(indices.numel(), device="meta")
         return unsketch(self.cells, indices, self.length, key=self.key)
 
     def cells_of(self, indices: Tensor) -> Tensor:
@@ -88,15 +81,9 @@ def distinct_marks(length: int, indices: Tensor) -> Tensor:
     return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
 
 
-def largest_of(x: Tensor, k: int) -> Tensor:
-    """The indices of the k largest elements, in order."""
-    k = min(k, x.numel())
-    return torch.arange(k, device=x.device) if x.is_meta or not k else top_k(x, k)
-
-
 def all_finite(x: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    return x.is_meta or bool(x.isfinite().all())
+    return holds(x.isfinite().all())
 
 
 # -- the parts of a vector that are sketched ---------------------------------------------------------------------------
@@ -137,13 +124,13 @@ class Split(NamedTuple):
 
 
 def split_of(r: Replica, dense_below: int) -> Split:
-    """Split by the size of tensors; adjacent ones are joined. In a dry run, which knows no tensors, all is sketched."""
+    """Split by the size of tensors; adjacent ones are joined."""
     large, small = list[slice](), list[slice]()
-    for segment in r.moments.segments:
+    for segment in r.segments:
         slices = small if segment.size < dense_below else large
         start = slices.pop().start if slices and slices[-1].stop == segment.start else segment.start
         slices.append(slice(start, segment.stop))
-    return Split(large, small) if large or small else Split([slice(0, r.x.numel())], [])
+    return Split(large, small)
 
 
 # -- sparse updates ----------------------------------------------------------------------------------------------------
@@ -196,9 +183,8 @@ def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
     sizes = [part.stop - part.start for part in update.small]
     for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
         r.g[part] = gradients(part, values)
-    if r.x.is_meta:
-        return update.mine
-    return update.mine[(at(update.mine) > 0).expand_as(update.mine)]
+    mine, moves = update.mine, at(update.mine) > 0
+    return decide(moves, lambda: mine[moves.expand_as(mine)], most=mine, least=mine)
 
 
 # -- checks and resizing -----------------------------------------------------------------------------------------------

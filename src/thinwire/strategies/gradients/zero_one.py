@@ -11,12 +11,13 @@ from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.kernels.decisions import holds
 from thinwire.optimizers.replica_view import replica_view
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 
 
 @registered
@@ -75,6 +76,7 @@ class ZeroOne(Strategy):
 
     sends_gradients = True
     reads_gradient = True
+    steady_from = trait(lambda self: self._widest_from)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -115,16 +117,15 @@ class ZeroOne(Strategy):
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """Launch the all-reduce of one bucket's gradient, at steps that update the variance."""
-        return mean_(r.comm, r.g[part], count=r.active) if self._kind(r)[0] else None
+        return mean_(r.comm, r.g[part], count=r.active) if self.averages_gradients(r.step) else None
 
     def before_step(self, r: Replica) -> None:
         """Average the momenta of this step, or prepare a local step."""
-        averages, synchronises = self._kind(r)
-        if averages:
+        if self.averages_gradients(r.step):
             return
-        if synchronises:
+        if self.synchronises(r.step):
             self._synchronise(r)
-        elif not r.x.is_meta and not bool(r.g.isfinite().all()):
+        elif not holds(r.g.isfinite().all()):
             # The other workers do not know of it, so this one must take a step too, with a zero gradient.
             r.g.zero_()
             r.metrics["skipped_steps"] = 1.0
@@ -133,36 +134,31 @@ class ZeroOne(Strategy):
         """Tell the optimizer whether the next step is local, and whether it updates the variance."""
         self._prepare(r)
 
-    def _kind(self, r: Replica) -> tuple[bool, bool]:
-        """Whether this step averages gradients, and whether it synchronises; a dry run is at its widest gap."""
-        # `explain` describes the traffic that most of a long run has.
-        if replica_view(r.moments) is None:
-            return False, r.step % self.most_local == self.most_local - 1
-        return self.averages_gradients(r.step), self.synchronises(r.step)
+    @property
+    def _widest_from(self) -> int:
+        """The step from which on gaps have their full width."""
+        widths = self.most_local.bit_length() - 1  # 1, 2, 4, ... below `most_local`
+        return self.variance_steps + self.local_doubling * (2**widths - 1)
 
     def _prepare(self, r: Replica) -> None:
-        view = replica_view(r.moments)
-        if view is None or not isinstance(view.optimizer, ZeroOneAdam):
-            return
-        view.optimizer.set_local(local=not self.synchronises(r.step))
+        optimizer = replica_view(r).optimizer
+        assert isinstance(optimizer, ZeroOneAdam)  # by `check_optimizer`
+        optimizer.set_local(local=not self.synchronises(r.step))
         if self.averages_gradients(r.step):
-            view.optimizer.unfreeze()
+            optimizer.unfreeze()
         else:
-            view.optimizer.freeze()
+            optimizer.freeze()
 
     def _synchronise(self, r: Replica) -> None:
         """Average the momenta since the last synchronisation; all skip the step if the mean is not finite."""
-        view, target = replica_view(r.moments), self._target(r)
-        parameters, momenta = view.within(slice(0, r.x.numel()), target) if view else ([], [])
-        if view:
-            # `share` makes the mean over all ranks one over those that still have data.
-            view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
+        view, target = replica_view(r), self._target(r)
+        parameters, momenta = view.within(slice(0, r.x.numel()), target)
+        # `share` makes the mean over all ranks one over those that still have data.
+        view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
         mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
-        if view is None:
-            return
         # A mean that is not finite is NaN throughout.
-        if not bool(mean[:1].isfinite().all()):
+        if not holds(mean[:1].isfinite().all()):
             view.optimizer.skip_next_step()
             r.metrics["skipped_steps"] = 1.0
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.kernels.decisions import decide
 from thinwire.registry import registered
 from thinwire.replica.point_to_point import number, on_message, open_mailbox, others
 from thinwire.replica.replica import Replica
@@ -158,15 +159,16 @@ class AsyncLeaderSGD(Strategy):
         if r.comm.rank:
             box.send(0, number(round_), topic=_STEP)
             return int(box.expect(0, number(expected)).wait().content)
-        if r.x.is_meta:
-            return expected
         with box.changed:
             rounds = self._rounds(r)
             rounds.resume()
             _answer(box, rounds.add_step(round_))
             steps = rounds.steps(round_)
-        box.process_deferred()  # messages that were put aside until rank 0's first step after a barrier
-        return steps
+        # Messages that were put aside until rank 0's first step after a barrier; a comm that only counts delivers one
+        # for each call.
+        for _ in range(r.comm.size - 1):
+            box.process_deferred()
+        return decide(r.x, lambda: steps, most=expected, least=expected)
 
     def _barrier(self, r: Replica) -> list[Tensor]:
         """Take part in the elections of workers that still train, until all are at the barrier."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
+from thinwire.kernels.decisions import decide
 from thinwire.replica.replica import Replica, as_number
 
 _LOW_BITS = 0x7FFFFFFF
@@ -111,8 +112,6 @@ def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
 
 def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
     """This worker's score; None if it has recorded no loss."""
-    if r.x.is_meta:
-        return torch.zeros(())
     if isinstance(metric, ScoreFunction):
         return metric(r)
     losses = _recorded_losses(r)
@@ -150,7 +149,7 @@ def elect(r: Replica, score: Tensor | None) -> int | None:
     Raises:
         ConfigError: no worker has recorded a loss; on all ranks.
     """
-    return best_rank([int(r.comm.all_reduce_(encode_key(r, score), op="min").wait())])
+    return best_rank([key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())])
 
 
 def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
@@ -161,6 +160,16 @@ def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
     else:
         r.metrics["leader"] = float(leader)
     return leader
+
+
+def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int:
+    """A key as a number; without data, that of this rank, or of the rank after it among the members.
+
+    The leader sends its parameters on; they end at the rank before it, which sends nothing.
+    """
+    ranks = range(r.comm.size) if members is None else members
+    after = ranks[(ranks.index(r.comm.rank) + 1) % len(ranks)]
+    return decide(key, lambda: int(key), most=r.comm.rank, least=after)
 
 
 def best_rank(keys: Sequence[int]) -> int | None:
@@ -178,12 +187,12 @@ def best_rank(keys: Sequence[int]) -> int | None:
     return None if least >> 32 == _NOT_FINITE else least & _RANKS
 
 
-def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, int]:
+def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, Tensor]:
     """The keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
     own = encode_key(r, score)
     others = [rank for rank in members if rank != r.comm.rank]
     received = r.comm.send_recv(own, others, others).wait()
-    keys = {rank: int(each) for rank, each in zip(others, received, strict=True)} | {r.comm.rank: int(own)}
+    keys = dict(zip(others, received, strict=True)) | {r.comm.rank: own}
     return {rank: keys[rank] for rank in members}
 
 
@@ -195,14 +204,17 @@ def differs_significantly(r: Replica, certainty: float) -> bool:
         certainty: how many standard errors of the difference are significant.
     """
     score = local_score(r, "window")
-    if score is None or r.x.is_meta:
+    if score is None:
         return True
-    rows = torch.stack(r.comm.all_gather(torch.stack([score, standard_error(r)])).wait())
-    scores, errors = rows[:, 0], rows[:, 1]
-    if not bool(torch.isfinite(scores).all()):
-        return True
-    best = scores.argmin()
-    return bool((scores - scores[best] > certainty * torch.hypot(errors, errors[best])).any())
+    scores, errors = torch.stack(r.comm.all_gather(torch.stack([score, standard_error(r)])).wait()).unbind(1)
+
+    def differs() -> bool:
+        if not bool(torch.isfinite(scores).all()):
+            return True
+        best = scores.argmin()
+        return bool((scores - scores[best] > certainty * torch.hypot(errors, errors[best])).any())
+
+    return decide(scores, differs, most=True, least=False)
 
 
 def warn_without_leader(r: Replica) -> None:
@@ -265,7 +277,7 @@ def broadcast_leader(r: Replica, leader: int) -> Tensor:
 
 def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
     """A new vector, equal on all ranks: the best worker's parameters, or the mean of all where no score is finite."""
-    least = int(r.comm.all_reduce_(encode_key(r, score), op="min").wait())
+    least = key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())
     if least >> 32 >= _NOT_FINITE:
         return r.comm.all_reduce_(r.x.clone()).wait().div_(r.comm.size)
     return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.leader.election import (
     ScoreSource,
     best_rank,
@@ -20,6 +20,7 @@ from thinwire.strategies.leader.election import (
     elect_or_warn,
     gather_keys,
     init_scores,
+    key_of,
     leader_or_mean,
     local_score,
     record_loss,
@@ -99,6 +100,8 @@ class LeaderSGD(Strategy):
     limits = "made for workers with similar data: the one with the easiest data would always lead"
 
     has_period = True
+    # A leader that is passed on along a chain of ranks is sent by all but the last of them.
+    data_dependent_bytes = trait(lambda self: self.certainty > 0 or self.node_size > 1 or self.overlap)
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges, and which options go together."""
@@ -200,7 +203,8 @@ class LeaderSGD(Strategy):
         first = r.comm.rank - r.comm.rank % self.node_size
         node, all_ranks = range(first, first + self.node_size), range(r.comm.size)
         both = self.global_period is not None and r.step % self.global_period == 0
-        keys = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
+        gathered = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
+        keys = {rank: key_of(r, key, node) for rank, key in gathered.items()}
         node_leader = best_rank([keys[rank] for rank in node])
         leader = best_rank(list(keys.values())) if both else None
         if node_leader is None or (both and leader is None):

@@ -10,7 +10,7 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
 
 
@@ -140,6 +140,7 @@ class LocalSGD(Strategy):
 
     elementwise = True
     has_period = True
+    steady_from = trait(lambda self: self.warmup_steps)
 
     def __post_init__(self) -> None:
         """Check the types and the periods."""

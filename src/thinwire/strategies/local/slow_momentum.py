@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import Codec, check_feedback
 from thinwire.errors import ConfigError
+from thinwire.kernels.decisions import device_for
 from thinwire.registry import registered
 from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
@@ -148,7 +149,7 @@ class SlowMo(Wrapper):
         # A codec encodes differences from the anchor, which must then be equal on all ranks.
         start = r.x if self.codec is None else common_start(r)
         # Tensors without data, as `explain` uses them, cannot leave their device.
-        home = r.x.device if self.device is None or r.x.is_meta else torch.device(self.device)
+        home = device_for(r.x, self.device)
         r.state["anchor"] = self._shard_of(r, start).to(home, exact, copy=True)
         if self.outer is None:
             r.state["slow"] = torch.zeros_like(r.state["anchor"])
