@@ -15,14 +15,18 @@ from thinwire import (
     AllReduce,
     Bf16,
     Complete,
+    CompressedMomentum,
     ConfigError,
     Gossip,
     Hypercube,
+    LeaderSGD,
     Local,
     LocalSGD,
+    Probe,
     PushSum,
     Replica,
     Ring,
+    SketchedSGD,
     SlowMo,
     Strategy,
     Topology,
@@ -30,7 +34,7 @@ from thinwire import (
 from thinwire.cli import main
 from thinwire.plan import Link, explain
 from thinwire.plan.card import PAYLOAD_SHARE
-from thinwire.plan.traffic import busiest, cycle
+from thinwire.plan.traffic import MakeOptimizer, busiest, cycle
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.topology import Peers
 
@@ -277,3 +281,80 @@ def test_the_command_refuses_with_a_message_and_exit_code_2(
 def test_a_complete_graph_needs_memory_for_what_everyone_sends() -> None:
     assert explain(Gossip(Complete()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 16
     assert explain(Gossip(Ring()), parameters=10, workers=5).memory_bytes_per_parameter["received"] == 8
+
+
+def test_small_tensors_that_travel_dense_are_counted() -> None:
+    card = explain(SketchedSGD(), parameters=[100_000, 1000, 1000], workers=4)
+    k = 30  # 0.0003 of the large one; four workers send their own largest entries
+    assert card.sent_bytes_per_step == 3 * 8 * k + 2 * 3 / 4 * 4 * 2000
+
+
+def test_moments_that_are_averaged_are_counted_by_the_optimizer() -> None:
+    def sent(optimizer: MakeOptimizer | None) -> float:
+        strategy = SlowMo(period=4, buffers="average")
+        return explain(strategy, parameters=1000, workers=2, optimizer=optimizer).sent_bytes_per_step
+
+    assert sent(None) == 1000
+    assert sent(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) == 2000
+    assert sent(torch.optim.AdamW) == 3000
+
+
+def test_a_strategy_is_explained_with_an_optimizer_that_it_takes_and_refuses_others() -> None:
+    assert explain(CompressedMomentum(), parameters=1000, workers=2).optimizer == "OneBitAdam"
+    assert explain(AllReduce(), parameters=1000, workers=2).optimizer == "SGD"
+    with pytest.raises(ConfigError, match="AdamW under SketchedSGD"):
+        explain(SketchedSGD(), parameters=1000, workers=2, optimizer=torch.optim.AdamW)
+
+
+def test_a_model_is_explained_in_its_own_dtypes_and_is_not_changed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(10, 3), torch.nn.Linear(3, 1).to(torch.bfloat16))
+    model[0].bias.requires_grad_(False)
+    before = [p.data_ptr() for p in model.parameters()]
+    card = explain(AllReduce(), parameters=model, workers=2)
+    assert (card.parameters, card.dtype, card.sent_bytes_per_step) == (34, "float32, bfloat16", 4 * 30 + 2 * 4)
+    assert [p.data_ptr() for p in model.parameters()] == before
+    assert explain(AllReduce(), parameters=model, workers=2, dtype=torch.float64).sent_bytes_per_step == 8 * 34
+
+
+def test_a_period_that_no_field_tells_is_found() -> None:
+    assert explain(Probe(AllReduce(), every=30), parameters=10, workers=2).period == 30
+
+
+def test_bytes_that_depend_on_data_are_shown_from_the_least_to_the_most(capsys: pytest.CaptureFixture[str]) -> None:
+    card = explain(LeaderSGD(period=2, certainty=2.0), parameters=1000, workers=2)
+    # The election and the comparison of losses; then the leader's parameters, or not.
+    assert card.least_sent_bytes_per_step == (8 + 8) / 2
+    assert card.sent_bytes_per_step == (8 + 8 + 2000) / 2
+    _, out, _ = run_explain(capsys, "LeaderSGD(period=2, certainty=2.0)", "--parameters", "1000", "--workers", "2")
+    assert "8 B to 1.01 kB, by the data, a step" in out
+
+
+def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def optimizer(*arguments: str) -> str:
+        code, out, err = run_explain(capsys, *arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)["optimizer"]
+
+    assert optimizer("LocalSGD", "--task", "text") == "AdamW"
+    assert optimizer("LocalSGD", "--task", "text", "--optimizer", "lamb") == "Lamb"
+    assert optimizer("SketchedSGD", "--task", "text") == "SGD"
+    assert optimizer("LocalSGD", "--parameters", "10") == "SGD"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "workers", "words"),
+    [
+        ("Gossip(Complete)", "3000", "too many to be looked at as a whole"),
+        ("Gossip(Ring)", "100000", "give at most 4096 workers"),
+    ],
+)
+def test_graphs_that_are_too_large_to_look_at_are_refused(
+    recipe: str, workers: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_explain(capsys, recipe, "--parameters", "10", "--workers", workers)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split())
+
+
+def test_methods_without_a_graph_are_explained_for_any_number_of_workers() -> None:
+    assert explain(LocalSGD(2), parameters=10, workers=10**6).sent_bytes_per_step == pytest.approx(40)

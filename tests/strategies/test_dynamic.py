@@ -265,10 +265,10 @@ def test_bytes_are_those_of_the_formula(size: int, bits: int, answer: int | None
     assert Quantize(bits, block).nbytes(100) == nbytes(100, bits) - 16
 
 
-def test_a_run_without_data_spends_its_budget() -> None:
-    run = DryRun(DQSGD(BitBudget(3.0, 50)), [48 * 2048], workers=4, rank=0, dtype=torch.float32, bucket_bytes=1)
-    spent = sum(run.step().sent for _ in range(50))
-    assert spent == pytest.approx(50 * 2 * 0.75 * 48 * 2048 * 3 / 8, rel=0.02)
+def test_without_data_the_least_and_the_most_bits_of_a_step_are_told() -> None:
+    card = explain(DQSGD(BitBudget(3.0, 50, most=6)), parameters=[48 * 2048], workers=4)
+    for sent, bits in ((card.least_sent_bytes_per_step, 2), (card.sent_bytes_per_step, 6)):
+        assert sent == pytest.approx(2 * 0.75 * 48 * 2048 * bits / 8, rel=0.02)
 
 
 # -- faults, checkpoints, other buckets --------------------------------------------------------------------------------

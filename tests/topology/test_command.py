@@ -154,3 +154,13 @@ def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
 )
 def test_what_cannot_be_shown_is_refused_with_the_fix(capsys: Capture, arguments: list[str], words: str) -> None:
     assert words in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("graph", "workers", "words"),
+    [("Complete", "100000", "at most 256 workers"), ("Ring", "300", "at most 256 workers")],
+)
+def test_graphs_that_would_take_minutes_are_refused_at_once(
+    graph: str, workers: str, words: str, capsys: Capture
+) -> None:
+    assert words in refused(capsys, graph, "--workers", workers)

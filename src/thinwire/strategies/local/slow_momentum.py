@@ -148,7 +148,6 @@ class SlowMo(Wrapper):
         exact = torch.promote_types(r.x.dtype, torch.float32)
         # A codec encodes differences from the anchor, which must then be equal on all ranks.
         start = r.x if self.codec is None else common_start(r)
-        # Tensors without data, as `explain` uses them, cannot leave their device.
         home = device_for(r.x, self.device)
         r.state["anchor"] = self._shard_of(r, start).to(home, exact, copy=True)
         if self.outer is None:
