@@ -13,7 +13,9 @@ from thinwire.codecs.cast import Fp32
 from thinwire.codecs.quantize import Quantize
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.kernels.decisions import decide, holds, on_host
+from thinwire.kernels import all_finite
+from thinwire.kernels.decisions import decide, on_host
+from thinwire.reduce.compressed_all_reduce import two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
@@ -166,7 +168,7 @@ class DQSGD(Strategy):
         sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
         ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
         unknown = Step([], sizes, lr, error)
-        if not holds(squares.isfinite().all()):
+        if not all_finite(squares):
             ledger = skipped_step(ledger, unknown, bits)
         else:
             state.last_squares = on_host(squares)

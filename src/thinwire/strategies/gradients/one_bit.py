@@ -12,6 +12,7 @@ from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
+from thinwire.kernels import all_finite
 from thinwire.kernels.decisions import decide, holds
 from thinwire.optimizers.freezing import FreezingOptimizer
 from thinwire.optimizers.replica_view import replica_view
@@ -226,7 +227,7 @@ class CompressedMomentum(Strategy):
             _refuse_changes(r, slice(start, start + mean.numel()), samples)
         view = replica_view(r)
         # A mean that is not finite is NaN throughout, so its first entry is enough.
-        if not holds(torch.cat([mean[:1] for mean, *_ in means.values()]).isfinite().all()):
+        if not all_finite(torch.cat([mean[:1] for mean, *_ in means.values()])):
             view.optimizer.skip_next_step()
             return
         parameters, momenta = view.within(slice(0, r.x.numel()), self._target(r))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.kernels import heavy, sketch_, unsketch
-from thinwire.kernels.decisions import decide, holds
+from thinwire.kernels import all_finite, heavy, sketch_, unsketch
+from thinwire.kernels.decisions import decide
 from thinwire.replica.replica import Replica
 
 
@@ -79,11 +79,6 @@ def distinct_marks(length: int, indices: Tensor) -> Tensor:
     # Equal marks with opposite signs would cancel, and hide that a cell is occupied.
     marks = 1 + torch.arange(indices.numel(), device=indices.device) / max(1, indices.numel())
     return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
-
-
-def all_finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    return holds(x.isfinite().all())
 
 
 # -- the parts of a vector that are sketched ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.kernels.decisions import holds
+from thinwire.kernels import all_finite
 from thinwire.optimizers.replica_view import replica_view
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
@@ -125,7 +125,7 @@ class ZeroOne(Strategy):
             return
         if self.synchronises(r.step):
             self._synchronise(r)
-        elif not holds(r.g.isfinite().all()):
+        elif not all_finite(r.g):
             # The other workers do not know of it, so this one must take a step too, with a zero gradient.
             r.g.zero_()
             r.metrics["skipped_steps"] = 1.0
@@ -158,7 +158,7 @@ class ZeroOne(Strategy):
         key = draw_key(r.seed, r.step)
         mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
         # A mean that is not finite is NaN throughout.
-        if not holds(mean[:1].isfinite().all()):
+        if not all_finite(mean[:1]):
             view.optimizer.skip_next_step()
             r.metrics["skipped_steps"] = 1.0
             return
