@@ -95,7 +95,14 @@ class Sketched:
 
 
 def fetch_sgd(
-    gradient: Gradient, x: Tensor, rates: Sequence[float], *, k: int, momentum: float, matrix: Tensor
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float],
+    *,
+    k: int,
+    momentum: float,
+    matrix: Tensor,
+    decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """FetchSGD as published, with cells emptied: parameters after every step, and the table of errors at the end."""
     matrix = matrix.to(x.dtype)
@@ -110,7 +117,7 @@ def fetch_sgd(
         error, speed = error.masked_fill(touched, 0), speed.masked_fill(touched, 0)
         change = torch.zeros_like(guess)
         change[chosen] = guess[chosen]
-        x = x - change
+        x = x - change - rate * decay * x
         path.append(x[0])
     return torch.stack(path), error
 

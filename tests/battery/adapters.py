@@ -1,0 +1,275 @@
+"""Every oracle behind one signature: from a setting to all workers' parameters at the end of its run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.battery.runs import PARTS, SIZES, Oracle, Setting
+from tests.oracles import asynchronous, backup, codecs, one_bit, push_sum, sketched, updates
+from tests.oracles.common import Mixing
+from tests.strategies.async_runs import end_step, replicas
+from tests.strategies.leader_runs import losses_of
+from tests.strategies.test_dynamic import share_of, two_stages
+from tests.strategies.test_server import run_in_order
+from tests.strategies.test_sketched import matrix
+from thinwire import ADPSGD, DQSGD, ParameterServer
+from thinwire.codecs.base import draw_key
+from thinwire.strategies.gradients.bit_rules import BitLedger, Step
+
+Graph = Callable[[int, torch.dtype], Mixing]
+
+
+def stacked(method: Callable[..., Tensor], **words: Any) -> Oracle:
+    """A method around every worker's own optimizer."""
+    return lambda s: method(s.problem.gradient, s.start, s.update(), s.steps, **words)
+
+
+def on_graph(method: Callable[..., Tensor], graph: Graph, **words: Any) -> Oracle:
+    """One that also takes the mixing matrices of a graph."""
+    return lambda s: stacked(method, mixing=graph(s.size, s.dtype), **words)(s)
+
+
+def led(method: Callable[..., Tensor], **words: Any) -> Oracle:
+    """One that also compares the workers' losses."""
+
+    def oracle(s: Setting) -> Tensor:
+        problem: Any = s.problem
+        return method(problem.gradient, losses_of(problem), s.start, s.update(), s.steps, **words)
+
+    return oracle
+
+
+def with_own_momentum(method: Callable[..., Tensor], graph: Graph, **words: Any) -> Oracle:
+    """One that has no optimizer but plain SGD."""
+    return lambda s: method(s.problem.gradient, s.start, s.rates, mixing=graph(s.size, s.dtype), decay=s.decay, **words)
+
+
+def with_counted_steps(method: Callable[..., Tensor], **words: Any) -> Oracle:
+    """One whose workers count their steps themselves."""
+
+    def oracle(s: Setting) -> Tensor:
+        update, steps = s.update(), iter(range(s.steps))
+        return method(s.problem.gradient, s.start, lambda x, g: update(x, g, next(steps)), s.steps, **words)
+
+    return oracle
+
+
+def from_rates(method: Callable[..., Tensor], **words: Any) -> Oracle:
+    """One that is given learning rates alone."""
+    return lambda s: method(s.problem.gradient, s.start, s.rates, **words)
+
+
+def elastic(method: Callable[..., tuple[Tensor, Tensor]], *, period: int, centre_pull: float) -> Oracle:
+    """Elastic averaging, whose pull is the centre's, shared by all workers."""
+    return lambda s: stacked(
+        lambda *given, **more: method(*given, **more)[0],
+        period=period,
+        centre_pull=centre_pull,
+        pull=centre_pull / s.size,
+    )(s)
+
+
+def coded_gradients(block: int) -> Oracle:
+    """Gradients in signs, bucket by bucket, with the errors kept for the next step."""
+
+    def oracle(s: Setting) -> Tensor:
+        parts = [part.stop - part.start for part in PARTS]
+        mean = codecs.TwoStages(codecs.signs(block), block, parts)
+        alone = s.size == 1
+        return updates.mean_of(
+            lambda rows, _: rows.mean(0) if alone else mean(rows), s.problem.gradient, s.start, s.update(), s.steps
+        )
+
+    return oracle
+
+
+def choco(block: int, step_size: float, graph: Graph) -> Oracle:
+    """CHOCO-SGD along every worker's own update."""
+
+    def oracle(s: Setting) -> Tensor:
+        update, mixing = s.update(), graph(s.size, s.dtype)(0)
+        along: Callable[[Tensor, int], Tensor] = lambda x, k: -update(x, s.problem.gradient(x, k), k)  # noqa: E731
+        code, ones = codecs.signs(block), [1.0] * s.steps
+        return codecs.choco(along, s.start, ones, code, mixing=mixing, step_size=step_size)
+
+    return oracle
+
+
+def quantized(strategy: DQSGD) -> Oracle:
+    """DQ-SGD, with the bits that the rule chooses from the scales of the step before."""
+
+    def oracle(s: Setting) -> Tensor:
+        sizes = [part.stop - part.start for part in PARTS]
+        ledger, known = BitLedger(), [inf] * len(PARTS)
+        share = share_of(s.size, dither=strategy.dither, answer=strategy.answer)
+
+        def mean(rows: Tensor, k: int) -> Tensor:
+            nonlocal ledger, known
+            if s.size == 1:
+                return rows[0]
+            rate, found = s.plain_rates[k], torch.zeros_like(rows[0])
+            bits = [strategy.rule.choose(ledger, Step([known[i]], [n], rate, share))[0] for i, n in enumerate(sizes)]
+            bits = strategy.rule.choose(ledger, Step(known, sizes, rate, share)) if k else bits
+            for part, b in zip(PARTS, bits, strict=True):
+                key = draw_key(0, k, offset=part.start)
+                found[part] = two_stages(
+                    rows[:, part], b, strategy.block, key, dither=strategy.dither, answer=strategy.answer
+                )
+            known = [sketched.squares(rows[:, part], strategy.block) for part in PARTS]
+            ledger = strategy.rule.settle(ledger, Step(known, sizes, rate, share), bits)
+            return found
+
+        return updates.mean_of(mean, s.problem.gradient, s.start, s.update(), s.steps)
+
+    return oracle
+
+
+def sketched_sgd(k: int, *, columns: int, rows: int, momentum: float, second_round: int) -> Oracle:
+    """Sketched SGD, whose sketch is a matrix."""
+
+    def oracle(s: Setting) -> Tensor:
+        run = sketched.Sketched(
+            k, second_round * k, momentum, lambda t: matrix(sum(SIZES), rows, columns * k, draw_key(0, t))
+        )
+        return _repeated(run.run(s.problem.gradient, s.start, s.rates, decay=s.decay)[-1], s)  # type: ignore[arg-type]
+
+    return oracle
+
+
+def fetch_sgd(k: int, *, columns: int, rows: int, momentum: float) -> Oracle:
+    """FetchSGD, whose sketch is a matrix."""
+
+    def oracle(s: Setting) -> Tensor:
+        fixed = matrix(sum(SIZES), rows, columns * k, draw_key(0, 0))
+        path, _ = sketched.fetch_sgd(
+            s.problem.gradient,
+            s.start,
+            s.rates,  # type: ignore[arg-type]
+            k=k,
+            momentum=momentum,
+            matrix=fixed,
+            decay=s.decay,
+        )
+        return _repeated(path[-1], s)
+
+    return oracle
+
+
+def one_bit_adam(block: int, warmup: int) -> Oracle:
+    """1-bit Adam; the vector is one layer, so that learning rates may be vectors."""
+
+    def oracle(s: Setting) -> Tensor:
+        hyperparameters = one_bit.Hyperparameters(rate=s.rates[0], decay=s.decay)  # type: ignore[arg-type]
+        code = one_bit.signs(block)
+        run = one_bit.OneBit([sum(SIZES)], hyperparameters, warmup, one_bit.TwoStages(code, code), adam=True)
+        return _repeated(run.run(s.problem.gradient, s.start, s.steps)[-1], s)
+
+    return oracle
+
+
+def zero_one_adam(block: int, averages: set[int], agrees: set[int]) -> Oracle:
+    """0/1 Adam with its two sets of steps."""
+
+    def oracle(s: Setting) -> Tensor:
+        hyperparameters, code = one_bit.Hyperparameters(decay=s.decay), one_bit.signs(block)
+        agree = one_bit.TwoStages(code, code)
+        run = one_bit.ZeroOne(SIZES, hyperparameters, frozenset(averages), frozenset(agrees), agree, s.rates)  # type: ignore[arg-type]
+        return run.run(s.problem.gradient, s.start)[-1]
+
+    return oracle
+
+
+def stale_push_sum(graph: Graph, staleness: int) -> Oracle:
+    """Overlap SGP."""
+    return on_graph(push_sum.overlap_push_sum, graph, staleness=staleness)
+
+
+def backup_workers(s: Setting) -> Tensor:
+    """One process that is told the members of every step."""
+    model = s.problem.model()
+    optimizer = s.make_optimizer(model)
+    rates = iter(s.plain_rates)
+
+    def before_step(*_: object) -> None:
+        rate = next(rates)
+        for group, factor in zip(optimizer.param_groups, s.factors, strict=True):
+            group["lr"] = rate * factor
+
+    optimizer.register_step_pre_hook(before_step)
+    return _repeated(backup.backup_workers(model, optimizer, s.loss, s.log), s)
+
+
+# -- methods whose workers do not wait for each other: in an order that is given ---------------------------------------
+
+
+def pairs_in_order(strategy: ADPSGD) -> Callable[[Setting], Tensor]:
+    """AD-PSGD by one thread, which takes the workers' steps in turn, and their parameters with what is in flight."""
+
+    def real(s: Setting) -> Tensor:
+        workers = replicas(strategy, s.start)
+        for rank in _in_turn(s):
+            r = workers[rank]
+            end_step(strategy, r, s.case.rate * _own_gradient(s, rank, r.x, r.step))
+        answers = [None if (work := r.inflight.get("answer")) is None else work.wait()[0] for r in workers]
+        return torch.stack([
+            r.state["published"] + (r.x - r.state["snapshot"]) if "published" in r.state
+            else r.x if answer is None else r.x + answer
+            for r, answer in zip(workers, answers, strict=True)
+        ])  # fmt: skip
+
+    return real
+
+
+def pairs(strategy: ADPSGD) -> Oracle:
+    """AD-PSGD, event by event."""
+
+    def oracle(s: Setting) -> Tensor:
+        def partner(rank: int, step: int) -> int:
+            return strategy.topology.peers(rank, s.size, step).dst[0]
+
+        def gradient(rank: int, x: Tensor, step: int) -> Tensor:
+            return _own_gradient(s, rank, x, step)
+
+        return asynchronous.pair_averages(gradient, s.start, s.case.rate, _in_turn(s), partner)
+
+    return oracle
+
+
+def server_in_order(strategy: ParameterServer) -> Callable[[Setting], Tensor]:
+    """A parameter server whose workers take their steps in an order that is drawn; the gradients are of a bowl."""
+
+    def real(s: Setting) -> Tensor:
+        found = run_in_order(strategy, _drawn_order(s), s.size, lambda rank, x: x - rank, s.case.rate)
+        return torch.stack([x for x, _ in found])
+
+    return real
+
+
+def server(s: Setting) -> Tensor:
+    """The same, event by event."""
+    begun = torch.zeros(5, dtype=torch.float64)
+    x, _ = backup.async_sgd(lambda rank, at: at - rank, begun, s.case.rate, _drawn_order(s))
+    return _repeated(x, s)
+
+
+def _in_turn(s: Setting) -> list[int]:
+    return [rank for _ in range(s.steps) for rank in range(s.size)]
+
+
+def _drawn_order(s: Setting) -> list[int]:
+    draw = random.Random(s.size)
+    return [draw.randrange(s.size) for _ in range(s.size * s.steps)]
+
+
+def _own_gradient(s: Setting, rank: int, x: Tensor, step: int) -> Tensor:
+    return s.problem.gradient(x.expand(s.size, -1), step)[rank]
+
+
+def _repeated(x: Tensor, s: Setting) -> Tensor:
+    return x.expand(s.size, -1)

@@ -1,0 +1,262 @@
+"""The table of cases: one line for each registered class of the package, and some for forms of it that differ most.
+
+A new strategy needs one line here, with its oracle; `test_complete` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.battery import adapters as to
+from tests.battery.runs import Case, case
+from tests.oracles import common, gossip, leader, local, minibatch, overlap, updates
+from tests.problems import Irregular
+from thinwire import (
+    ADPSGD,
+    DQSGD,
+    EASGD,
+    QSGD,
+    AllReduce,
+    AsyncLeaderSGD,
+    BackupWorkers,
+    BaseGraph,
+    Bf16,
+    BipartiteExponential,
+    BitBudget,
+    Choco,
+    CoCoD,
+    Codec,
+    Complete,
+    CompressedMomentum,
+    DecentLaM,
+    DirectedExponential,
+    DoubleAveraging,
+    EagerPushSum,
+    ErrorBound,
+    ErrorFeedback,
+    ExactDiffusion,
+    FetchSGD,
+    FixedBits,
+    Fp8,
+    Fp16,
+    Fp32,
+    FromGraph,
+    Gossip,
+    Hierarchical,
+    Hypercube,
+    LeaderGradientDescent,
+    LeaderSGD,
+    Local,
+    LocalSGD,
+    MajorityVote,
+    MinibatchLocalSGD,
+    Natural,
+    OneBit,
+    OneBitAdam,
+    OnePeerExponential,
+    OuterOptimizer,
+    OverlapLocalSGD,
+    ParameterServer,
+    PPeerExponential,
+    Probe,
+    PushSum,
+    Quantize,
+    QuasiGlobal,
+    RandomK,
+    RandomMatching,
+    Ring,
+    Sketch,
+    SketchedSGD,
+    SlowMo,
+    Star,
+    Strategy,
+    Streaming,
+    SymmetricExponential,
+    TernGrad,
+    TopK,
+    Topology,
+    Torus,
+    ZeroOne,
+    ZeroOneAdam,
+)
+
+PLAIN = ("momentum", "adamw")
+CODED = {"exact": False}
+
+OVERLAP = OverlapLocalSGD(period=3)
+ELASTIC, LEADER_GRADIENT = EASGD(3, centre_pull=0.8), LeaderGradientDescent(pull=0.7)
+ONE_BIT_ADAM = CompressedMomentum(OneBit(8), warmup_steps=4)
+ZERO_ONE_ADAM = ZeroOne(OneBit(8), variance_steps=4, variance_doubling=4, local_doubling=2, most_local=2)
+DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 8), ErrorBound(3e-3, 8, smoothness=2.0))]
+
+STRATEGIES: list[Case] = [
+    case(AllReduce(), to.stacked(common.all_reduce)),
+    case(AllReduce(ErrorFeedback(OneBit(8))), to.coded_gradients(8), **CODED),
+    case(Local(), to.stacked(common.local_sgd, period=100)),
+    case(LocalSGD(3), to.stacked(common.local_sgd, period=3)),
+    case(MinibatchLocalSGD(3, inner=0.5), to.from_rates(minibatch.inner_outer, period=3, inner=0.5), *PLAIN, "decay"),
+    case(CoCoD(3), to.stacked(overlap.cocod, period=3)),
+    case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
+    case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
+    case(SlowMo(period=3, lr=0.8), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
+    case(
+        SlowMo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
+        to.with_counted_steps(local.diloco, period=3, lr=0.7, momentum=0.6),
+    ),
+    case(
+        Streaming(OVERLAP, fragments=2),
+        to.stacked(updates.streamed_overlap, fragments=2, period=3, pull=0.6, momentum=0.7),
+    ),
+    case(Probe(every=2), to.stacked(common.all_reduce)),
+    case(Gossip(), to.on_graph(common.combine_while_adapting, common.ring)),
+    case(Gossip(order="after"), to.on_graph(common.adapt_then_combine, common.ring)),
+    case(DecentLaM(momentum=0.5), to.with_own_momentum(gossip.decentlam, common.ring, momentum=0.5), *PLAIN, "bf16"),
+    case(
+        QuasiGlobal(momentum=0.5),
+        to.with_own_momentum(gossip.quasi_global, common.one_peer, momentum=0.5),
+        *PLAIN,
+        "bf16",
+    ),
+    case(
+        DoubleAveraging(momentum=0.5),
+        to.with_own_momentum(gossip.double_averaging, common.ring, momentum=0.5),
+        *PLAIN,
+        "bf16",
+    ),
+    case(
+        ExactDiffusion(momentum=0.5),
+        to.with_own_momentum(gossip.exact_diffusion, common.ring, momentum=0.5),
+        *PLAIN,
+        "bf16",
+    ),
+    case(Choco(codec=OneBit(8)), to.choco(8, 0.3, common.ring), **CODED),
+    case(ADPSGD(), to.pairs(ADPSGD()), 1, 3, 5, real=to.pairs_in_order(ADPSGD()), reproducible=False),
+    case(PushSum(), to.on_graph(common.push_sum, common.one_peer)),
+    case(PushSum(Irregular()), to.on_graph(common.push_sum, common.irregular)),
+    case(PushSum(staleness=2), to.stale_push_sum(common.one_peer, 2)),
+    case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),
+    case(LeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3)),
+    case(AsyncLeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3), lockstep=True),
+    case(LEADER_GRADIENT, to.led(updates.leader_gradient, pull=0.7)),
+    *(case(strategy, to.quantized(strategy), **CODED) for strategy in DQ),
+    case(
+        SketchedSGD(0.2, columns=2, rows=3, recovery="sketch", dense_below=0),
+        to.sketched_sgd(7, columns=2, rows=3, momentum=0.9, second_round=4),
+        *PLAIN,
+        **CODED,
+    ),
+    case(FetchSGD(0.2, 2), to.fetch_sgd(7, columns=2, rows=5, momentum=0.9), *PLAIN, **CODED),
+    case(
+        ONE_BIT_ADAM,
+        to.one_bit_adam(8, warmup=4),
+        *PLAIN,
+        optimizer=OneBitAdam,
+        rate=0.02,
+        **CODED,
+    ),
+    case(
+        ZERO_ONE_ADAM,
+        to.zero_one_adam(8, averages={0, 1, 2, 3}, agrees={4, 5, 7}),
+        *PLAIN,
+        optimizer=ZeroOneAdam,
+        rate=0.02,
+        **CODED,
+    ),
+    case(BackupWorkers(), to.backup_workers, 1, reproducible=False),
+    case(ParameterServer(), to.server, 1, real=to.server_in_order(ParameterServer()), reproducible=False),
+]
+
+WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
+    SlowMo: lambda base: SlowMo(base, period=3),
+    Streaming: lambda base: Streaming(base, fragments=2),
+    Probe: lambda base: Probe(base, every=2),
+}
+"""Every wrapper around a base."""
+
+
+@dataclass(frozen=True)
+class CodecCase:
+    """A codec, and what is to be known of it.
+
+    Attributes:
+        codec: with blocks of 16 elements.
+        nbytes: of the payload of n elements.
+        error: an upper bound of $E|x - C(x)|^2 / |x|^2$ for vectors of 320 elements.
+        unbiased: the mean of decoded vectors is the vector.
+    """
+
+    codec: Codec
+    nbytes: Callable[[int], int]
+    error: float
+    unbiased: bool = False
+
+    def __str__(self) -> str:
+        return str(self.codec)
+
+
+def blocks(n: int) -> int:
+    """Blocks of 16."""
+    return -(-n // 16)
+
+
+def bits(n: int) -> int:
+    """Bytes of one bit for each element."""
+    return -(-n // 8)
+
+
+def indices(n: int, k: int) -> int:
+    """Bytes of k indices below n, in as few bits as any of them takes."""
+    return bits(k * max(n - 1, 0).bit_length())
+
+
+ONE_BIT = CodecCase(OneBit(16), lambda n: bits(n) + 4 * blocks(n), 1.0)
+CODECS: list[CodecCase] = [
+    CodecCase(Fp32(), lambda n: 4 * n, 0.0),
+    CodecCase(Bf16(), lambda n: 2 * n, 2.0**-16),
+    CodecCase(Fp16(), lambda n: 2 * n, 2.0**-20),
+    CodecCase(Fp8(block=16), lambda n: n + 4 * blocks(n), 2.0**-8),
+    CodecCase(Fp8("e5m2", 16), lambda n: n + 4 * blocks(n), 2.0**-6),
+    ONE_BIT,
+    CodecCase(OneBit(16, norm="l2"), lambda n: bits(n) + 4 * blocks(n), 2.0),
+    CodecCase(OneBit(whole=True), lambda n: bits(n) + 4 * (n > 0), 1.0),
+    CodecCase(Quantize(4, 16), lambda n: 4 * bits(n) + 4 * blocks(n), 16 / 49, unbiased=True),
+    CodecCase(Quantize(3, 16, dither=True), lambda n: 3 * bits(n) + 4 * blocks(n), 16 / 9 / 12, unbiased=True),
+    CodecCase(Quantize(8, 16, correlated=True), lambda n: 8 * bits(n) + 4 * blocks(n), 16 / 127**2, unbiased=True),
+    CodecCase(QSGD(4, 16), lambda n: 4 * bits(n) + 4 * blocks(n), min(16 / 49, 4 / 7), unbiased=True),
+    CodecCase(TernGrad(16, clip=None), lambda n: 2 * bits(n) + 4 * blocks(n), 3.0, unbiased=True),
+    CodecCase(Natural(), lambda n: n + bits(n), 1 / 8, unbiased=True),
+    CodecCase(MajorityVote(), bits, float("inf")),
+    CodecCase(TopK(0.1), lambda n: 4 * -(-n // 10) + indices(n, -(-n // 10)), 0.9),
+    CodecCase(RandomK(0.25), lambda n: 4 * -(-n // 4), 3.0, unbiased=True),
+    CodecCase(RandomK(0.25, unbiased=False), lambda n: 4 * -(-n // 4), 0.75),
+    CodecCase(Sketch(3, 64, 2), lambda n: 4 * min(n, 192), float("inf")),
+    CodecCase(ErrorFeedback(OneBit(16)), ONE_BIT.nbytes, ONE_BIT.error),
+]
+"""Every codec."""
+
+TOPOLOGIES: list[Topology] = [
+    *(Ring(), Torus(), Star(), Star("push-sum"), Complete(), Hypercube(), OnePeerExponential(), DirectedExponential()),
+    *(SymmetricExponential(), SymmetricExponential(base=4), PPeerExponential(), PPeerExponential(degree=3)),
+    *(BipartiteExponential(), RandomMatching(seed=3, draws=8), BaseGraph(), BaseGraph(degree=2)),
+    *(Hierarchical(), Hierarchical(3, inside=Ring(), between=BaseGraph(), every=4)),
+    *(
+        FromGraph(edges=((0, 1), (1, 2), (1, 3), (3, 4))),
+        FromGraph(((0, 1), (1, 2), (2, 0)), directed=True, weights="push-sum"),
+    ),
+]
+"""Every topology."""
+
+AFTER_THE_PULL = "weight decay is taken at the parameters after the pull; the paper's gradient is of those before"
+CHOSEN_BITS = "the bits that a rule chooses depend on the gradients, which the strategy does not say"
+AFTER_WARMUP = "a base that sends gradients at some steps only is refused when it sends none, after step 0"
+UNSEEN = "an element that is not drawn is dropped, though it is NaN or infinite"
+FAULTS: dict[tuple[str, Strategy | Codec], str] = {
+    **{(question, ELASTIC): AFTER_THE_PULL for question in ("decay", "adamw")},
+    **{(question, LEADER_GRADIENT): AFTER_THE_PULL for question in ("decay", "adamw")},
+    **{("Probe", strategy): AFTER_WARMUP for strategy in (ONE_BIT_ADAM, ZERO_ONE_ADAM)},
+    ("not finite", RandomK(0.25)): UNSEEN,
+    **{("bytes", strategy): CHOSEN_BITS for strategy in DQ[1:]},
+}
+"""What is known to be wrong, by question and recipe; who mends it takes it out of this table."""

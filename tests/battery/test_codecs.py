@@ -1,0 +1,118 @@
+"""Every registered codec is asked the same questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.battery.cases import CODECS, FAULTS, CodecCase
+from tests.battery.runs import Case, begin, case, with_
+from tests.battery.test_strategies import saved_and_resumed
+from thinwire import AllReduce, Codec, Comm, ErrorFeedback, LocalSGD, Strategy
+from thinwire.codecs.base import draw_key
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LENGTH = 320
+
+
+def every(question: str = "") -> pytest.MarkDecorator:
+    """All cases, but for the faults that are known."""
+    cases: list[Any] = []
+    for each in CODECS:
+        fault = FAULTS.get((question, each.codec))
+        marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        cases.append(pytest.param(each, id=str(each), marks=marks))
+    return pytest.mark.parametrize("each", cases)
+
+
+def drawn(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
+    return codec.decode(codec.encode(x, {}, draw_key(0, key)), x, draw_key(0, key))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every()
+def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formula(
+    each: CodecCase, dtype: torch.dtype
+) -> None:
+    for n in (0, 1, 7, 15, 16, 17, 63, 64, 65, 1000):
+        x = drawn(n).to(dtype)
+        kept, codec, state = x.clone(), each.codec, dict[str, Tensor]()
+        payload = codec.encode(x, state, 1)
+        assert payload.numel() * payload.element_size() == codec.nbytes(n) == each.nbytes(n)
+        assert payload.dtype == codec.dtype
+        y = codec.decode(payload, x, 1)
+        assert (y.shape, y.dtype) == (x.shape, dtype)
+        assert y.isfinite().all()
+        assert torch.equal(x, kept)
+        assert state.keys() == ({"error"} if isinstance(codec, ErrorFeedback) else set())
+
+
+@every()
+def test_the_mean_squared_error_is_within_its_bound_and_the_one_that_it_states(each: CodecCase) -> None:
+    bound = min(each.error, each.codec.error_bound or each.error)
+    for x in (drawn(LENGTH), drawn(LENGTH, 1).pow(3), torch.ones(LENGTH)):
+        errors = [(decoded(each.codec, x, key) - x).square().sum() for key in range(60)]
+        assert torch.stack(errors).mean() <= 1.05 * bound * x.square().sum() + 1e-12
+
+
+@pytest.mark.parametrize("each", [each for each in CODECS if each.unbiased], ids=str)
+def test_the_mean_of_decoded_vectors_is_the_vector(each: CodecCase) -> None:
+    # No element is so small that it is rarely anything but zero, since its spread could not be seen.
+    x, draws = drawn(64), 2000
+    x += 0.1 * x.sign()
+    found = torch.stack([decoded(each.codec, x, key) for key in range(draws)])
+    spread = found.std(0) / draws**0.5
+    assert ((found.mean(0) - x).abs() <= 5 * spread + 1e-6 * x.abs().max()).all()
+
+
+@every()
+def test_the_key_alone_decides_what_is_random(each: CodecCase) -> None:
+    x = drawn(500)
+    first, again, other = (each.codec.encode(x, {}, draw_key(1, 2, rank)) for rank in (3, 3, 4))
+    assert torch.equal(first, again)
+    if each.unbiased:
+        assert not torch.equal(first, other)
+
+
+# -- in strategies -----------------------------------------------------------------------------------------------------
+
+
+def using(codec: Codec, strategy: type[Strategy]) -> Case:
+    """A strategy with a codec, with the error feedback that it needs."""
+    safe = ErrorFeedback(codec) if codec.needs_feedback and not isinstance(codec, ErrorFeedback) else codec
+    recipe = AllReduce(safe) if strategy is AllReduce else LocalSGD(3, codec=safe)
+    return case(recipe, lambda s: s.start)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce, LocalSGD])
+@every()
+def test_training_resumes_bitwise(each: CodecCase, strategy: type[Strategy], tmp_path: Path) -> None:
+    saved_and_resumed(with_(using(each.codec, strategy), dtype=torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@every("not finite")
+def test_a_gradient_that_is_not_finite_on_one_rank_is_not_finite_on_all(each: CodecCase, value: float) -> None:
+    setting = with_(using(each.codec, AllReduce), dtype=torch.float32)
+
+    def body(comm: Comm) -> bool:
+        worker = begin(comm, setting)
+        loss = setting.loss(worker.model, comm.rank, 0)
+        if comm.rank == 1:
+            # One element of the gradient alone.
+            loss = loss + value * next(worker.model.parameters()).flatten()[3]
+        loss.backward()
+        found = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in worker.model.parameters())
+        worker.detach()
+        return found
+
+    assert thinwire.run_threads(2, body, timeout=20) == [False, False]

@@ -1,0 +1,235 @@
+"""Every registered strategy is asked the same questions, on threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.battery.cases import FAULTS, STRATEGIES
+from tests.battery.runs import (
+    BUCKET_BYTES,
+    SIZES,
+    Case,
+    Setting,
+    alike,
+    begin,
+    everything,
+    go_on,
+    smallest,
+    together,
+    with_,
+)
+from tests.problems import distance, flat
+from thinwire import Comm, ConfigError, Worker
+from thinwire.plan.traffic import DryRun
+
+
+def every(question: str = "") -> pytest.MarkDecorator:
+    """All cases, but for the faults that are known."""
+    cases: list[Any] = []
+    for each in STRATEGIES:
+        fault = FAULTS.get((question, each.strategy))
+        marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        cases.append(pytest.param(each, id=str(each), marks=marks))
+    return pytest.mark.parametrize("each", cases)
+
+
+def equals_its_oracle(setting: Setting, tolerance: float = 0.0) -> None:
+    """Run a setting for real, and compare it with the stacked loop of the same."""
+    each = setting.case
+    if not each.exact and setting.dtype == torch.float64:
+        setting = replace(setting, dtype=torch.float32)
+    found = (each.real or together)(setting)
+    expected = each.oracle(setting)
+    assert found.isfinite().all()
+    assert distance(found, expected) < (tolerance or (2e-5 if setting.dtype == torch.float32 else 1e-12))
+
+
+def is_refused(setting: Setting) -> None:
+    """A run ends in a `ConfigError` before step 0, on every rank, in words."""
+
+    def body(comm: Comm) -> str:
+        with pytest.raises(ConfigError) as found:
+            begin(comm, setting)
+        return str(found.value)
+
+    for words in thinwire.run_threads(setting.size, body, timeout=20):
+        assert len(words.split()) > 4
+
+
+def works_or_is_refused(setting: Setting, what: str | int) -> None:
+    """Equal to the oracle in this setting, or refused where the table says so."""
+    if what in setting.case.refuses:
+        is_refused(setting)
+    elif setting.case.real is None:
+        equals_its_oracle(setting)
+    else:
+        assert together(setting).isfinite().all()
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@every()
+def test_it_equals_its_oracle_or_the_number_of_workers_is_refused(each: Case, size: int) -> None:
+    setting = with_(each, size=size)
+    if size not in each.refuses:
+        equals_its_oracle(setting)
+    elif each.real is None or size > 1:
+        is_refused(setting)
+
+
+@every()
+def test_it_equals_its_oracle_with_momentum(each: Case) -> None:
+    works_or_is_refused(with_(each, size=2, momentum=0.9), "momentum")
+
+
+@every("adamw")
+def test_it_equals_its_oracle_with_adamw(each: Case) -> None:
+    works_or_is_refused(with_(each, size=2, adamw=True, decay=0.1), "adamw")
+
+
+@every("decay")
+def test_it_equals_its_oracle_with_weight_decay(each: Case) -> None:
+    works_or_is_refused(with_(each, size=2, decay=0.1), "decay")
+
+
+@every()
+def test_it_equals_its_oracle_with_parameter_groups_of_different_learning_rates(each: Case) -> None:
+    works_or_is_refused(with_(each, size=2, factors=(1.0, 0.3)), "groups")
+
+
+# -- dtypes, and how a step is written ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@every()
+def test_it_equals_its_oracle_in_single_and_in_double_precision(each: Case, dtype: torch.dtype) -> None:
+    setting = with_(each, dtype=dtype)
+    if each.real is None:
+        found, expected = together(setting), each.oracle(setting)
+        assert found.dtype == dtype
+        assert distance(found, expected) < 2e-5
+    else:
+        assert together(setting).dtype == dtype
+
+
+@every()
+def test_it_trains_in_bfloat16_or_says_that_it_does_not(each: Case) -> None:
+    setting = with_(each, dtype=torch.bfloat16)
+    if "bf16" in each.refuses:
+        is_refused(setting)
+        return
+    found, fine = together(setting), together(replace(setting, dtype=torch.float32))
+    assert found.dtype == torch.bfloat16
+    moved = (fine - setting.start.float()).norm()
+    assert (found.float() - setting.start.float()).norm() > 0.5 * moved
+    if each.exact and each.reproducible:
+        assert (found.float() - fine).norm() < 0.3 * moved
+
+
+@every()
+def test_accumulated_gradients_are_those_of_one_big_batch(each: Case) -> None:
+    setting = with_(each, passes=2, dtype=torch.float64 if each.exact else torch.float32)
+    if each.reproducible:
+        whole = replace(setting, passes=1)
+        assert distance(together(setting), together(whole)) < (1e-12 if each.exact else 2e-5)
+    else:
+        assert together(setting).isfinite().all()
+
+
+# -- what is agreed on, saved and sent ---------------------------------------------------------------------------------
+
+
+@every()
+def test_the_consensus_has_the_same_bits_on_all_ranks_and_changes_nothing(each: Case) -> None:
+    setting = with_(each, size=smallest(each))
+
+    def body(comm: Comm, looks: bool) -> tuple[list[Tensor], Tensor]:
+        agreed: list[Tensor] = []
+
+        def look(worker: Worker) -> None:
+            if worker.step % 2 == 0:
+                before = flat(worker.model)
+                with worker.consensus() as model:
+                    agreed.append(flat(model))
+                assert torch.equal(before, flat(worker.model))
+
+        worker = go_on(begin(comm, setting), setting, after_step=look if looks else None)
+        worker.detach()
+        return agreed, flat(worker.model)
+
+    looking = thinwire.run_threads(setting.size, lambda comm: body(comm, True), timeout=20)
+    for agreed, _ in looking:
+        assert len(agreed) == setting.steps // 2
+        assert alike(agreed, looking[0][0])
+        assert torch.stack(agreed).isfinite().all()
+    if each.reproducible:
+        blind = thinwire.run_threads(setting.size, lambda comm: body(comm, False), timeout=20)
+        assert alike([x for _, x in looking], [x for _, x in blind])
+
+
+def saved_and_resumed(setting: Setting, folder: Path, middle: int = 4) -> None:
+    """Stop in the middle of a period; the checkpoint holds everything, and new workers go on as if nothing had been."""
+    bitwise = setting.case.reproducible
+
+    def whole(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
+        worker = go_on(begin(comm, setting), setting, middle)
+        worker.save(folder)
+        saved = everything(worker)
+        ended = everything(go_on(worker, setting))
+        with worker.consensus() as model:
+            agreed = comm.all_gather(flat(model)).wait()
+        worker.detach()
+        assert alike(agreed, agreed[:1] * comm.size)
+        return saved, ended
+
+    def resumed(comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
+        # Strategies may keep what they have done until now, so the new workers have a past of their own.
+        worker = go_on(begin(comm, setting, elsewhere=True), setting, 2)
+        worker.load(folder)
+        assert worker.step == middle
+        loaded = everything(worker)
+        ended = everything(go_on(worker, setting))
+        worker.detach()
+        return loaded, ended
+
+    first = thinwire.run_threads(setting.size, whole, timeout=20)
+    second = thinwire.run_threads(setting.size, resumed, timeout=20)
+    for (saved, ended), (loaded, again) in zip(first, second, strict=True):
+        assert alike(saved, loaded)
+        assert alike(ended, again) if bitwise else all(x.isfinite().all() for x in again)
+
+
+@every()
+def test_it_resumes_bitwise_from_a_checkpoint_in_the_middle_of_a_period(each: Case, tmp_path: Path) -> None:
+    momentum = 0.0 if "momentum" in each.refuses else 0.9
+    saved_and_resumed(with_(each, size=smallest(each), momentum=momentum, dtype=torch.float32), tmp_path)
+
+
+@every("bytes")
+def test_a_dry_run_counts_the_bytes_that_a_run_sends(each: Case) -> None:
+    setting, first = with_(each, dtype=torch.float32, steps=12), 6
+    if each.strategy.data_dependent_bytes or each.strategy.timing_dependent:
+        pytest.skip("how many bytes are sent depends on numbers or on timing")
+
+    def body(comm: Comm) -> float:
+        # From a step on at which every method does what it goes on doing.
+        worker = go_on(begin(comm, setting), setting, first)
+        before = comm.meter.payload_bytes
+        go_on(worker, setting)
+        sent = comm.meter.payload_bytes - before
+        worker.detach()
+        return sent
+
+    for rank, sent in enumerate(thinwire.run_threads(setting.size, body, timeout=20)):
+        run = DryRun(each.strategy, SIZES, workers=2, rank=rank, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+        found = [run.step().sent for _ in range(setting.steps)]
+        assert sum(found[first:]) == pytest.approx(sent, rel=0, abs=0.01)
