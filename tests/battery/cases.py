@@ -89,7 +89,7 @@ OVERLAP = OverlapLocalSGD(period=3)
 ELASTIC, LEADER_GRADIENT = EASGD(3, centre_pull=0.8), LeaderGradientDescent(pull=0.7)
 ONE_BIT_ADAM = CompressedMomentum(OneBit(8), warmup_steps=4)
 ZERO_ONE_ADAM = ZeroOne(OneBit(8), variance_steps=4, variance_doubling=4, local_doubling=2, most_local=2)
-DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 8), ErrorBound(3e-3, 8, smoothness=2.0))]
+DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 12), ErrorBound(3e-3, 12, smoothness=2.0))]
 
 STRATEGIES: list[Case] = [
     case(AllReduce(), to.stacked(common.all_reduce)),
@@ -101,6 +101,14 @@ STRATEGIES: list[Case] = [
     case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
     case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
     case(SlowMo(period=3, lr=0.8), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
+    case(
+        SlowMo(Gossip(), period=3),
+        to.on_graph(common.slow_momentum, common.ring, period=3, momentum=0.5, lr=1.0, meanwhile=True),
+    ),
+    case(
+        SlowMo(PushSum(Irregular()), period=3),
+        to.on_graph(common.slow_momentum, common.irregular, period=3, momentum=0.5, lr=1.0),
+    ),
     case(
         SlowMo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
         to.with_counted_steps(local.diloco, period=3, lr=0.7, momentum=0.6),

@@ -1,4 +1,4 @@
-"""Every strategy equals its oracle, on threads and on real processes."""
+"""Averaging, gossip, push-sum and slow momentum over long runs: oracles, on many graphs, and on real processes."""
 
 from __future__ import annotations
 

@@ -23,10 +23,8 @@ from thinwire import (
     Complete,
     Gossip,
     Hypercube,
-    Local,
     LocalSGD,
     NonFiniteError,
-    OnePeerExponential,
     PushSum,
     SlowMo,
     Strategy,
@@ -35,21 +33,10 @@ from thinwire import (
 )
 
 STRATEGIES = [
-    AllReduce(),
     AllReduce(Bf16()),
-    Local(),
-    LocalSGD(3),
-    Gossip(),
-    Gossip(OnePeerExponential()),
-    Gossip(OnePeerExponential(), order="after"),
-    PushSum(),
-    PushSum(Irregular()),
-    SlowMo(period=3),
+    Gossip(Complete(), order="after"),
     SlowMo(LocalSGD(2), period=4, momentum=0.4, lr=0.9),
-    SlowMo(PushSum(), period=3),
     SlowMo(PushSum(Irregular()), period=3),
-    SlowMo(Gossip(), period=3),
-    SlowMo(Gossip(Complete(), order="after"), period=3, momentum=0.0),
 ]
 
 
