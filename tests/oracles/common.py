@@ -48,8 +48,8 @@ def combine_while_adapting(gradient: Gradient, x: Tensor, descend: Descent, step
     """D-PSGD, Algorithm 1: gradients at x, neighbours mixed into x, and the one subtracted from the other."""
     for k in range(steps):
         g = gradient(x, k)
-        mixed = mixing(k) @ x
-        x = mixed + descend(mixed, g, k)
+        # Weight decay belongs to the gradient, and so to x as it was.
+        x = mixing(k) @ x + descend(x, g, k)
     return x
 
 
@@ -92,7 +92,7 @@ def slow_momentum(
     for k in range(steps):
         share = torch.eye(len(x), dtype=x.dtype) if mixing is None else mixing(k)
         g = gradient(z, k)
-        x = share @ x + descend(share @ x, g, k) if meanwhile else share @ (x + descend(z, g, k))
+        x = share @ x + descend(x, g, k) if meanwhile else share @ (x + descend(z, g, k))
         w = share @ w
         z = x / w
         if (k + 1) % period:

@@ -15,9 +15,9 @@ from tests import engine
 from tests.oracles import common as oracles
 from tests.oracles import local as oracles_local
 from tests.pool import run_processes
-from tests.problems import Irregular, Regression, distance, flat
-from tests.strategies.local_runs import Make, adamw, begin, ended, go_on, run, sent, sgd
-from thinwire import AllReduce, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy
+from tests.problems import Regression, distance, flat
+from tests.strategies.local_runs import Make, adamw, ended, run, sent, sgd
+from thinwire import AllReduce, Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
 from thinwire.replica.flat import lay_out
 from thinwire.replica.moments import Moments, fresh_optimizer, moment_names
 
@@ -103,19 +103,6 @@ def test_push_sum_without_averages_equals_its_oracle_and_sends_no_more_than_push
     real = ended(4, strategy, problem, STEPS, sgd(0.05))
     assert distance(real, expected(4, "momentum", exact=False, mixing=oracles.one_peer(4, DOUBLE))) < 1e-12
     assert sent(4, strategy, problem, STEPS, sgd()) == sent(4, PushSum(), problem, STEPS, sgd())
-
-
-@pytest.mark.parametrize("base", [Gossip(), PushSum(Irregular())], ids=str)
-def test_slow_steps_without_averages_do_not_change_messages_in_flight(base: Strategy) -> None:
-    sums: list[Tensor] = []
-
-    def body(comm: Comm) -> Tensor:
-        worker = begin(comm, SlowMo(base, exact=False, **SLOW), Regression(3, 8, DOUBLE), sgd(0.05))
-        return flat(go_on(worker, Regression(3, 8, DOUBLE), range(8)).model)
-
-    sums = [torch.stack(thinwire.run_threads(3, body)) for _ in range(2)]
-    assert torch.equal(*sums)
-    assert sums[0].isfinite().all()
 
 
 def test_over_all_reduce_slow_steps_send_nothing() -> None:

@@ -62,6 +62,9 @@ class Svrg(Optimizer):
         ConfigError: a value out of its range.
     """
 
+    # Strategies that work on one gradient a step refuse it.
+    evaluates_several_gradients = True
+
     def __init__(
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], lr: float, *, weight_decay: float = 0.0
     ) -> None:

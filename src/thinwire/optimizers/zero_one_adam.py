@@ -75,6 +75,11 @@ class ZeroOneAdam(FreezingAdam):
         for group in self.param_groups:
             group["local"] = local
 
+    def forget_local_steps(self) -> None:
+        """Begin local steps at the present parameters, which were set from outside, as after a synchronisation."""
+        for group in self.param_groups:
+            group["lr_sum"] = 0.0
+
     def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
         """Send the mean momentum since the last synchronisation, each step weighted by its learning rate.
 

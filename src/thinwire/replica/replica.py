@@ -50,6 +50,7 @@ class _Progress:
     active: int
     step: int = 0
     samples: float = 1.0
+    equal_start: bool = True
     loss: Tensor | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
 
@@ -70,6 +71,7 @@ class Replica:
         seed: the seed of all random draws, equal on all ranks.
         samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
             it was not called, 0 if the step had no gradient.
+        equal_start: whether all ranks start from equal parameters; False only after `attach(init="own")`.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
         segments: where each parameter tensor lies in `x`, in order and without gaps; one for all of `x` unless given.
         moments: the optimizer's state for these parameters; none for a part of the vector.
@@ -145,6 +147,15 @@ class Replica:
     @samples.setter
     def samples(self, value: float) -> None:
         self._progress.samples = value
+
+    @property
+    def equal_start(self) -> bool:
+        """Whether all ranks start from equal parameters."""
+        return self._progress.equal_start
+
+    @equal_start.setter
+    def equal_start(self, value: bool) -> None:
+        self._progress.equal_start = value
 
     @property
     def loss(self) -> Tensor | None:

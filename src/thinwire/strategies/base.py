@@ -45,6 +45,8 @@ class Strategy(ABC):  # noqa: B024
         elementwise: every element of the vectors is treated by itself, so that one vector may hold several models.
         has_period: it communicates at the steps that its field `period` divides.
         steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
+        needs_equal_start: nothing in it makes parameters equal that started apart, so that `attach(init="own")` refuses
+            workers that do.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
@@ -85,6 +87,7 @@ class Strategy(ABC):  # noqa: B024
     elementwise: ClassVar[bool] = False
     has_period: ClassVar[bool] = False
     steady_from: ClassVar[int] = 0
+    needs_equal_start: ClassVar[bool] = False
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
@@ -105,7 +108,7 @@ class Strategy(ABC):  # noqa: B024
         """
 
     def check_blocks(self, blocks: str) -> None:
-        """Refuse a model that tensor parallelism has split, each rank holding one block of it.
+        """Refuse vectors of which this is one block: of tensor parallelism, or a fragment of `Streaming`.
 
         Args:
             blocks: how it is split, for the error.
@@ -115,13 +118,18 @@ class Strategy(ABC):  # noqa: B024
         """
 
     def start(self, r: Replica) -> None:
-        """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks."""
+        """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks where `r.equal_start` says so."""
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """Start to send `r.g[part]`, which is final. Parts arrive in one fixed order; the engine waits for the work."""
 
     def before_step(self, r: Replica) -> None:
-        """Runs when the gradient is complete, before the optimizer changes `r.x`."""
+        """Runs once a step, before the optimizer changes `r.x`.
+
+        The gradient is complete where the strategy says that it `reads_gradient`. For others it may still have to be
+        computed, by the closure that the optimizer's step was given. Weight decay acts on the parameters that the
+        optimizer finds, so a strategy whose gradients belong to `r.x` as it is now moves it in `after_step`.
+        """
 
     def after_step(self, r: Replica) -> None:
         """Runs when the optimizer has changed `r.x`; `r.step` includes this step already."""
@@ -130,8 +138,19 @@ class Strategy(ABC):  # noqa: B024
         """Begin a round anew at `r.x`, which something else has just set, such as the slow step of a wrapper.
 
         Drop what is in flight, and set what refers to the parameters as they were, such as an anchor, to the new ones;
-        momenta and residuals stay. All ranks call it together.
+        momenta and residuals stay. All ranks call it together, with equal parameters unless `holds_average`.
         """
+
+    def holds_average(self, size: int) -> bool:
+        """Whether each worker's own `r.x` is its estimate of the average, as `SlowMo(exact=False)` takes it to be.
+
+        It is not where a share of the average is in flight or in the state, nor where the state refers to a point that
+        all workers have in common.
+
+        Args:
+            size: the number of workers.
+        """
+        return False
 
     def average_(self, r: Replica) -> None:
         """Replace `r.x` on every rank by the exact average over workers, messages in flight included."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy, nested, trait
 
 _PREFIX = "base/"
 
@@ -58,6 +58,7 @@ class Wrapper(Strategy):
     elementwise = trait(lambda self: self.base.elementwise)
     has_period = trait(lambda self: self.base.has_period)
     steady_from = trait(lambda self: self.base.steady_from)
+    needs_equal_start = trait(lambda self: self.base.needs_equal_start)
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""
@@ -68,7 +69,10 @@ class Wrapper(Strategy):
         return self.base.gradient_buffer(x)
 
     def check(self, size: int) -> None:
-        """As the base; and refuse one whose late workers leave out steps."""
+        """As the base; and refuse one whose late workers leave out steps, and a second wrapper of the same kind."""
+        if any(type(each) is type(self) for each in nested(self.base)):
+            name = type(self).__name__
+            raise ConfigError(f"{self}: {name} around {name} does one thing twice; keep one of them")
         if self.base.skips_steps:
             raise ConfigError(
                 f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
@@ -103,6 +107,10 @@ class Wrapper(Strategy):
     def restart(self, r: Replica) -> None:
         """As the base."""
         self.base.restart(self.inner(r))
+
+    def holds_average(self, size: int) -> bool:
+        """As the base."""
+        return self.base.holds_average(size)
 
     def average_(self, r: Replica) -> None:
         """As the base."""

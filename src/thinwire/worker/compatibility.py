@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
@@ -68,6 +68,43 @@ def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
             "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
             "a round"
+        )
+
+
+def check_closures(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Refuse optimizers that evaluate several gradients in a step, where the strategy knows of one.
+
+    Raises:
+        ConfigError: with the recipe and what to use instead.
+    """
+    if evaluates_several_gradients(optimizer) and (strategy.reads_gradient or strategy.skips_steps):
+        raise several_evaluations(strategy, optimizer)
+
+
+def evaluates_several_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step is known to call its closure several times."""
+    return isinstance(optimizer, LBFGS) or getattr(optimizer, "evaluates_several_gradients", False)
+
+
+def several_evaluations(strategy: Strategy, optimizer: Optimizer) -> ConfigError:
+    """The error of an optimizer that evaluates several gradients in a step."""
+    return ConfigError(
+        f"{type(optimizer).__name__} under {strategy}: the optimizer calls its closure several times in a step, but "
+        "the strategy replaces one gradient a step by one that all workers agree on; use AllReduce(), which averages "
+        "every gradient, or LocalSGD(), which averages parameters"
+    )
+
+
+def check_start(strategy: Strategy, *, equal: bool) -> None:
+    """Refuse workers that start from different parameters, under a strategy that would never make them equal.
+
+    Raises:
+        ConfigError: with the recipe and the fix.
+    """
+    if strategy.needs_equal_start and not equal:
+        raise ConfigError(
+            f'init="own" under {strategy}: workers start from different parameters, and would stay apart, because only '
+            'changes of the parameters are averaged; use init="broadcast", or load the same parameters on all ranks'
         )
 
 

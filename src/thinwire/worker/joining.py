@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from thinwire.errors import ConfigError
+from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.state import WorkerState
 
 Batch = TypeVar("Batch")
@@ -21,6 +23,11 @@ _END = _End()
 
 def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
     """Yield this rank's batches, then take the steps for which other ranks still have data."""
+    if evaluates_several_gradients(worker.optimizer):
+        raise ConfigError(
+            f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
+            "does not have; give all ranks the same number of batches"
+        )
     device = worker.replicas[0].x.device
     own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], device=device)
     lengths = [int(n.item()) for n in worker.comm.all_gather(own).wait()]

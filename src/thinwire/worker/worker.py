@@ -9,12 +9,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
+from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica, as_number
@@ -24,9 +25,17 @@ from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, joining
 from thinwire.worker.buckets import Backward, Bucket, cut
-from thinwire.worker.compatibility import check_arguments, check_compatible, check_mesh, check_skipped_steps
+from thinwire.worker.compatibility import (
+    check_arguments,
+    check_closures,
+    check_compatible,
+    check_mesh,
+    check_skipped_steps,
+    check_start,
+    several_evaluations,
+)
 from thinwire.worker.grad_scaler import share_skips
-from thinwire.worker.handshake import agree, facts_of
+from thinwire.worker.handshake import agree, equal_on_all, facts_of
 from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
 from thinwire.worker.state import WorkerState
 
@@ -63,23 +72,42 @@ class Worker(WorkerState):
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
+            self._note_gradients()
             self._hooks_before()
             return None
-
-        # With a closure the gradient exists only after the call, so the strategy's hook runs within it.
-        def evaluate() -> Any:
-            loss = closure()
+        # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
+        # points than `r.x` of now, so what needs no gradient runs before the first call.
+        if not self.strategy.reads_gradient:
             self._hooks_before()
-            return loss
+        calls, mean_loss = 0, isinstance(self.optimizer, LBFGS) and self.backward is not None
+
+        def evaluate() -> Any:
+            nonlocal calls
+            loss, calls = closure(), calls + 1
+            self._note_gradients()
+            if self.strategy.reads_gradient:
+                if calls > 1:
+                    raise several_evaluations(self.strategy, self.optimizer)
+                self._hooks_before()
+            return self._mean_of(loss) if mean_loss else loss
 
         return args[:1], {**kwargs, "closure": evaluate}
+
+    def _mean_of(self, loss: Any) -> Tensor:
+        # LBFGS decides by the loss when to stop. It must decide alike on all ranks, or some would wait for a gradient
+        # that others do not compute.
+        value = torch.as_tensor(loss, device=self.replicas[0].x.device).detach().reshape(1).double()
+        return mean_(self.comm, value).wait()[0]
+
+    def _note_gradients(self) -> None:
+        for replica, (parameters, _) in zip(self.replicas, self.layouts, strict=True):
+            if all(parameter.grad is None for parameter in parameters):
+                replica.samples = 0.0
 
     def _hooks_before(self) -> None:
         self.shards.read()
         with torch.no_grad():
             for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
-                if all(parameter.grad is None for parameter in parameters):
-                    replica.samples = 0.0
                 if self.strategy.reads_gradient:
                     whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
                     whole.gather()
@@ -275,8 +303,9 @@ def attach(
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
         mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
-        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's. The
-            optimizer's state is each rank's own either way.
+        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's, and refuses
+            parameters that differ where the strategy would never make them equal. The optimizer's state is each rank's
+            own either way.
         seed: seed of the strategy's random draws; equal on all ranks.
         scaler: the loop's GradScaler; all ranks then skip the same steps.
         find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
@@ -324,6 +353,7 @@ def attach(
     # waiting for a rank that has raised.
     agree(comm, facts, device)
     check_compatible(strategy, optimizer, comm.size, named.values())
+    check_closures(strategy, optimizer)
     if mesh is not None:
         check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
         agree(mesh.block.whole, facts, device)
@@ -331,6 +361,12 @@ def attach(
     _make_replicas(worker, named, mesh)
     if init == "broadcast":
         _broadcast(worker)
+    else:
+        equals = [equal_on_all(comm, replica.x) for replica in worker.replicas]
+        equal = all(equals)
+        check_start(strategy, equal=equal)
+        for replica in worker.replicas:
+            replica.equal_start = equal
     with torch.no_grad():
         for replica in worker.replicas:
             strategy.start(replica)

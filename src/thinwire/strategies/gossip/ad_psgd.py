@@ -113,14 +113,23 @@ class ADPSGD(Strategy):
         # Runs only when something waits for everything in flight: an average of all, or a checkpoint.
         r.launch("flush", Work(lambda: self._flush(r)))
 
+    def restart(self, r: Replica) -> None:
+        """Complete all exchanges without using them, and publish the parameters."""
+        r.wait_pending()
+        r.inflight.pop("answer", None)
+        if "published" in r.state:
+            # Requests that arrive before this worker's next step are answered after it, and so from these parameters.
+            with r.comm.mailbox(r).changed:
+                for name in ("published", "snapshot"):
+                    r.state[name].copy_(r.x)
+
     def average_(self, r: Replica) -> None:
         """Complete all exchanges, then average."""
         r.wait_pending()
         if "answer" in r.inflight:
             r.x.add_(r.inflight.pop("answer").wait()[0])
         r.x.copy_(mean_(r.comm, _current(r)).wait())
-        for name in r.state.keys() & {"published", "snapshot"}:
-            r.state[name].copy_(r.x)
+        self.restart(r)
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of all workers' current parameters, answers in flight included."""

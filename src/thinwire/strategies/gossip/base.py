@@ -66,6 +66,13 @@ class DecentralisedMomentum(Strategy):
         # Weight decay and clipping act in the optimizer, so that the displacement from here includes them.
         r.state["anchor"].copy_(r.x)
 
+    # `restart` does nothing: the anchor is saved anew before each step. The momentum stays, as the optimizer's does; it
+    # is in units of a gradient, and does not refer to the parameters.
+
+    def holds_average(self, size: int) -> bool:
+        """Each worker mixes before its step ends, and nothing is in flight after it."""
+        return True
+
     @abstractmethod
     def after_step(self, r: Replica) -> None:
         """Mix parameters with the neighbours', and update the momentum."""

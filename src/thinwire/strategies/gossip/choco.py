@@ -103,6 +103,12 @@ class Choco(Strategy):
             mixed.add_(theirs, alpha=weight)
         r.state["public"], r.state["mixed"] = public, mixed
 
+    def restart(self, r: Replica) -> None:
+        """The public copies are the new parameters, which all workers have, so that nothing needs to be sent."""
+        # The weights of a worker's neighbours and its own sum to one, so the weighted sum of equal copies is that copy.
+        for name in ("public", "mixed"):
+            r.state[name].copy_(r.x)
+
     def after_step(self, r: Replica) -> None:
         """Send the compressed change of the public copy, and move towards the neighbours' copies."""
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)

@@ -73,6 +73,10 @@ class ExactDiffusion(DecentralisedMomentum):
         DecentralisedMomentum.start(self, r)
         r.zeros_state("correction")
 
+    # `restart` does nothing, and so keeps the corrections. They still sum to zero, so they do not move the mean. At
+    # the common optimum they are not zero: they make up for the workers' different gradients there. Without them a slow
+    # step would bring back the bias that they have removed.
+
     def after_step(self, r: Replica) -> None:
         """Average the optimizer's steps in the momentum, add the correction, and mix."""
         anchor, momentum, correction = (r.state[name] for name in ("anchor", "momentum", "correction"))

@@ -26,7 +26,7 @@ class Gossip(Strategy):
     optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and on
     heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal` and
     `ExactDiffusion` avoid that.
-    Traffic: one vector per neighbour and step. State: none.
+    Traffic: one vector per neighbour and step. State: none between steps.
 
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
     Algorithm 1.
@@ -65,13 +65,21 @@ class Gossip(Strategy):
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""
         check_average_kept(self, self.topology, size)
 
+    def start(self, r: Replica) -> None:
+        """Send the parameters where workers start apart; where they start alike, mixing them changes nothing."""
+        if self.order == "while" and not r.equal_start:
+            self._launch(r)
+
     def before_step(self, r: Replica) -> None:
-        """In the order "while", mix in the parameters that the neighbours sent at the end of the last step."""
+        """In the order "while", compute how far the parameters move towards those that the neighbours have sent."""
         received = r.collect("neighbours")
         if received is not None:
             r.record_distance(r.x, received)
             # The messages were launched at the end of the last step for this one, and so have this step's weights.
-            mix_(r.x, received, exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype))
+            peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+            # The move itself follows the optimizer's step, whose weight decay, like the gradient, belongs to the
+            # parameters before it.
+            r.state["pull"] = mix_(r.x.clone(), received, peers).sub_(r.x)
 
     def after_step(self, r: Replica) -> None:
         """Send the parameters; in the order "after" also wait for the neighbours', and mix."""
@@ -79,11 +87,25 @@ class Gossip(Strategy):
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.record_distance).wait()
             return
+        if (pull := r.state.pop("pull", None)) is not None:
+            r.x.add_(pull)
+        self._launch(r)
+
+    def restart(self, r: Replica) -> None:
+        """Drop the messages in flight, which hold older parameters; mixing equal ones changes nothing."""
+        r.collect("neighbours")
+
+    def holds_average(self, size: int) -> bool:
+        """In the order "after"; in the other one, messages in flight are still to be mixed in."""
+        return self.order == "after"
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers; messages in flight move the workers, but not their mean."""
+        # Collected first: the messages are sent from the parameters' memory.
+        self.restart(r)
+        mean_(r.comm, r.x).wait()
+
+    def _launch(self, r: Replica) -> None:
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
         # Without a copy: the parameters do not change until `before_step` has collected the messages.
         r.launch("neighbours", r.comm.send_recv(r.x, peers.dst, peers.src))
-
-    def average_(self, r: Replica) -> None:
-        """Mix in the messages in flight, then average."""
-        self.before_step(r)
-        mean_(r.comm, r.x).wait()

@@ -50,6 +50,7 @@ class AllReduce(Strategy):
     limits = "on a slow link the step takes as long as the transfer"
 
     sends_gradients = True
+    needs_equal_start = True
     moves_parameters = False
     elementwise = True
 
@@ -73,6 +74,10 @@ class AllReduce(Strategy):
             length=whole,
             pending=r.pending_means,
         )
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

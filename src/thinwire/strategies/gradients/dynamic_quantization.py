@@ -89,6 +89,7 @@ class DQSGD(Strategy):
 
     sends_gradients = True
     data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
@@ -131,6 +132,10 @@ class DQSGD(Strategy):
             state.squares = state.squares.new_zeros(0)
         state.store(r)
         return mean
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

@@ -95,6 +95,7 @@ class FetchSGD(Strategy):
     limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
     reads_gradient = True
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -161,6 +162,10 @@ class FetchSGD(Strategy):
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """Convert the states to another number of workers, with the same sum of residuals."""
         return resize_unsent(states, size)
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

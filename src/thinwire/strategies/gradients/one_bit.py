@@ -100,6 +100,7 @@ class CompressedMomentum(Strategy):
     reads_gradient = True
     data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
     steady_from = trait(lambda self: self.warmup_steps or 0)
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -175,6 +176,10 @@ class CompressedMomentum(Strategy):
             settled = False
         if settled:
             view.optimizer.freeze()
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

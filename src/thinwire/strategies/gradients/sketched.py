@@ -105,6 +105,7 @@ class SketchedSGD(Strategy):
     limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
 
     reads_gradient = True
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -145,6 +146,10 @@ class SketchedSGD(Strategy):
         for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same parameters."""

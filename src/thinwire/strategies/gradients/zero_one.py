@@ -77,6 +77,7 @@ class ZeroOne(Strategy):
     sends_gradients = True
     reads_gradient = True
     steady_from = trait(lambda self: self._widest_from)
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -133,6 +134,12 @@ class ZeroOne(Strategy):
     def after_step(self, r: Replica) -> None:
         """Tell the optimizer whether the next step is local, and whether it updates the variance."""
         self._prepare(r)
+
+    def restart(self, r: Replica) -> None:
+        """The next local steps begin at the parameters, as after a synchronisation."""
+        optimizer = replica_view(r).optimizer
+        if isinstance(optimizer, ZeroOneAdam):
+            optimizer.forget_local_steps()
 
     @property
     def _widest_from(self) -> int:

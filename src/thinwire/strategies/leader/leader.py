@@ -171,11 +171,19 @@ class LeaderSGD(Strategy):
         elif r.step % self.period == 0:
             (self._follow_ if self.node_size == 1 else self._follow_nodes_)(r)
 
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers; drops a leader in flight, which is older than the mean."""
+    def restart(self, r: Replica) -> None:
+        """There is no leader until the next election; drops one that is in flight."""
+        # The losses stay: they are all that `consensus` can elect by before the next step. All workers are at one point
+        # now, so whoever is elected, the pull towards it starts from there.
         r.wait_pending()
         r.inflight.clear()
+        for name in ("leader", "node_leader", "current_leader"):
+            r.state.pop(name, None)
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers; there is no leader until the next election."""
         Strategy.average_(self, r)
+        self.restart(r)
 
     def consensus(self, r: Replica) -> Tensor:
         """The leader of the moment, or the mean."""

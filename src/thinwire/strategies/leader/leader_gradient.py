@@ -2,6 +2,7 @@
 
 from math import inf
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
@@ -10,7 +11,6 @@ from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
-    broadcast_leader,
     elect_or_warn,
     init_scores,
     leader_or_mean,
@@ -31,7 +31,8 @@ class LeaderGradientDescent(Strategy):
     go through the optimizer: it does not enter momentum. Report each loss: `worker.record_batch(loss=loss)` before the
     optimizer's step. Workers that are all at one stationary point stay there; wherever they stop moving, the leader's
     gradient is zero.
-    Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss.
+    Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss, and during a
+    step a copy of the parameters.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
     arXiv:1905.10395.
@@ -71,16 +72,24 @@ class LeaderGradientDescent(Strategy):
         init_scores(r, "window", 1)
 
     def before_step(self, r: Replica) -> None:
-        """Elect by the losses at these parameters, and pull."""
+        """Save the parameters that gradient, loss and pull belong to."""
+        if r.comm.size > 1 and self.pull:
+            r.state["anchor"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Elect by the losses at the saved parameters, and add the pull between those."""
+        # After the optimizer's step: its weight decay, like the gradient, belongs to the parameters before the pull.
         record_loss(r, "window", 1)
-        if r.comm.size == 1 or self.pull == 0:
+        anchor = r.state.pop("anchor", None)
+        if anchor is None:
             return
         leader = elect_or_warn(r, local_score(r, "window"))
         if leader is None:
             return
-        z = broadcast_leader(r, leader)
-        if z is not r.x:
-            descend_(r.x, r.x - z, r.lr, self.pull)
+        mine = r.comm.rank == leader
+        z = r.comm.broadcast_(anchor if mine else torch.empty_like(anchor), leader).wait()
+        if not mine:
+            descend_(r.x, anchor.sub_(z), r.lr, self.pull)
 
     def consensus(self, r: Replica) -> Tensor:
         """The leader of the last step."""

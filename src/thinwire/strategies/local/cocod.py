@@ -63,26 +63,33 @@ class CoCoD(Strategy):
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
     def start(self, r: Replica) -> None:
-        """Save the start of the first round; it is equal on all workers, so its mean needs no message."""
+        """Save the start of the first round, and launch its mean; none is needed where all workers start alike."""
         r.state["start"] = r.x.clone()
+        if not r.equal_start:
+            self._launch(r)
 
     def after_step(self, r: Replica) -> None:
         """At the end of a round, add its steps to the mean of where it started, and launch the next mean."""
         if r.step % self.period:
             return
-        self._merge_(r)
-        # A copy is sent, because steps change the parameters while it is in flight.
-        r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
-
-    def _merge_(self, r: Replica) -> None:
         start = r.state["start"]
         if (mean := r.collect("mean")) is not None:
             # x + (mean - start) is mean + (x - start), without a vector for the steps of the round.
             r.x.add_(mean[0].sub_(start))
         start.copy_(r.x)
+        self._launch(r)
+
+    def restart(self, r: Replica) -> None:
+        """Start a round at the parameters; they are equal, so their mean needs no message, as at the first round."""
+        r.collect("mean")
+        r.state["start"].copy_(r.x)
+
+    def _launch(self, r: Replica) -> None:
+        # A copy is sent, because steps change the parameters while it is in flight.
+        r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
 
     def average_(self, r: Replica) -> None:
-        """Use the mean in flight, then average exactly."""
-        self._merge_(r)
+        """The mean of all workers' parameters, where a round starts."""
+        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero.
         mean_(r.comm, r.x).wait()
-        r.state["start"].copy_(r.x)
+        self.restart(r)

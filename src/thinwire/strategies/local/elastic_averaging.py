@@ -101,28 +101,28 @@ class EASGD(Strategy):
             refuse_momentum(optimizer, self)
 
     def start(self, r: Replica) -> None:
-        """Allocate the centre; it becomes the workers' mean at the first step."""
-        r.state["centre"] = r.x.clone()
+        """Allocate the centre, the workers' mean."""
+        r.state["centre"] = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
         if self.momentum:
             r.state["position"] = r.x.clone()
 
     def before_step(self, r: Replica) -> None:
-        """At the start of a period pull worker and centre together; the gradient was computed before that."""
+        """At the start of a period move the centre, and compute the worker's pull, from the values before either."""
         if r.step % self.period:
             return
         x, centre = r.state.get("position", r.x), r.state["centre"]
-        # Both updates use the values before either, so the mean is computed before the worker moves.
         mean = mean_(r.comm, x.clone()).wait()
-        if r.step == 0:
-            centre.copy_(mean)
-        gap = (x - centre).mul_(self.pull_for(r.comm.size))
-        r.x.sub_(gap)
-        if self.momentum:
-            x.sub_(gap)
+        # The worker is pulled after the optimizer's step: its weight decay, like the gradient, belongs to the
+        # parameters before the pull.
+        r.state["gap"] = (x - centre).mul_(self.pull_for(r.comm.size))
         centre.lerp_(mean, self.centre_pull)
 
     def after_step(self, r: Replica) -> None:
-        """With momentum, move on to the point where the next gradient is computed."""
+        """Pull the worker; with momentum, move on to the point where the next gradient is computed."""
+        if (gap := r.state.pop("gap", None)) is not None:
+            r.x.sub_(gap)
+            if self.momentum:
+                r.state["position"].sub_(gap)
         if not self.momentum:
             return
         # `r.x` is the point ahead, where gradients are computed; `position` is where the worker is.
@@ -131,12 +131,18 @@ class EASGD(Strategy):
         position.copy_(r.x)
         r.x.add_(velocity, alpha=self.momentum)
 
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers, and the centre moves there too; all velocities become zero."""
-        r.x.copy_(mean_(r.comm, r.state.get("position", r.x).clone()).wait())
+    def restart(self, r: Replica) -> None:
+        """The centre and all workers are where the parameters are; velocities become zero."""
+        # A velocity is the distance from a worker to the point ahead of it, where the parameters are, and both are now
+        # this one point.
         for name in r.state.keys() & {"centre", "position"}:
             r.state[name].copy_(r.x)
 
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers, and the centre moves there too; all velocities become zero."""
+        r.x.copy_(mean_(r.comm, r.state.get("position", r.x).clone()).wait())
+        self.restart(r)
+
     def consensus(self, r: Replica) -> Tensor:
-        """The centre; before the first step, the mean."""
-        return Strategy.consensus(self, r) if r.step == 0 else r.state["centre"].clone()
+        """The centre."""
+        return r.state["centre"].clone()

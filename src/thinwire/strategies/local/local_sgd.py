@@ -73,6 +73,10 @@ class Local(Strategy):
     moves_parameters = False
     elementwise = True
 
+    def holds_average(self, size: int) -> bool:
+        """Each worker has only its own parameters."""
+        return True
+
 
 @registered
 class LocalSGD(Strategy):
@@ -197,6 +201,16 @@ class LocalSGD(Strategy):
             ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)
         else:
             weighted_mean_(r.x, r.state["samples"], lambda vector: ring_all_reduce_(r.comm, vector, node))
+
+    def restart(self, r: Replica) -> None:
+        """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
+        # The residual of the codec stays: it is what earlier messages did not say, wherever the next one starts.
+        if self.codec is not None:
+            r.state["anchor"].copy_(r.x)
+
+    def holds_average(self, size: int) -> bool:
+        """Yes, without a codec, which encodes differences from a point that is common to all workers."""
+        return self.codec is None
 
     def average_(self, r: Replica) -> None:
         """Average over all workers, unless this step has already done so."""

@@ -71,6 +71,8 @@ class MinibatchLocalSGD(Strategy):
 
     reads_gradient = True
     has_period = True
+    # A round starts where the last one did, so workers that start apart stay apart.
+    needs_equal_start = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -118,6 +120,12 @@ class MinibatchLocalSGD(Strategy):
         """The outer step, when the round is over."""
         if r.step % self.period == 0:
             self.average_(r)
+
+    def restart(self, r: Replica) -> None:
+        """Start a round at the parameters; what a round before has gathered led away from elsewhere, and is dropped."""
+        for name in ("unit", "begin"):
+            r.state.pop(name, None)
+        r.state["gathered"].zero_()
 
     def average_(self, r: Replica) -> None:
         """End the round here, with the outer step along the sum so far."""

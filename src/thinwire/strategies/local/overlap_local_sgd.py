@@ -109,10 +109,11 @@ class OverlapLocalSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
-        r.state["anchor"] = r.x.clone()
+        # The first mean is also the first anchor, which must be equal on all workers.
+        r.state["anchor"] = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
         r.state["velocity"] = torch.zeros_like(r.x)
         # The initial parameters as a mean that has arrived: the first round is like every other one.
-        r.launch("mean", completed([r.x.clone()]))
+        r.launch("mean", completed([r.state["anchor"].clone()]))
         if self.compensate:
             r.state["start"] = r.x.clone()
 
@@ -142,12 +143,17 @@ class OverlapLocalSGD(Strategy):
         velocity.mul_(self.momentum).add_(gap)
         anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
 
-    def average_(self, r: Replica) -> None:
-        """Use the mean in flight, then average all workers' parameters and set the anchor to this average."""
-        self._merge_(r)
-        mean_(r.comm, r.x).wait()
-        r.state["anchor"].copy_(r.x)
-        # A velocity from before the average would move the anchor away from it again.
+    def restart(self, r: Replica) -> None:
+        """Start anew at the parameters, which are the anchor and the mean that has arrived, as at the first round."""
+        # The mean in flight is of the parameters as they were, towards which it would pull the workers back. The
+        # velocity is a distance between the anchor and means, not a gradient, and belongs to the old anchor too.
+        r.collect("mean")
+        for name in ("anchor", "start") if self.compensate else ("anchor",):
+            r.state[name].copy_(r.x)
         r.state["velocity"].zero_()
-        if self.compensate:
-            r.state["start"].copy_(r.x)
+        r.launch("mean", completed([r.x.clone()]))
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers' parameters, where a round starts; drops the mean in flight, which is older."""
+        mean_(r.comm, r.x).wait()
+        self.restart(r)

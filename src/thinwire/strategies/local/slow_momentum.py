@@ -103,6 +103,8 @@ class SlowMo(Wrapper):
 
     moves_parameters = True
     has_period = True
+    # Each worker moves away from its own anchor, so anchors that differ would keep the workers apart.
+    needs_equal_start = trait(lambda self: self.exact or self.base.needs_equal_start)
     elementwise = trait(
         lambda self: self.base.elementwise and not self.shard and self.outer is None and self.buffers == "maintain"
     )
@@ -133,6 +135,12 @@ class SlowMo(Wrapper):
         """As the base; and refuse a codec that drops what it cannot encode."""
         check_feedback(self.codec)
         super().check(size)
+        if not self.exact and not self.base.holds_average(size):
+            raise ConfigError(
+                f"exact=False with base={self.base} and {size} workers: a worker's own parameters are not its estimate "
+                "of the average there, as a part of it is in flight, or the base refers to a point that all workers "
+                "have in common; use exact=True"
+            )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
@@ -152,7 +160,7 @@ class SlowMo(Wrapper):
         r.state["anchor"] = self._shard_of(r, start).to(home, exact, copy=True)
         if self.outer is None:
             r.state["slow"] = torch.zeros_like(r.state["anchor"])
-            r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=home)
+            self._begin_round(r)
 
     def after_step(self, r: Replica) -> None:
         """The base's hook; then, when the period is over, the slow step, from which the next round starts."""
@@ -163,6 +171,7 @@ class SlowMo(Wrapper):
             r.state["lr_sum"] = r.state["lr_sum"] + (
                 self._shard_of(r, lr).to(anchor.device) if isinstance(lr, Tensor) else lr
             )
+            r.state["num_steps"] += 1
         if r.step % self.period:
             return
 
@@ -182,7 +191,7 @@ class SlowMo(Wrapper):
             r.x.copy_(anchor)
         self.base.restart(self.inner(r))
         if self.outer is None:
-            r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=anchor.device)
+            self._begin_round(r)
         if self.buffers == "reset":
             r.moments.forget()
         if self.buffers == "average":
@@ -192,6 +201,14 @@ class SlowMo(Wrapper):
         """As the base; and start the round at the parameters."""
         super().restart(r)
         r.state["anchor"].copy_(self._shard_of(r, r.x))
+        if self.outer is None:
+            self._begin_round(r)
+
+    def _begin_round(self, r: Replica) -> None:
+        # Steps are counted, because a round may be shorter than the period: the first one of a fragment that is ahead,
+        # and one that begins at parameters set from outside.
+        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device=r.state["anchor"].device)
+        r.state["num_steps"] = torch.zeros((), dtype=torch.int64)
 
     def _average(self, r: Replica) -> Tensor:
         """The workers' average, or this worker's shard of it, on the device of the slow state."""
@@ -213,7 +230,7 @@ class SlowMo(Wrapper):
         if self.outer is not None:
             self.outer.step_(anchor, displacement, state)
             return
-        slow, lr = state["slow"], (state["lr_sum"] / self.period).to(anchor.dtype)
+        slow, lr = state["slow"], (state["lr_sum"] / int(state["num_steps"])).to(anchor.dtype)
         # Where the learning rate was zero the displacement is zero too, so any positive divisor gives zero.
         slow.mul_(self.momentum).addcdiv_(displacement, torch.where(lr > 0, lr, 1.0))
         anchor.addcmul_(slow, lr, value=-self.lr)

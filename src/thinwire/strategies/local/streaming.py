@@ -8,7 +8,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
 from thinwire.strategies.wrapper import Wrapper, period_of
 
@@ -73,8 +73,18 @@ class Streaming(Wrapper):
                 f"base={self.base}: sends messages on no common schedule, which fragments cannot share; use it without "
                 "Streaming, or a base that averages parameters, such as SlowMo()"
             )
+        if any(getattr(each, "warmup_steps", 0) for each in nested(self.base)):
+            raise ConfigError(
+                f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
+                "warmup_steps=0"
+            )
         if getattr(self.base, "buffers", "maintain") != "maintain":
             raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse one that needs the whole vector at once."""
+        super().check(size)
+        self.base.check_blocks(f"in {self.fragments} fragments")
 
     def start(self, r: Replica) -> None:
         """As the base, for each fragment."""

@@ -110,6 +110,15 @@ class EagerPushSum(Strategy):
         self._absorb_(r, mass, now.own)
         debias_(r, mass)
 
+    def restart(self, r: Replica) -> None:
+        """Every worker has the parameters with the weight one, and nothing is in flight: the sum of weights is kept."""
+        # Waited for, so that a receiver cannot take them for messages of the new round.
+        for name in list(r.inflight):
+            r.collect(name)
+        if r.comm.size > 1:
+            r.state["mass"] = mass_of(r.x)
+            r.state["debiased"].copy_(r.x)
+
     def average_(self, r: Replica) -> None:
         """Add all messages in flight, then average; every weight becomes one."""
         if r.comm.size == 1:

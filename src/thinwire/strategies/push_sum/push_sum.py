@@ -89,13 +89,13 @@ class PushSum(Strategy):
 
     def start(self, r: Replica) -> None:
         """Give every worker the weight one; no state where the weight stays one."""
-        if not self._weightless(r):
+        if not self._weightless(r.comm.size):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
         """Apply the update to the mass, send shares of it, add the shares that are due, and de-bias."""
-        if self._weightless(r):
+        if self._weightless(r.comm.size):
             self._push_(r, r.x)
             return
         mass, debiased = r.state["mass"], r.state["debiased"]
@@ -106,8 +106,10 @@ class PushSum(Strategy):
 
     def average_(self, r: Replica) -> None:
         """Add the messages in flight, then average; every weight becomes one."""
-        if self._weightless(r):
-            super().average_(r)
+        if self._weightless(r.comm.size):
+            # The biased form knows no mass: it trains at `x`, so it is `x` that is averaged.
+            Strategy.average_(self, r)
+            self.restart(r)
             return
         mass = r.state["mass"]
         for name, shares in self._in_flight(r):
@@ -116,10 +118,23 @@ class PushSum(Strategy):
         r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
         debias_(r, r.state["mass"])
 
+    def restart(self, r: Replica) -> None:
+        """Every worker has the parameters with the weight one, and nothing is in flight: the sum of weights is kept."""
+        # All messages, at whatever step they were sent: what is in them is mass of the parameters as they were.
+        for name in list(r.inflight):
+            r.collect(name)
+        if not self._weightless(r.comm.size):
+            r.state["mass"] = mass_of(r.x)
+            r.state["debiased"].copy_(r.x)
+
+    def holds_average(self, size: int) -> bool:
+        """Where every weight stays one, and no share is in flight."""
+        return self._weightless(size) and not self.staleness
+
     def consensus(self, r: Replica) -> Tensor:
         """The total mass, messages in flight included, over the total weight, which is the number of workers."""
-        if self._weightless(r):
-            return super().consensus(r)
+        if self._weightless(r.comm.size):
+            return Strategy.consensus(self, r)
         mass = r.state["mass"].clone()
         for name, shares in self._in_flight(r):
             mix_mass_(mass, r.inflight[name].wait(), shares)
@@ -153,9 +168,9 @@ class PushSum(Strategy):
     def _shares(self, r: Replica, step: int) -> Peers:
         return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
-    def _weightless(self, r: Replica) -> bool:
+    def _weightless(self, size: int) -> bool:
         """Whether no weight is needed: it stays one for ever, or the biased form was asked for."""
-        return self.biased or r.comm.size == 1 or (not self.staleness and doubly_stochastic(self.topology, r.comm.size))
+        return self.biased or size == 1 or (not self.staleness and doubly_stochastic(self.topology, size))
 
 
 def _name(step: int) -> str:

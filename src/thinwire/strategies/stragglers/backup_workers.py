@@ -85,6 +85,7 @@ class BackupWorkers(Strategy):
     limits = "data of a worker that is always late are never used unless they are assigned anew; N gradients of n count"
 
     sends_gradients = True
+    needs_equal_start = True
     timing_dependent = True
     skips_steps = trait(lambda self: self.backups > 0)
 
@@ -170,6 +171,10 @@ class BackupWorkers(Strategy):
 
         # Waited for only where all ranks are needed: consensus(), save(), detach().
         r.launch("barrier", Work(barrier))
+
+    def holds_average(self, size: int) -> bool:
+        """All ranks hold the same parameters."""
+        return True
 
     def average_(self, r: Replica) -> None:
         """Nothing to do: all ranks hold the same vector after the barrier."""

@@ -70,6 +70,7 @@ class ParameterServer(Strategy):
     limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
     timing_dependent = True
+    needs_equal_start = True
 
     def start(self, r: Replica) -> None:
         """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""
@@ -114,11 +115,20 @@ class ParameterServer(Strategy):
         # Waited for only by consensus(), save() and detach().
         r.launch("barrier", Work(lambda: _barrier(r)))
 
+    def restart(self, r: Replica) -> None:
+        """The parameters become the shared ones; each worker keeps its part of them."""
+        if r.comm.size == 1:
+            return
+        r.wait_pending()
+        # After the barrier pushes are put aside until this worker's next step, so none is applied to the old part.
+        with r.comm.mailbox(r).changed:
+            r.state["published"].copy_(_split(r.x, r.comm.size)[r.comm.rank])
+            r.state["snapshot"].copy_(r.x)
+
     def average_(self, r: Replica) -> None:
         """Every worker reads the shared parameters."""
         r.x.copy_(self.consensus(r))
-        if r.comm.size > 1:
-            r.state["snapshot"].copy_(r.x)
+        self.restart(r)
 
     def consensus(self, r: Replica) -> Tensor:
         """The shared parameters, after all workers have pushed their updates."""

@@ -83,6 +83,11 @@ class Probe(Wrapper):
                 f"base={self.base}: the probe measures plain means of all workers; use LocalSGD "
                 "without nodes and weights"
             )
+        if self.base.sends_gradients and self.base.reads_gradient:
+            raise ConfigError(
+                f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
+                "AllReduce() for some steps instead"
+            )
         if isinstance(self.base, Probe) or not (self.base.sends_gradients or isinstance(self.base, LocalSGD | Local)):
             raise ConfigError(
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
@@ -99,6 +104,13 @@ class Probe(Wrapper):
                 "SGD without momentum; measure AllReduce() for some steps instead"
             )
 
+    def check_blocks(self, blocks: str) -> None:
+        """Refuse blocks: each would be measured by itself, and the figures of one of them reported as the model's."""
+        raise ConfigError(
+            f"{self} {blocks}: its figures are sums over the whole gradient, of which each holds a part; measure the "
+            "undivided model for some steps instead"
+        )
+
     def start(self, r: Replica) -> None:
         """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
         super().start(r)
@@ -114,8 +126,9 @@ class Probe(Wrapper):
             self._begin_round(r)
 
     # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
-    # arrives, and in `before_step` they are complete. For averages of parameters, `before_step` and `after_step` record
-    # the start and the learning rates of a round, and `_end_round` computes the deviation when the base averages.
+    # arrives, and in `after_step` they are complete, also where a closure computed the gradients. For averages of
+    # parameters, `before_step` and `after_step` record the start and the learning rates of a round, and `_end_round`
+    # computes the deviation when the base averages.
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """Do as the base does; at a measured exchange, keep this worker's deviation from the mean."""
@@ -141,17 +154,16 @@ class Probe(Wrapper):
         return work.then(subtract)
 
     def before_step(self, r: Replica) -> None:
-        """Do as the base does; if it sends gradients, first use the deviation of this exchange, complete by now."""
-        if self.sends_gradients:
-            if r.comm.size > 1 and r.active == r.comm.size:
-                self._measure(r, self._stage(r.step))
-        elif not r.state["steps"]:
+        """Do as the base does; if it averages parameters, save where a round starts."""
+        if not self.sends_gradients and not r.state["steps"]:
             r.state["anchor"].copy_(r.x)
         super().before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """Do as the base does; if it averages parameters, count this step, and end the round when it averages."""
+        """Do as the base does; use the deviation of this exchange, or count this step towards the round."""
         if self.sends_gradients:
+            if r.comm.size > 1 and r.active == r.comm.size:
+                self._measure(r, self._stage(r.step - 1))
             super().after_step(r)
             return
         r.state["lr_sum"] = r.state["lr_sum"] + r.lr
@@ -160,6 +172,12 @@ class Probe(Wrapper):
             self._end_round(r, super().after_step)
         else:
             super().after_step(r)
+
+    def restart(self, r: Replica) -> None:
+        """As the base; if it averages parameters, a round that has started is not measured."""
+        super().restart(r)
+        if not self.sends_gradients:
+            self._begin_round(r)
 
     def average_(self, r: Replica) -> None:
         """Average as the base does; if it averages parameters, this ends a round that has started."""

@@ -1,0 +1,392 @@
+"""Methods as machines that another method can drive: all workers in one tensor, a worker in each row.
+
+A machine is given where its workers' parameters are, `x`, and what their optimizers add to them there, `move`; it knows
+the method's equations, from the paper, and what beginning anew at a common point means. `SlowMomentum` drives any of
+them, and `Fragments` one for each part of the vector. Nothing in here knows thinwire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tests.oracles.common import Mixing
+from tests.oracles.leader import best_of
+
+
+class Machine:
+    """Every worker by itself.
+
+    Args:
+        ahead: steps that the machine's schedule is ahead.
+    """
+
+    def __init__(self, ahead: int = 0) -> None:
+        self.k = ahead
+
+    def start(self, x: Tensor) -> None:
+        """The parameters with which training begins."""
+        self.restart(x)
+
+    def exchanged(self, g: Tensor) -> Tensor:
+        """The gradients that the optimizers are given."""
+        return g
+
+    def step(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        """One step from `x`, to where the next gradient is taken."""
+        self.k += 1
+        return self.moved(x, move, rate, losses)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        """`step`, with `k` the number of this step, from 1."""
+        return x + move
+
+    def average(self, x: Tensor) -> Tensor:
+        """The exact average, in every row."""
+        return x.mean(0).expand_as(x)
+
+    def restart(self, x: Tensor) -> None:
+        """Begin anew at a point that all workers have in common; momenta stay."""
+
+
+class MeanGradient(Machine):
+    """All-reduce: every worker's optimizer is given the mean of all gradients."""
+
+    def exchanged(self, g: Tensor) -> Tensor:
+        return g.mean(0).expand_as(g)
+
+
+class Shared(Machine):
+    """Asynchronous SGD (Chen et al., 2016): the shared parameters move by every worker's update, one after another."""
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        return x + move.sum(0)
+
+
+class Means(Machine):
+    """Local SGD (Stich, 2019)."""
+
+    def __init__(self, period: int, ahead: int = 0) -> None:
+        super().__init__(ahead)
+        self.period = period
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = x + move
+        return x if self.k % self.period else self.average(x)
+
+
+class Decoupled(Machine):
+    """CoCoD-SGD (Shen et al., 2019): the mean of where a round began, plus each worker's own round."""
+
+    def __init__(self, period: int, ahead: int = 0) -> None:
+        super().__init__(ahead)
+        self.period = period
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = x + move
+        if self.k % self.period == 0:
+            x = self.begun.mean(0) + (x - self.begun)
+            self.begun = x
+        return x
+
+    def restart(self, x: Tensor) -> None:
+        self.begun = x
+
+
+class Overlap(Machine):
+    """Overlap Local-SGD (Wang, Liang and Joshi, 2020); the first mean that arrives is where the round begins."""
+
+    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.6, momentum: float = 0.7) -> None:
+        super().__init__(ahead)
+        self.period, self.pull, self.momentum = period, pull, momentum
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = x + move
+        if self.k % self.period == 0:
+            self.velocity = self.momentum * self.velocity + (self.sent - self.anchor)
+            self.anchor = self.anchor + self.velocity
+            x = (1 - self.pull) * x + self.pull * self.anchor
+            self.sent = x.mean(0)
+        return x
+
+    def restart(self, x: Tensor) -> None:
+        self.anchor = self.sent = x.mean(0)
+        self.velocity = torch.zeros_like(self.anchor)
+
+
+class Elastic(Machine):
+    """EASGD and EAMSGD (Zhang, Choromanska and LeCun, 2015), Algorithms 1 and 2: `x` is where gradients are taken."""
+
+    def __init__(self, period: int, ahead: int = 0, *, centre_pull: float = 0.9, momentum: float = 0.0) -> None:
+        super().__init__(ahead)
+        self.period, self.centre_pull, self.momentum = period, centre_pull, momentum
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        position, centre = self.position, self.centre
+        self.velocity = self.momentum * self.velocity + move
+        if (self.k - 1) % self.period == 0:
+            self.position = position - self.centre_pull / len(x) * (position - centre)
+            self.centre = (1 - self.centre_pull) * centre + self.centre_pull * position.mean(0)
+        self.position = self.position + self.velocity
+        return self.position + self.momentum * self.velocity
+
+    def average(self, x: Tensor) -> Tensor:
+        return self.position.mean(0).expand_as(x)
+
+    def restart(self, x: Tensor) -> None:
+        self.position, self.centre, self.velocity = x, x.mean(0), torch.zeros_like(x)
+
+
+class InnerOuter(Machine):
+    """Inner and outer rates (Woodworth, Patel and Srebro, 2020); an average ends the round where it is."""
+
+    def __init__(self, period: int, ahead: int = 0, *, inner: float = 0.5) -> None:
+        super().__init__(ahead)
+        self.period, self.inner = period, inner
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        self.total = self.total + move.mean(0)
+        x = x + self.inner * move
+        if self.k % self.period == 0:
+            x = self.average(x)
+            self.restart(x)
+        return x
+
+    def average(self, x: Tensor) -> Tensor:
+        return self.begun + self.total
+
+    def restart(self, x: Tensor) -> None:
+        self.begun, self.total = x, torch.zeros_like(x)
+
+
+class Mixed(Machine):
+    """D-PSGD (Lian et al., 2017): mix while adapting, or adapt, then mix."""
+
+    def __init__(self, mixing: Mixing, *, after: bool = False) -> None:
+        super().__init__()
+        self.mixing, self.after = mixing, after
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        weights = self.mixing(self.k - 1)
+        return weights @ (x + move) if self.after else weights @ x + move
+
+
+class Pushed(Machine):
+    """SGP and Overlap SGP (Assran et al., 2019), Algorithms 1 and 2; `x` is the quotient z."""
+
+    def __init__(self, mixing: Mixing, ahead: int = 0, *, staleness: int = 0) -> None:
+        super().__init__(ahead)
+        self.mixing, self.staleness = mixing, staleness
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        share, mass = self.mixing(self.k - 1), self.mass + move
+        own = share.diagonal()[:, None]
+        away = share - torch.diag(share.diagonal())
+        self.flying.append((away @ mass, away @ self.weight))
+        self.mass, self.weight = own * mass, own * self.weight
+        if len(self.flying) > self.staleness:
+            arrived, arrived_weight = self.flying.pop(0)
+            self.mass, self.weight = self.mass + arrived, self.weight + arrived_weight
+        return self.mass / self.weight
+
+    def average(self, x: Tensor) -> Tensor:
+        return (self.mass.sum(0) + sum(mass.sum(0) for mass, _ in self.flying)).expand_as(x) / len(x)
+
+    def restart(self, x: Tensor) -> None:
+        self.mass, self.weight, self.flying = x, torch.ones(len(x), 1, dtype=x.dtype), list[tuple[Tensor, Tensor]]()
+
+
+class Momentum(Machine):
+    """Decentralised momentum methods; `rule` maps (x, g, rate, m, W) to the next x and m."""
+
+    def __init__(self, mixing: Mixing, rule: Callable[..., tuple[Tensor, Tensor]], momentum: float) -> None:
+        super().__init__()
+        self.mixing, self.rule, self.momentum = mixing, rule, momentum
+
+    def start(self, x: Tensor) -> None:
+        self.m = torch.zeros_like(x)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x, self.m = self.rule(x, -move / rate, rate, self.m, self.mixing(self.k - 1), self.momentum)
+        return x
+
+
+def decentlam(x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Yuan et al., 2021."""
+    m = beta * m + (x - weights @ (x - rate * g)) / rate
+    return x - rate * m, m
+
+
+def quasi_global(x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Lin et al., 2021, with the memory equal to the momentum."""
+    new = weights @ (x - rate * (g + beta * m))
+    return new, beta * m + (1 - beta) * (x - new) / rate
+
+
+def double_averaging(
+    x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Yu, Jin and Yang, 2019."""
+    u = beta * m + g
+    return weights @ (x - rate * u), weights @ u
+
+
+class ExactDiffusion(Machine):
+    """EDM (Hu et al., 2025); what mixing has corrected is kept, so that its sum stays zero."""
+
+    def __init__(self, mixing: Mixing, momentum: float) -> None:
+        super().__init__()
+        self.mixing, self.momentum = mixing, momentum
+
+    def start(self, x: Tensor) -> None:
+        self.m = self.correction = torch.zeros_like(x)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        self.m = self.momentum * self.m + (1 - self.momentum) * (-move / rate)
+        adapted = x - rate * self.m
+        corrected = adapted + self.correction
+        x = (corrected + self.mixing(self.k - 1) @ corrected) / 2
+        self.correction = x - adapted
+        return x
+
+
+class PublicCopies(Machine):
+    """Choco-SGD (Koloskova et al., 2019), Algorithm 2, with an exact codec."""
+
+    def __init__(self, mixing: Mixing, step_size: float) -> None:
+        super().__init__()
+        self.mixing, self.step_size = mixing, step_size
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        public = x + move
+        return public + self.step_size * (self.mixing(self.k - 1) @ public - public)
+
+
+class Leader(Machine):
+    """LSGD (Teng et al., 2019); `proximal` holds the workers near the last leader."""
+
+    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.3, proximal: float = 0.0) -> None:
+        super().__init__(ahead)
+        self.period, self.pull, self.proximal, self.seen = period, pull, proximal, list[Tensor]()
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        self.seen.append(losses)
+        x = x + move
+        if self.last is not None:
+            x = x + self.proximal / self.period * (self.last - x)
+        if self.k % self.period == 0:
+            self.last = x[best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))]
+            x = x + self.pull * (self.last - x)
+        return x
+
+    def restart(self, x: Tensor) -> None:
+        self.last: Tensor | None = None
+
+
+class LateLeader(Machine):
+    """LSGD in which a leader, as it was when it was elected, pulls the others one round later."""
+
+    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.3) -> None:
+        super().__init__(ahead)
+        self.period, self.pull, self.seen = period, pull, list[Tensor]()
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        self.seen.append(losses)
+        x = x + move
+        if self.k % self.period == 0:
+            if self.late is not None:
+                place, leader = self.late
+                others = (torch.arange(len(x)) != place)[:, None]
+                x = torch.where(others, x + self.pull * (leader - x), x)
+            place = best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))
+            self.late = place, x[place]
+        return x
+
+    def restart(self, x: Tensor) -> None:
+        self.late: tuple[int, Tensor] | None = None
+
+
+class LeaderGradient(Machine):
+    """LGD (Teng et al., 2019): the pull belongs to the parameters that the gradient was taken at."""
+
+    def __init__(self, pull: float) -> None:
+        super().__init__()
+        self.pull = pull
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        return x + move - rate * self.pull * (x - x[best_of(losses, range(len(x)))])
+
+
+# -- around a machine --------------------------------------------------------------------------------------------------
+
+
+class SlowMomentum(Machine):
+    """SlowMo (Wang et al., 2020), Algorithm 1, around any machine; the rate is the mean of the round's rates.
+
+    Args:
+        base: the machine between slow steps.
+        exact: False leaves out the average of line 6.
+    """
+
+    def __init__(
+        self, base: Machine, period: int, *, momentum: float = 0.5, lr: float = 0.9, exact: bool = True
+    ) -> None:
+        super().__init__(base.k)
+        self.base, self.period, self.momentum, self.lr, self.exact = base, period, momentum, lr, exact
+
+    def start(self, x: Tensor) -> None:
+        self.base.start(x)
+        self.begun, self.slow, self.rates = x, torch.zeros_like(x), list[float]()
+
+    def exchanged(self, g: Tensor) -> Tensor:
+        return self.base.exchanged(g)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = self.base.step(x, move, rate, losses)
+        self.rates.append(rate)
+        if self.k % self.period:
+            return x
+        reached = self.base.average(x) if self.exact else x
+        gamma = sum(self.rates) / len(self.rates)
+        self.slow = self.momentum * self.slow + (self.begun - reached) / gamma
+        x = self.begun - self.lr * gamma * self.slow
+        self.restart(x)
+        return x
+
+    def average(self, x: Tensor) -> Tensor:
+        return self.base.average(x)
+
+    def restart(self, x: Tensor) -> None:
+        self.base.restart(x)
+        self.begun, self.rates = x, []
+
+
+class Fragments(Machine):
+    """Streaming (Douillard et al., 2025): one machine for each even part of the vector, ahead of the one before."""
+
+    def __init__(self, machine: Callable[[int], Machine], period: int, count: int) -> None:
+        super().__init__()
+        self.machines = [machine(f * period // count) for f in range(count)]
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """The columns of each fragment."""
+        edges = [f * x.shape[1] // len(self.machines) for f in range(len(self.machines) + 1)]
+        return [x[:, start:stop] for start, stop in pairwise(edges)]
+
+    def start(self, x: Tensor) -> None:
+        for machine, part in zip(self.machines, self.parts(x), strict=True):
+            machine.start(part)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        each = zip(self.machines, self.parts(x), self.parts(move), strict=True)
+        return torch.cat([machine.step(part, of_it, rate, losses) for machine, part, of_it in each], 1)
+
+    def average(self, x: Tensor) -> Tensor:
+        return torch.cat([machine.average(part) for machine, part in zip(self.machines, self.parts(x), strict=True)], 1)
+
+    def restart(self, x: Tensor) -> None:
+        for machine, part in zip(self.machines, self.parts(x), strict=True):
+            machine.restart(part)
