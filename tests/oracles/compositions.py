@@ -140,7 +140,7 @@ class Elastic(Machine):
         self.position, self.centre, self.velocity = x, x.mean(0), torch.zeros_like(x)
 
 
-class InnerOuter(Machine):
+class TwoRates(Machine):
     """Inner and outer rates (Woodworth, Patel and Srebro, 2020); an average ends the round where it is."""
 
     def __init__(self, period: int, ahead: int = 0, *, inner: float = 0.5) -> None:
@@ -339,7 +339,8 @@ class SlowMomentum(Machine):
 
     def start(self, x: Tensor) -> None:
         self.base.start(x)
-        self.begun, self.slow, self.rates = x, torch.zeros_like(x), list[float]()
+        self.begun = x.mean(0).expand_as(x) if self.exact else x
+        self.slow, self.rates = torch.zeros_like(x), list[float]()
 
     def exchanged(self, g: Tensor) -> Tensor:
         return self.base.exchanged(g)

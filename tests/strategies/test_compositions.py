@@ -141,10 +141,10 @@ BASES: dict[str, list[Case]] = {
         ),
     ],
     "MinibatchLocalSGD": [
-        Case(MinibatchLocalSGD(2), lambda n, a: compositions.InnerOuter(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(MinibatchLocalSGD(2), lambda n, a: compositions.TwoRates(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
         Case(
             MinibatchLocalSGD(3, inner=0.0),
-            lambda n, a: compositions.InnerOuter(3, a, inner=0.0),
+            lambda n, a: compositions.TwoRates(3, a, inner=0.0),
             {**NOT_MEASURED, **IN_FLIGHT},
         ),
     ],

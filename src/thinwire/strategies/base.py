@@ -118,7 +118,7 @@ class Strategy(ABC):  # noqa: B024
         """
 
     def start(self, r: Replica) -> None:
-        """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks where `r.equal_start` says so."""
+        """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks if `r.equal_start`."""
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """Start to send `r.g[part]`, which is final. Parts arrive in one fixed order; the engine waits for the work."""

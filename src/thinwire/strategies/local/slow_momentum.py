@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from thinwire.codecs.base import Codec, check_feedback
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import device_for
+from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
@@ -103,8 +104,6 @@ class SlowMo(Wrapper):
 
     moves_parameters = True
     has_period = True
-    # Each worker moves away from its own anchor, so anchors that differ would keep the workers apart.
-    needs_equal_start = trait(lambda self: self.exact or self.base.needs_equal_start)
     elementwise = trait(
         lambda self: self.base.elementwise and not self.shard and self.outer is None and self.buffers == "maintain"
     )
@@ -154,8 +153,10 @@ class SlowMo(Wrapper):
         """Start the first round at the initial parameters, without slow momentum."""
         super().start(r)
         exact = torch.promote_types(r.x.dtype, torch.float32)
-        # A codec encodes differences from the anchor, which must then be equal on all ranks.
+        # Slow steps start at the anchor, which must be equal on all ranks: workers that start apart would stay so.
         start = r.x if self.codec is None else common_start(r)
+        if self.codec is None and self.exact and not r.equal_start:
+            start = mean_(r.comm, r.x.clone()).wait()
         home = device_for(r.x, self.device)
         r.state["anchor"] = self._shard_of(r, start).to(home, exact, copy=True)
         if self.outer is None:
