@@ -256,15 +256,5 @@ TOPOLOGIES: list[Topology] = [
 ]
 """Every topology."""
 
-AFTER_THE_PULL = "weight decay is taken at the parameters after the pull; the paper's gradient is of those before"
-CHOSEN_BITS = "the bits that a rule chooses depend on the gradients, which the strategy does not say"
-AFTER_WARMUP = "a base that sends gradients at some steps only is refused when it sends none, after step 0"
-UNSEEN = "an element that is not drawn is dropped, though it is NaN or infinite"
-FAULTS: dict[tuple[str, Strategy | Codec], str] = {
-    **{(question, ELASTIC): AFTER_THE_PULL for question in ("decay", "adamw")},
-    **{(question, LEADER_GRADIENT): AFTER_THE_PULL for question in ("decay", "adamw")},
-    **{("Probe", strategy): AFTER_WARMUP for strategy in (ONE_BIT_ADAM, ZERO_ONE_ADAM)},
-    ("not finite", RandomK(0.25)): UNSEEN,
-    **{("bytes", strategy): CHOSEN_BITS for strategy in DQ[1:]},
-}
+FAULTS: dict[tuple[str, Strategy | Codec], str] = {}
 """What is known to be wrong, by question and recipe; who mends it takes it out of this table."""

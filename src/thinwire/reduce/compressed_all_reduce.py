@@ -66,7 +66,11 @@ def compressed_mean_(
         residual = residual_of(state, x, offset, length)
         mean = _linear_mean(comm, x, codec.codec, residual, key=key, count=count or comm.size)
         return (pending or PendingMeans()).launch(mean)
-    work = mean_(comm, codec.encode(x, state, key), count=count)
+    payload = codec.encode(x, state, key)
+    # A codec that leaves elements out would leave out one that is not finite too.
+    if not codec.elementwise and not all_finite(x):
+        payload.fill_(torch.nan)
+    work = mean_(comm, payload, count=count)
     return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
 
 

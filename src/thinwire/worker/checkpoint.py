@@ -60,13 +60,19 @@ def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
             fresh = dict(replica.state)
             replica.x.copy_(saved["x"])
             replica.step = saved["step"]
-            # In place, because parts of the replica are views of these mappings.
-            replica.state.clear()
-            for name, x in saved["state"].items():
-                replica.state[name] = x.clone().to(_device_for(fresh.get(name), x, replica.x))
-            replica.inflight.clear()
-            for name, received in saved["inflight"].items():
-                replica.inflight[name] = completed([x.clone().to(replica.x.device) for x in received])
+            states = {
+                name: x.clone().to(_device_for(fresh.get(name), x, replica.x)) for name, x in saved["state"].items()
+            }
+            received = {
+                name: completed([x.clone().to(replica.x.device) for x in tensors])
+                for name, tensors in saved["inflight"].items()
+            }
+            # In place, because parts of the replica are views of these mappings; and in one call, because a message of
+            # a rank that trains already may be handled meanwhile.
+            for mapping, new in ((replica.state, states), (replica.inflight, received)):
+                mapping.update(new)
+                for name in mapping.keys() - new.keys():
+                    del mapping[name]
         worker.shards.write()
         for name, x in _others(worker).items():
             x.copy_(state["others"][name])
