@@ -52,10 +52,13 @@ NEIGHBOURS = {
     ("comm.group", "comm.mailbox.zeromq"),
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),
 }
-# Of strategies, those that are made of another one. Slow momentum's default base is no communication.
+# Of strategies, those that are made of another one. The default base of outer steps is no communication.
 MADE_OF = {
     ("strategies.local.slow_momentum", "strategies.local.local_sgd"),
+    ("strategies.local.diloco", "strategies.local.local_sgd"),
     ("strategies.local.streaming", "strategies.local.overlap_local_sgd"),
+    ("strategies.wrappers.outer_state", "strategies.local.slow_momentum"),
+    ("strategies.wrappers.node_average", "strategies.local.local_sgd"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
     ("strategies.wrappers.probe", "strategies.local.local_sgd"),

@@ -33,7 +33,7 @@ METHODS = {
     "EASGD": f"EASGD(period={PERIOD})",
     # As in the paper, the mean of all workers is evaluated; and once their leader.
     "LSGD": f"LeaderSGD(period={PERIOD}, result='mean')",
-    "LSGD, two nodes": f"LeaderSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD}, result='mean')",
+    "LSGD, two nodes": f"MultiLeaderSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD}, result='mean')",
     "LSGD, its leader": f"LeaderSGD(period={PERIOD})",
 }
 _RIVALS = ("AllReduce", "EASGD")

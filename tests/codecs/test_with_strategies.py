@@ -21,12 +21,18 @@ from thinwire import (
     Comm,
     Complete,
     ConfigError,
+    DecentLaM,
+    DiLoCo,
+    ExactDiffusion,
     Fp16,
+    Fp32,
     Gossip,
     LocalSGD,
     NonFiniteError,
+    Offloaded,
     OnePeerExponential,
     Ring,
+    Sharded,
     SlowMo,
     Strategy,
 )
@@ -98,6 +104,22 @@ def test_coded_slow_momentum_equals_its_oracle(n: int) -> None:
         problem.gradient, problem.start.expand(n, -1), 0.1, len(RATES), signs([34]), period=4, momentum=0.5
     )
     assert distance(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_coded_diloco_equals_its_oracle(n: int) -> None:
+    problem = Regression(n, len(RATES), torch.float32)
+    found = together(n, DiLoCo(period=4, codec=SMALL), problem, RATES)
+    start = problem.start.expand(n, -1)
+    expected = oracles.coded_diloco(problem.gradient, start, RATES, signs([34]), period=4, lr=0.7, momentum=0.9)
+    assert distance(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("base", [DecentLaM(), ExactDiffusion(), Choco(codec=OneBit(8))], ids=str)
+def test_over_any_base_whose_average_is_the_plain_mean_a_codec_without_loss_changes_nothing(base: Strategy) -> None:
+    problem = quadratic(4, torch.float64, width=12)
+    coded, plain = (together(4, SlowMo(base, period=3, codec=c), problem, RATES[:12]) for c in (Fp32(), None))
+    assert distance(coded, plain) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -278,7 +300,9 @@ def test_choco_sends_a_payload_and_a_header_to_each_neighbour() -> None:
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(), RandomK(unbiased=False), Sketch()], ids=str)
-@pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
+@pytest.mark.parametrize(
+    "make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c), lambda c: DiLoCo(codec=c)]
+)
 def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: Codec, make: Any) -> None:
     with pytest.raises(ConfigError, match=r"may diverge; use ErrorFeedback\("):
         make(codec).check(2)
@@ -289,9 +313,10 @@ def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: 
     ("make", "words"),
     [
         (lambda: LocalSGD(2, codec=Bf16(), weights="samples"), "a codec works with plain means"),
-        (lambda: LocalSGD(2, node_size=2, global_period=4, codec=Bf16()), "a codec works with plain means"),
         (lambda: SlowMo(LocalSGD(2), codec=Bf16()), "use base=Local"),
-        (lambda: SlowMo(shard=True, codec=Bf16()), "use base=Local"),
+        (lambda: DiLoCo(Gossip(), codec=Bf16()), "use base=Local"),
+        (lambda: Sharded(SlowMo(codec=Bf16())).check(2), "use codec=None"),
+        (lambda: Sharded(Offloaded(DiLoCo(codec=Bf16()))).check(2), "use codec=None"),
         (lambda: SlowMo(exact=False, codec=Bf16()), "use base=Local"),
         (lambda: AllReduce(3), "codec must be a Codec or None"),
         (lambda: Choco(step_size=0.0), r"step_size=0\.0: must lie in \(0, 1\]"),

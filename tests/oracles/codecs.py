@@ -115,6 +115,28 @@ def coded_slow_momentum(
     return x
 
 
+def coded_diloco(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float],
+    mean: Callable[[Tensor], Tensor],
+    *,
+    period: int,
+    lr: float,
+    momentum: float,
+) -> Tensor:
+    """DiLoCo, Algorithm 1, with Nesterov momentum, whose outer gradients are agreed on in code."""
+    anchor, buffer = x[0], torch.zeros_like(x[0])
+    for k, rate in enumerate(rates):
+        x = x - rate * gradient(x, k)
+        if (k + 1) % period == 0:
+            outer = -mean(x - anchor)
+            buffer = momentum * buffer + outer
+            anchor = anchor - lr * (outer + momentum * buffer)
+            x = anchor.expand_as(x)
+    return x
+
+
 def choco(
     gradient: Gradient, x: Tensor, rates: Sequence[float], code: Code, *, mixing: Tensor, step_size: float
 ) -> Tensor:

@@ -37,55 +37,25 @@ def lsgd(
     node_size: int = 0,
     global_period: int = 0,
     global_pull: float = 0.0,
-    proximal: float = 0.0,
     led: list[int] | None = None,
 ) -> Tensor:
     """LSGD with synchronous rounds; with nodes, the local pull and then the global one."""
     n = len(x)
     nodes = [range(first, first + node_size) for first in range(0, n, node_size)] if node_size else []
     seen: list[Tensor] = []
-    last: Tensor | None = None
-    last_of_nodes: Tensor | None = None
     for k in range(steps):
         seen.append(losses(x, k).float())
         x = x + descend(x, gradient(x, k), k)
-        if last is not None:
-            x = x + proximal / (global_period or period) * (last - x)
-        if last_of_nodes is not None:
-            x = x + proximal / period * (last_of_nodes - x)
         if (k + 1) % period:
             continue
         scores = torch.stack(seen[-period:]).mean(0)
         if nodes:
-            last_of_nodes = torch.stack([x[best_of(scores, node)] for node in nodes for _ in node])
-            x = x + pull * (last_of_nodes - x)
+            x = x + pull * (torch.stack([x[best_of(scores, node)] for node in nodes for _ in node]) - x)
         if not nodes or (k + 1) % global_period == 0:
             leader = best_of(scores, range(n))
-            last = x[leader]
-            x = x + (global_pull if nodes else pull) * (last - x)
+            x = x + (global_pull if nodes else pull) * (x[leader] - x)
             if led is not None:
                 led.append(leader)
-    return x
-
-
-def late_lsgd(
-    gradient: Gradient, losses: Losses, x: Tensor, descend: Descent, steps: int, *, period: int, pull: float
-) -> Tensor:
-    """The leader of one round pulls the others at the end of the next, as it was at its election."""
-    seen: list[Tensor] = []
-    late: tuple[int, Tensor] | None = None
-    for k in range(steps):
-        seen.append(losses(x, k).float())
-        x = x + descend(x, gradient(x, k), k)
-        if (k + 1) % period:
-            continue
-        now = x
-        if late is not None:
-            place, z = late
-            others = (torch.arange(len(x)) != place)[:, None]
-            now = torch.where(others, x + pull * (z - x), x)
-        leader = best_of(torch.stack(seen[-period:]).mean(0), range(len(x)))
-        late, x = (leader, now[leader]), now
     return x
 
 

@@ -148,13 +148,24 @@ def double_averaging(gradient: Gradient, x: Tensor, worker: Momentum, steps: int
 
 
 def in_nodes(
-    gradient: Gradient, x: Tensor, worker: Worker, steps: int, *, period: int, node_size: int, global_period: int
+    gradient: Gradient,
+    x: Tensor,
+    worker: Worker,
+    steps: int,
+    *,
+    period: int,
+    node_size: int,
+    global_period: int,
+    warmup: int = 0,
+    outer: Worker | None = None,
 ) -> Tensor:
-    """Hierarchical Local SGD: nodes average now and then, everyone less often."""
+    """Hierarchical Local SGD: nodes average now and then, everyone less often; then perhaps an outer step."""
+    begun = x
     for k in range(steps):
         x = x + worker(x, gradient(x, k))
-        if (k + 1) % global_period == 0:
+        if (k + 1) % global_period == 0 or k < warmup:
             x = x.mean(0).expand_as(x)
+            x = begun = x if outer is None else begun + outer(begun, begun - x)
         elif (k + 1) % period == 0:
             x = x.view(-1, node_size, x.shape[-1]).mean(1).repeat_interleave(node_size, 0)
     return x

@@ -15,7 +15,20 @@ import thinwire
 from tests.pool import run_processes
 from tests.problems import Problem, Regression, Vector, flat, together
 from tests.strategies.local_runs import adamw, begin, go_on, sent, sgd
-from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy, Worker, parse
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Comm,
+    ConfigError,
+    Gossip,
+    Local,
+    LocalSGD,
+    NodeAverage,
+    SlowMo,
+    Strategy,
+    Worker,
+    parse,
+)
 from thinwire.plan import explain
 from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.strategies.wrappers.heterogeneity import NAMES, recommend
@@ -339,8 +352,8 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
         (lambda: Probe(Gossip()), r"neither sends gradients .* SlowMo\(base=Probe\(base=Local\(\)\)\)"),
         (lambda: Probe(SlowMo()), "put the probe inside"),
         (lambda: Probe(Probe()), "put the probe inside"),
-        (lambda: Probe(LocalSGD(2, node_size=2, global_period=4)), "LocalSGD without nodes and weights"),
-        (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without nodes and weights"),
+        (lambda: Probe(NodeAverage()), "nor ends rounds with a plain mean"),
+        (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without weights"),
         (lambda: recommend(metrics(1, 1, 1), workers=1), "at least 2 workers"),
         (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step a round"),
         (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: needs a finite figure"),

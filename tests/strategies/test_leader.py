@@ -11,7 +11,7 @@ from torch import Tensor
 
 import thinwire
 from tests.oracles.common import Descent
-from tests.oracles.leader import late_lsgd, lgd, lsgd, starts_of
+from tests.oracles.leader import lgd, lsgd, starts_of
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
 from tests.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together, train
@@ -23,6 +23,7 @@ from thinwire.strategies.leader.election import (
 )
 from thinwire.strategies.leader.leader import LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
+from thinwire.strategies.leader.multi_leader import MultiLeaderSGD
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -35,38 +36,25 @@ INF = math.inf
 FORMS: dict[str, dict[str, Any]] = {
     "every step": {"period": 1, "pull": 0.3},
     "periodic": {"period": 4, "pull": 0.25},
-    "towards the last leader": {"period": 3, "pull": 0.1, "proximal": 0.2},
     "nodes": {"period": 2, "pull": 0.2, "node_size": 2, "global_period": 6, "global_pull": 0.4},
-    "nodes towards their last leaders": {
-        "period": 2,
-        "pull": 0.2,
-        "node_size": 2,
-        "global_period": 4,
-        "global_pull": 0.4,
-        "proximal": 0.3,
-    },
 }
+
+
+def leaders(words: dict[str, Any]) -> thinwire.Strategy:
+    return (MultiLeaderSGD if "node_size" in words else LeaderSGD)(**words)
 
 
 @pytest.mark.parametrize("n", [2, 4, 6])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_leader_sgd_equals_its_oracle(form: str, n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    found = together(n, LeaderSGD(**FORMS[form]), problem, RATES, starts=starts, **MOMENTUM)
+    found = together(n, leaders(FORMS[form]), problem, RATES, starts=starts, **MOMENTUM)
     led: list[int] = []
     expected = lsgd(
         problem.gradient, losses_of(problem), starts, Descent(RATES, **MOMENTUM), STEPS, led=led, **FORMS[form]
     )
     assert distance(found, expected) < 1e-12
     assert len(set(led)) > 1 or n == 2
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_leader_that_travels_while_workers_train_equals_its_oracle(n: int) -> None:
-    problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    found = together(n, LeaderSGD(period=4, pull=0.3, overlap=True), problem, RATES, starts=starts)
-    expected = late_lsgd(problem.gradient, losses_of(problem), starts, Descent(RATES), STEPS, period=4, pull=0.3)
-    assert distance(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -78,8 +66,7 @@ def test_leader_gradient_descent_equals_its_oracle(n: int) -> None:
 
 def everything_on_processes(n: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    recipes = {form: LeaderSGD(**words) for form, words in FORMS.items()}
-    recipes["late"] = LeaderSGD(period=4, pull=0.3, overlap=True)
+    recipes = {form: leaders(words) for form, words in FORMS.items()}
     found: dict[str, list[float]] = {}
     sent: dict[str, float] = {}
     for name, recipe in {**recipes, "gradient": LeaderGradientDescent(pull=0.7)}.items():
@@ -99,19 +86,21 @@ def test_on_processes_as_on_threads() -> None:
     expected = {
         form: lsgd(problem.gradient, losses, starts, Descent(RATES), STEPS, **words) for form, words in FORMS.items()
     }
-    expected["late"] = late_lsgd(problem.gradient, losses, starts, Descent(RATES), STEPS, period=4, pull=0.3)
     expected["gradient"] = lgd(problem.gradient, losses, starts, 0.1, STEPS, pull=0.7)
     for name, each in expected.items():
         assert distance(torch.tensor([found[name] for found, _ in rows], dtype=DOUBLE), each) < 1e-12, name
     size = 34 * 8
     assert sum(sent["periodic"] for _, sent in rows) == STEPS / 4 * (3 * size + 4 * 8)
-    assert sum(sent["late"] for _, sent in rows) == STEPS / 4 * (3 * size + 4 * 8) - 2 * size  # the last is on its way
 
 
 # -- identities --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [LeaderSGD(period=3, pull=0), LeaderGradientDescent(pull=0)], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [LeaderSGD(period=3, pull=0), MultiLeaderSGD(3, 0.0, 3, 3, 0.0), LeaderGradientDescent(pull=0)],
+    ids=repr,
+)
 def test_without_a_pull_workers_train_by_themselves_and_send_nothing(strategy: thinwire.Strategy) -> None:
     problem, starts = Regression(3, STEPS, torch.float32), starts_of(3).float()
 
@@ -135,7 +124,7 @@ def test_a_full_pull_at_every_step_makes_all_workers_the_best_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [LeaderSGD(period=2), LeaderSGD(period=2, overlap=True), LeaderGradientDescent()], ids=repr
+    "strategy", [LeaderSGD(period=2), MultiLeaderSGD(period=2, node_size=1), LeaderGradientDescent()], ids=repr
 )
 def test_one_worker_alone_is_the_plain_optimizer(strategy: thinwire.Strategy) -> None:
     problem = Regression(1, STEPS, DOUBLE)
@@ -149,9 +138,9 @@ def test_one_worker_alone_is_the_plain_optimizer(strategy: thinwire.Strategy) ->
 def test_nodes_that_elect_with_all_others_are_one_leader_for_all() -> None:
     problem, starts = Regression(4, STEPS, DOUBLE), starts_of(4)
     single = together(4, LeaderSGD(period=3, pull=0.3), problem, RATES, starts=starts)
-    nodes = LeaderSGD(period=3, pull=0.0, node_size=2, global_period=3, global_pull=0.3)
+    nodes = MultiLeaderSGD(period=3, pull=0.0, node_size=2, global_period=3, global_pull=0.3)
     assert torch.equal(together(4, nodes, problem, RATES, starts=starts), single)
-    whole = LeaderSGD(period=3, pull=0.3, node_size=4, global_period=3, global_pull=0.0)
+    whole = MultiLeaderSGD(period=3, pull=0.3, node_size=4, global_period=3, global_pull=0.0)
     assert torch.equal(together(4, whole, problem, RATES, starts=starts), single)
 
 
@@ -167,7 +156,7 @@ def test_the_best_of_all_is_where_its_own_step_took_it() -> None:
     well, starts = DoubleWell(0.3, 3), starts_of(4, 3)
 
     def body(comm: Comm) -> tuple[Tensor, float]:
-        worker = begin(comm, LeaderSGD(period=1, pull=0.5, node_size=2, global_period=1), well, starts)
+        worker = begin(comm, MultiLeaderSGD(period=1, pull=0.5, node_size=2, global_period=1), well, starts)
         go_on(worker, well, [0.1])
         return flat(worker.model), worker.metrics()["leader"]
 

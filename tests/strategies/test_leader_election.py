@@ -1,4 +1,4 @@
-"""Elections: which worker leads, how losses are recorded, and when the leader is not sent."""
+"""Elections: which worker leads, and how losses are recorded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from thinwire.strategies.leader.election import (
 )
 from thinwire.strategies.leader.leader import LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
+from thinwire.strategies.leader.multi_leader import MultiLeaderSGD
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -128,8 +129,7 @@ def test_if_no_loss_is_finite_nobody_is_pulled_and_there_is_one_warning() -> Non
     for strategy in (
         LeaderSGD(period=2),
         LeaderGradientDescent(),
-        LeaderSGD(period=2, overlap=True),
-        LeaderSGD(2, 0.1, 2, 4),
+        MultiLeaderSGD(2, 0.1, 2, 4),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -204,22 +204,3 @@ def test_the_arguments_of_record_batch_are_checked_and_reset_after_the_step() ->
     go_on(worker, quadratic(1, DOUBLE), [0.1])
     assert (r.samples, r.loss) == (1, None)
     assert as_number(2, torch.zeros(1), "loss").dtype == torch.float32
-
-
-# -- sending only if a worker differs significantly --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("gap", "sends"), [(0.0, False), (0.1, False), (50.0, True), (INF, True)])
-def test_the_leader_is_sent_only_if_a_worker_differs_significantly(gap: float, sends: bool) -> None:
-    """Losses of 0 and 1 in turn have a standard error of about a third; a gap of 50 is far beyond that."""
-    well, starts = DoubleWell(), torch.tensor([[1.0], [-1.0], [1.0]], dtype=DOUBLE)
-
-    def body(comm: Comm) -> tuple[bool, float]:
-        worker = begin(comm, LeaderSGD(period=4, pull=1.0, certainty=2.0), well, starts)
-        before = comm.meter.payload_bytes
-        go_on(worker, well, [0.0] * 4, reported=lambda rank, step, _: step % 2 + (gap if rank == 1 else 0.0))
-        return float(flat(worker.model)) == 1.0, comm.meter.payload_bytes - before
-
-    found = run_threads(3, body)
-    assert [moved for moved, _ in found] == [True, sends, True]
-    assert [sent for _, sent in found] == pytest.approx([8 + 2 * 8 + (2 / 3 * 8 if sends else 0)] * 3)

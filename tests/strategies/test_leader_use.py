@@ -17,6 +17,7 @@ from thinwire import Comm, ConfigError, run_threads
 from thinwire.plan.traffic import DryRun
 from thinwire.strategies.leader.leader import LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
+from thinwire.strategies.leader.multi_leader import MultiLeaderSGD
 
 DOUBLE = torch.float64
 RATES = [0.1] * 24
@@ -46,7 +47,7 @@ def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
     crossed: list[tuple[int, int, int]] = []
 
     def body(comm: Comm) -> None:
-        worker = begin(comm, LeaderSGD(period=1, pull=0.1, node_size=size, global_period=2), problem, starts_of(n, 50))
+        worker = begin(comm, MultiLeaderSGD(1, 0.1, node_size=size, global_period=2), problem, starts_of(n, 50))
         plain = comm._send_recv
 
         def watched(x: Tensor, dst: Any, src: Any) -> Any:
@@ -70,10 +71,9 @@ def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        LeaderSGD(period=4, pull=0.2, proximal=0.1),
+        LeaderSGD(period=4, pull=0.2),
         LeaderSGD(period=4, metric="ema"),
-        LeaderSGD(period=4, overlap=True),
-        LeaderSGD(period=2, node_size=2, global_period=4, proximal=0.2),
+        MultiLeaderSGD(period=2, node_size=2, global_period=4),
         LeaderGradientDescent(),
     ],
     ids=repr,
@@ -121,24 +121,6 @@ def test_consensus_is_the_leader_or_the_mean(strategy: thinwire.Strategy) -> Non
         assert torch.allclose(shipped, expected, rtol=0, atol=1e-15)
 
 
-def test_averaging_drops_a_leader_in_flight() -> None:
-    problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
-    strategy = LeaderSGD(period=4, overlap=True)
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        worker = go_on(begin(comm, strategy, problem, starts), problem, RATES[:5])
-        (r,) = worker.replicas
-        before = r.x.clone()
-        strategy.average_(r)
-        assert not r.inflight
-        return before, r.x.clone()
-
-    rows = run_threads(3, body)
-    mean = torch.stack([before for before, _ in rows]).mean(0)
-    for _, after in rows:
-        assert torch.allclose(after, mean, rtol=0, atol=1e-15)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -148,18 +130,7 @@ def test_averaging_drops_a_leader_in_flight() -> None:
         ({"pull": 1.5}, r"pull=1.5: must lie in \[0, 1\]"),
         ({"pull": -0.1}, "pull=-0.1"),
         ({"pull": NAN}, "pull=nan"),
-        ({"proximal": 2.0}, "proximal=2.0"),
         ({"period": 0}, "period=0: must be at least 1"),
-        ({"node_size": 0}, "node_size=0"),
-        ({"node_size": 2}, "nodes need both"),
-        ({"global_period": 32}, "nodes need both"),
-        ({"global_pull": 0.1}, "without nodes there is one pull"),
-        ({"node_size": 2, "global_period": 17}, "must be a multiple of period=16, such as 64"),
-        ({"node_size": 2, "global_period": 32, "global_pull": 3.0}, "global_pull=3.0"),
-        ({"certainty": -1.0}, "certainty=-1.0"),
-        ({"certainty": 2.0, "metric": "ema"}, "needs metric='window'"),
-        ({"certainty": 2.0, "period": 1}, "over at least 2 steps"),
-        ({"overlap": True, "proximal": 0.1}, "overlap=True: excludes proximal"),
         ({"metric": "median"}, "metric"),
         ({"result": "centre"}, "result"),
     ],
@@ -169,10 +140,27 @@ def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str
         LeaderSGD(**words)
 
 
-def test_workers_that_a_recipe_cannot_serve_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"period": 0}, "period=0: must be at least 1"),
+        ({"node_size": 0}, "node_size=0"),
+        ({"global_period": 0}, "must be a multiple"),
+        ({"global_period": 17}, "must be a multiple of period=16, such as 64"),
+        ({"pull": -0.5}, "pull=-0.5"),
+        ({"global_pull": 3.0}, "global_pull=3.0"),
+    ],
+)
+def test_leaders_of_nodes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        MultiLeaderSGD(**words)
+
+
+def test_workers_that_do_not_fill_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match="node_size=2 with 3 workers"):
-        LeaderSGD(node_size=2, global_period=32).check(3)
-    with pytest.raises(ConfigError, match="takes 4 steps to reach all; use period=4 or more"):
-        LeaderSGD(period=3, overlap=True).check(5)
+        MultiLeaderSGD(node_size=2).check(3)
+
+
+def test_leader_gradient_descent_refuses_a_negative_pull() -> None:
     with pytest.raises(ConfigError, match="pull=-1"):
         LeaderGradientDescent(pull=-1.0)

@@ -207,7 +207,7 @@ def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
         ("SlowMo(12)", r"SlowMo\(base=12\): base must be a Strategy"),
         ("SlowMo(momentum=1)", r"momentum=1: must lie in \[0, 1\)"),
         ("SlowMo(lr=1e999)", "lr=inf: the slow learning rate must be positive and finite"),
-        ("SlowMo(base=SlowMo())", "one slow momentum at a time"),
+        ("SlowMo(base=SlowMo())", "one outer step at a time"),
         ("Gossip(order='never')", "order must be 'while' or 'after'"),
         ("PushSum(topology=Bf16())", "topology must be a Topology"),
         ("AllReduce(codec=Ring())", "codec must be a Codec or None"),

@@ -249,7 +249,7 @@ def test_local_sgd_leaves_all_workers_equal_after_a_round_and_calls_once_for_it(
         (lambda: LocalSGD(True), r"period must be a whole number"),
         (lambda: SlowMo(12), r"SlowMo\(base=12\): base must be a Strategy"),
         (lambda: SlowMo(LocalSGD), r"base must be a Strategy; write LocalSGD\(\)"),
-        (lambda: SlowMo(SlowMo()), r"one slow momentum at a time; use its base, Local\(\)"),
+        (lambda: SlowMo(SlowMo()), r"one outer step at a time; use its base, Local\(\)"),
         (lambda: SlowMo(period=-1), "period=-1: must be at least 1"),
         (lambda: SlowMo(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
         (lambda: SlowMo(momentum=float("nan")), r"momentum=nan: must lie in \[0, 1\)"),

@@ -1,4 +1,4 @@
-"""Local SGD, whole: nodes, warm-up, and averages weighted by samples."""
+"""Local SGD, whole: averages within nodes, warm-up, and averages weighted by samples."""
 
 from __future__ import annotations
 
@@ -12,18 +12,37 @@ import thinwire
 from tests.oracles import local as oracles_local
 from tests.oracles.local import Adam, Momentum
 from tests.pool import run_processes
-from tests.problems import Regression, distance, flat, watched
+from tests.problems import Regression, distance, flat, quadratic, watched
 from tests.strategies.local_runs import adamw, begin, ended, go_on, run, sent, sgd
-from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Worker
+from thinwire import (
+    AllReduce,
+    Comm,
+    ConfigError,
+    DiLoCo,
+    Fp32,
+    Local,
+    LocalSGD,
+    NodeAverage,
+    OuterOptimizer,
+    OverlapLocalSGD,
+    Probe,
+    PushSum,
+    Sharded,
+    SlowMo,
+    Strategy,
+    Streaming,
+    Worker,
+)
 from thinwire.plan import explain
+from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
 STEPS = 14
-NODES = LocalSGD(period=2, node_size=2, global_period=6)
+NODES = NodeAverage(LocalSGD(6), period=2, node_size=2)
 WEIGHTED = LocalSGD(period=4, weights="samples")
 
 
-def in_nodes(n: int, node_size: int) -> Tensor:
+def in_nodes(n: int, node_size: int, **settings: Any) -> Tensor:
     problem = Regression(n, STEPS, DOUBLE)
     return oracles_local.in_nodes(
         problem.gradient,
@@ -33,14 +52,54 @@ def in_nodes(n: int, node_size: int) -> Tensor:
         period=2,
         node_size=node_size,
         global_period=6,
+        **settings,
     )
 
 
 @pytest.mark.parametrize(("n", "node_size"), [(4, 2), (6, 3), (4, 4), (8, 2), (6, 2)])
 def test_nodes_average_every_period_and_all_workers_every_global_period(n: int, node_size: int) -> None:
-    strategy = LocalSGD(period=2, node_size=node_size, global_period=6)
+    strategy = NodeAverage(LocalSGD(6), period=2, node_size=node_size)
     real = ended(n, strategy, Regression(n, STEPS, DOUBLE), STEPS, sgd(0.05))
     assert distance(real, in_nodes(n, node_size)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("base", "outer"),
+    [
+        (SlowMo(period=6, momentum=0.6), oracles_local.Momentum(1.0, 0.6)),
+        (DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.9)), oracles_local.Momentum(0.7, 0.9)),
+        (Sharded(DiLoCo(LocalSGD(6), period=6, outer=OuterOptimizer("AdamW", lr=0.05))), oracles_local.Adam(0.05)),
+    ],
+    ids=brief,
+)
+def test_nodes_average_between_outer_steps_too(base: Strategy, outer: Any) -> None:
+    real = ended(4, NodeAverage(base, period=2), Regression(4, STEPS, DOUBLE), STEPS, sgd(0.05))
+    outer.forget()
+    assert distance(real, in_nodes(4, 2, outer=outer)) < 1e-12
+
+
+def test_nodes_do_not_average_again_during_the_warm_up() -> None:
+    strategy = NodeAverage(LocalSGD(6, warmup_steps=5), period=2)
+    problem = Regression(4, STEPS, DOUBLE)
+    assert distance(ended(4, strategy, problem, STEPS, sgd(0.05)), in_nodes(4, 2, warmup=5)) < 1e-12
+    warm = sent(4, strategy, problem, 5, sgd())
+    assert warm == sent(4, LocalSGD(6, warmup_steps=5), problem, 5, sgd())
+
+
+def test_nodes_average_between_averages_of_compressed_differences() -> None:
+    problem = Regression(4, STEPS, DOUBLE)
+    coded = ended(4, NodeAverage(LocalSGD(6, codec=Fp32()), period=2), problem, STEPS, sgd(0.05))
+    assert distance(coded, in_nodes(4, 2)) < 1e-6
+
+
+def test_each_fragment_of_a_stream_averages_within_nodes_at_its_own_steps() -> None:
+    # Elements of a quadratic do not depend on each other, so the first fragment is that of a run without fragments.
+    problem, base = quadratic(4, DOUBLE, width=6), NodeAverage(LocalSGD(6), period=2)
+    whole, stream = (ended(4, each, problem, 11, sgd(0.05)) for each in (base, Streaming(base, fragments=2)))
+    assert torch.equal(stream[:, :3], whole[:, :3])
+    # The second one is a step ahead, so its nodes have just averaged.
+    assert torch.equal(stream[::2, 3:], stream[1::2, 3:])
+    assert not torch.equal(whole[::2, 3:], whole[1::2, 3:])
 
 
 def samples_of(n: int) -> list[Tensor]:
@@ -145,7 +204,7 @@ def test_weights_reach_slow_momentum_and_consensus() -> None:
 
 
 def test_weighted_nodes_average_by_their_ranks_samples() -> None:
-    strategy = LocalSGD(period=2, node_size=2, global_period=4, weights="samples")
+    strategy = NodeAverage(LocalSGD(4, weights="samples"), period=2)
     problem = Regression(4, 4, DOUBLE)
 
     def record(worker: Worker, step: int) -> None:
@@ -184,7 +243,7 @@ def test_bytes_of_nodes_are_those_of_the_formula() -> None:
 
 
 def test_explain_counts_what_nodes_send() -> None:
-    card = explain(LocalSGD(period=8, node_size=2, global_period=32), parameters=1000, workers=4)
+    card = explain(NodeAverage(LocalSGD(period=32), period=8), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == pytest.approx((3 * 1 * 4000 + 1.5 * 4000) / 32)
     assert [link.dst for link in card.links] == [1]
 
@@ -204,7 +263,7 @@ def test_adam_in_nodes_keeps_its_moments_local() -> None:
 
 
 @pytest.mark.parametrize("strategy", [WEIGHTED, NODES, LocalSGD(4, warmup_steps=9)], ids=str)
-def test_local_sgd_resumes_within_a_round(strategy: LocalSGD) -> None:
+def test_local_sgd_resumes_within_a_round(strategy: Strategy) -> None:
     problem = Regression(4, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
@@ -221,11 +280,15 @@ def test_local_sgd_resumes_within_a_round(strategy: LocalSGD) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LocalSGD(node_size=0), "node_size=0: must be at least 1"),
-        (lambda: LocalSGD(node_size=2), "nodes need both"),
-        (lambda: LocalSGD(global_period=16), "nodes need both"),
-        (lambda: LocalSGD(period=8, node_size=2, global_period=12), "must be a multiple of period=8, such as 32"),
-        (lambda: LocalSGD(period=8, node_size=2, global_period=0), "must be a multiple"),
+        (lambda: NodeAverage(node_size=0), "node_size=0: must be at least 1"),
+        (lambda: NodeAverage(period=0), "period=0: must be at least 1"),
+        (lambda: NodeAverage(LocalSGD(12), period=8), "period=8: must divide the base's period=12"),
+        (lambda: NodeAverage(Local()), r"must be local steps with averages over all workers; use LocalSGD\(\)"),
+        (lambda: NodeAverage(SlowMo(exact=False), 4), "must be local steps with averages"),
+        (lambda: NodeAverage(SlowMo(PushSum()), 4), "must be local steps with averages"),
+        (lambda: NodeAverage(SlowMo(Probe(Local())), 4), "must be local steps with averages"),
+        (lambda: NodeAverage(Streaming(LocalSGD(8)), 4), "must be local steps with averages"),
+        (lambda: NodeAverage(OverlapLocalSGD(8), 4), "must be local steps with averages"),
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps=-1: must not be negative"),
         (lambda: LocalSGD(weights="bytes"), "'equal' or 'samples'"),  # type: ignore[arg-type]
         (lambda: NODES.check(5), "node_size=2 with 5 workers: ranks do not fill whole nodes"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,47 +10,70 @@ import thinwire
 from tests.pool import run_processes
 from tests.problems import Irregular, Regression, distance, flat, quadratic, watched
 from tests.strategies.local_runs import begin, ended, go_on, run, sent, sgd
-from thinwire import AllReduce, Comm, Gossip, LocalSGD, PushSum, Replica, SlowMo, Strategy
+from thinwire import (
+    AllReduce,
+    Comm,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    Offloaded,
+    PushSum,
+    Replica,
+    Sharded,
+    SlowMo,
+    Strategy,
+)
 from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
 from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter, ring_all_reduce_, weighted_mean_
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
 STEPS = 13
-STRATEGIES: list[dict[str, Any]] = [
-    {"momentum": 0.6, "lr": 0.9},
-    {"momentum": 0.0},
-    {"outer": OuterOptimizer("SGD", lr=0.7, momentum=0.9, nesterov=True)},
-    {"outer": OuterOptimizer("Adam", lr=0.05), "buffers": "average"},
-    {"base": PushSum(Irregular())},
-    {"base": Gossip()},
-    {"base": LocalSGD(2)},
-    {"base": AllReduce()},
-    {"device": "cpu"},
+STRATEGIES: list[Strategy] = [
+    SlowMo(period=4, momentum=0.6, lr=0.9),
+    SlowMo(period=4, momentum=0.0),
+    DiLoCo(period=4),
+    DiLoCo(period=4, outer=OuterOptimizer("Adam", lr=0.05)),
+    SlowMo(period=4, buffers="average"),
+    SlowMo(PushSum(Irregular()), period=4),
+    SlowMo(Gossip(), period=4),
+    DiLoCo(LocalSGD(2), period=4),
+    SlowMo(AllReduce(), period=4),
+    Offloaded(SlowMo(period=4)),
 ]
 
 
-@pytest.mark.parametrize("settings", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=brief)
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_sharded_slow_steps_give_the_same_bits(settings: dict[str, Any], n: int) -> None:
+def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> None:
     problem = Regression(n, STEPS, torch.float32)
-    whole, shared = (ended(n, SlowMo(period=4, shard=s, **settings), problem, STEPS, sgd()) for s in (False, True))
+    whole, shared = (ended(n, each, problem, STEPS, sgd()) for each in (strategy, Sharded(strategy)))
     assert torch.equal(shared, whole)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=brief)
+def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(strategy: Strategy) -> None:
+    problem = Regression(3, STEPS, torch.float32)
+    whole = ended(3, strategy, problem, STEPS, sgd())
+    for placed in (Offloaded(strategy), Sharded(Offloaded(strategy)), Offloaded(Sharded(strategy))):
+        assert torch.equal(ended(3, placed, problem, STEPS, sgd()), whole)
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 3), (8, 2), (3, 7), (4, 8)])
 def test_vectors_smaller_than_the_number_of_workers_are_sharded_too(n: int, width: int) -> None:
     problem = quadratic(n, DOUBLE, width=width)
-    for settings in STRATEGIES[:3]:
-        whole, shared = (ended(n, SlowMo(period=2, shard=s, **settings), problem, 6, sgd()) for s in (False, True))
+    for strategy in STRATEGIES[:3]:
+        whole, shared = (ended(n, each, problem, 9, sgd()) for each in (strategy, Sharded(strategy)))
         assert torch.equal(shared, whole)
 
 
 def test_each_parameter_group_s_rate_is_sharded_with_its_parameters() -> None:
     problem = Regression(3, 8, DOUBLE)
     whole, shared = (
-        watched(3, SlowMo(period=4, shard=s), problem, [0.1, 0.05] * 4, factors=[1.0, 0.5, 0.0]) for s in (False, True)
+        watched(3, each, problem, [0.1, 0.05] * 4, factors=[1.0, 0.5, 0.0])
+        for each in (SlowMo(period=4), Sharded(SlowMo(period=4)))
     )
     assert torch.equal(shared, whole)
 
@@ -61,9 +82,9 @@ def shared_runs() -> list[list[float]]:
     comm = thinwire.GroupComm()
     problem = Regression(comm.size, STEPS, DOUBLE)
     return [
-        flat(run(comm, SlowMo(period=4, shard=shard, **settings), problem, STEPS, sgd()).model).tolist()
-        for settings in STRATEGIES
-        for shard in (False, True)
+        flat(run(comm, each, problem, STEPS, sgd()).model).tolist()
+        for strategy in STRATEGIES
+        for each in (strategy, Sharded(strategy))
     ]
 
 
@@ -74,9 +95,11 @@ def test_sharded_slow_steps_are_the_same_on_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [SlowMo(period=4, shard=True), SlowMo(period=4, shard=True, outer=OuterOptimizer())], ids=str
+    ("strategy", "vectors"),
+    [(Sharded(SlowMo(period=4)), 2), (Sharded(DiLoCo(period=4, outer=OuterOptimizer())), 1)],
+    ids=str,
 )
-def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy) -> None:
+def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy, vectors: int) -> None:
     problem = Regression(2, 8, torch.float32)
     assert sent(2, strategy, problem, 8, sgd())[0][0] == sent(2, LocalSGD(4), problem, 8, sgd())[0][0]
     uneven = sent(3, strategy, Regression(3, 8, torch.float32), 8, sgd())
@@ -86,17 +109,14 @@ def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy) -> None:
         (r,) = run(comm, strategy, problem, 8, sgd()).replicas
         return sum(nbytes_of(x) for x in r.state.values() if x.dim())
 
-    assert (
-        thinwire.run_threads(2, kept)
-        == [17 * 4 * (1 if strategy == SlowMo(period=4, shard=True, outer=OuterOptimizer()) else 2)] * 2
-    )
+    assert thinwire.run_threads(2, kept) == [17 * 4 * vectors] * 2
 
 
 def test_after_a_sharded_slow_step_all_workers_hold_the_same_bits() -> None:
-    for settings in STRATEGIES:
-        seen = watched(3, SlowMo(period=4, shard=True, **settings), Regression(3, 8, torch.float32), [0.1] * 8)
-        assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])), settings
-        assert torch.equal(seen[7], seen[7, :1].expand_as(seen[7])), settings
+    for strategy in STRATEGIES:
+        seen = watched(3, Sharded(strategy), Regression(3, 8, torch.float32), [0.1] * 8)
+        assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])), strategy
+        assert torch.equal(seen[7], seen[7, :1].expand_as(seen[7])), strategy
 
 
 def test_slow_state_is_kept_in_single_precision_at_least() -> None:
@@ -113,43 +133,42 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     assert torch.equal(r.x, r.state["anchor"].bfloat16())
 
 
-@pytest.mark.parametrize("settings", STRATEGIES[:4] + STRATEGIES[-1:], ids=str)
-def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(settings: dict[str, Any]) -> None:
-    whole, shared = (explain(SlowMo(period=4, shard=s, **settings), parameters=1200, workers=4) for s in (False, True))
+@pytest.mark.parametrize("strategy", STRATEGIES[:5] + STRATEGIES[-1:], ids=brief)
+def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(strategy: Strategy) -> None:
+    whole, shared = (explain(each, parameters=1200, workers=4) for each in (strategy, Sharded(strategy)))
     assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4
     names = [name for name in whole.memory_bytes_per_parameter if name != "parameters"]
-    assert "anchor" in names and len(names) >= 2
+    assert any(name.endswith("anchor") for name in names) and len(names) >= 2
     for name in names:
-        assert whole.memory_bytes_per_parameter[name] == 4 * shared.memory_bytes_per_parameter[name] == 4
+        assert whole.memory_bytes_per_parameter[name] == 4 * shared.memory_bytes_per_parameter[f"base/{name}"] == 4
 
 
 def test_the_slow_state_can_be_kept_on_the_host() -> None:
-    strategy = SlowMo(period=2, device="cpu", outer=OuterOptimizer("Adam", lr=0.1))
-    meta = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
-    strategy.start(meta)
-    assert meta.state["anchor"].device.type == "cpu"
+    strategy = Offloaded(DiLoCo(period=2, outer=OuterOptimizer("Adam", lr=0.1)))
+    r = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
+    strategy.start(r)
+    assert r.state["base/anchor"].device.type == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("settings", STRATEGIES[:4], ids=str)
-@pytest.mark.parametrize("shard", [False, True])
-def test_the_host_takes_the_slow_steps_of_a_model_on_a_gpu(settings: dict[str, Any], shard: bool) -> None:
-    def body(device: str | None) -> tuple[Tensor, set[str]]:
+@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=brief)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_host_takes_the_slow_steps_of_a_model_on_a_gpu(strategy: Strategy, sharded: bool) -> None:
+    def body(strategy: Strategy) -> tuple[Tensor, set[str]]:
         model = nn.Linear(3, 2)
         nn.init.constant_(model.weight, 0.5)
         nn.init.constant_(model.bias, 0.25)
         model.cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        strategy = SlowMo(period=2, shard=shard, **{**settings, "device": device})
-        worker = thinwire.attach(model, optimizer, strategy)
-        for step in range(6):
+        worker = thinwire.attach(model, optimizer, Sharded(strategy) if sharded else strategy)
+        for step in range(10):
             optimizer.zero_grad()
             model(torch.full((1, 3), step + 1.0, device="cuda")).square().sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         return flat(model).cpu(), {x.device.type for x in worker.replicas[0].state.values() if x.dim()}
 
-    on_gpu, on_host = body(None), body("cpu")
+    on_gpu, on_host = body(strategy), body(Offloaded(strategy))
     assert torch.allclose(on_gpu[0], on_host[0], rtol=0, atol=1e-6)
     assert (on_gpu[1], on_host[1]) == ({"cuda"}, {"cpu"})
 
@@ -217,7 +236,7 @@ def test_sharded_slow_state_resumes_within_a_round() -> None:
     problem = Regression(3, STEPS, torch.float32)
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        strategy = SlowMo(period=4, shard=True)
+        strategy = Sharded(SlowMo(period=4))
         one = go_on(begin(comm, strategy, problem, sgd()), problem, range(6))
         saved = one.state_dict()
         go_on(one, problem, range(6, STEPS))

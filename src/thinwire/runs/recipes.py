@@ -10,6 +10,7 @@ from thinwire.errors import ConfigError
 from thinwire.registry import REGISTERED
 from thinwire.runs.baselines import Baseline, Bf16Gradients, PlainDdp, PostLocalSGD, PowerSGD
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.recipe import brief, read
 
 Recipe = Strategy | Baseline
@@ -56,24 +57,28 @@ def describe(recipe: Recipe) -> str:
 
 
 def modules_of(recipe: Recipe) -> list[str]:
-    """The modules of other packages that define the recipe's classes: another process must import them to read it.
+    """The modules of other packages that the recipe's classes and outer optimizers are in.
+
+    Another process must import them to read the recipe.
 
     Raises:
         ConfigError: a class is defined in a program, or within a function, where no other process can import it.
     """
-    kinds = [kind for kind in _kinds(recipe) if f"{kind.__module__}:{kind.__name__}" in REGISTERED]
+    parts = list(_parts(recipe))
+    kinds = [kind for kind in map(type, parts) if f"{kind.__module__}:{kind.__name__}" in REGISTERED]
     for kind in kinds:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind or kind.__module__ == "__main__":
             raise ConfigError(
                 f"{describe(recipe)}: {kind.__name__} is defined in the program itself or in a function, and the "
                 "workers are other processes; put it into a module, which they can import"
             )
-    return sorted({kind.__module__ for kind in kinds})
+    optimizers = {part.module for part in parts if isinstance(part, OuterOptimizer) and part.module}
+    return sorted({kind.__module__ for kind in kinds} | optimizers)
 
 
-def _kinds(value: object) -> Iterator[type]:
-    """The classes of a recipe and of the recipes within it."""
+def _parts(value: object) -> Iterator[object]:
+    """A recipe and the recipes within it."""
     if is_dataclass(value) and not isinstance(value, type):
-        yield type(value)
+        yield value
         for field in fields(value):
-            yield from _kinds(getattr(value, field.name))
+            yield from _parts(getattr(value, field.name))

@@ -47,6 +47,7 @@ class Strategy(ABC):  # noqa: B024
         steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
         needs_equal_start: nothing in it makes parameters equal that started apart, so that `attach(init="own")` refuses
             workers that do.
+        plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
@@ -88,6 +89,7 @@ class Strategy(ABC):  # noqa: B024
     has_period: ClassVar[bool] = False
     steady_from: ClassVar[int] = 0
     needs_equal_start: ClassVar[bool] = False
+    plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
@@ -155,6 +157,14 @@ class Strategy(ABC):  # noqa: B024
     def average_(self, r: Replica) -> None:
         """Replace `r.x` on every rank by the exact average over workers, messages in flight included."""
         mean_(r.comm, r.x).wait()
+
+    def averages_at(self, step: int) -> bool:
+        """Whether all workers go on from one average of their parameters after that many steps."""
+        return False
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """This worker's weight in averages of the parameters, a number; None where all workers weigh the same."""
+        return None
 
     def consensus(self, r: Replica) -> Tensor:
         """The vector to evaluate and export, equal on all ranks; `r` is not changed."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.registry import REGISTERED, entry_points, name_in_recipes, recipe_classes
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.user_classes import user_class
+from thinwire.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.strategies.user_classes import user_class, user_module
 from thinwire.topology.base import Topology
 
 T = TypeVar("T")
@@ -66,11 +68,13 @@ def brief(recipe: Any) -> str:
     """A recipe as one would write it: its repr without the arguments that are at their defaults."""
     if not is_dataclass(recipe) or isinstance(recipe, type):
         return repr(recipe)
-    arguments = [
-        f"{field.name}={brief(value)}"
-        for field in fields(recipe)
-        if (value := getattr(recipe, field.name)) != field.default
-    ]
+    arguments: list[str] = []
+    for parameter in signature(type(recipe)).parameters.values():
+        value = getattr(recipe, parameter.name)
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            arguments += [f"{name}={each!r}" for name, each in value]
+        elif value != parameter.default:
+            arguments.append(f"{parameter.name}={brief(value)}")
     return f"{name_in_recipes(type(recipe))}({', '.join(arguments)})"
 
 
@@ -138,8 +142,9 @@ class _Reader:
     def call(self, name: str, call: ast.Call) -> Any:
         """An instance of the class of that name, with the arguments of a call."""
         kind, where = self.find(name), f"{self.where}: {name}"
-        taken = [field for field in fields(kind) if field.init]
-        known = [field.name for field in taken]
+        parameters = signature(kind).parameters.values()
+        taken = [each for each in parameters if each.kind is not Parameter.VAR_KEYWORD]
+        known = [each.name for each in taken]
         if len(call.args) > len(known):
             raise ConfigError(f"{where} was given {len(call.args)} arguments{_listed(known)}")
         # Arguments are checked here and not by the class, whose TypeError could suggest no fix.
@@ -147,16 +152,19 @@ class _Reader:
         for keyword in call.keywords:
             if keyword.arg is None:
                 raise ConfigError(f"{self.where}: ** is not understood; name each argument")
-            key = _same(keyword.arg, known)
+            key = _same(keyword.arg, known) or (keyword.arg if len(taken) < len(parameters) else None)
             if key is None:
                 hint = _nearest(keyword.arg, known) + (_listed(known) if len(known) <= _FEW else "")
                 raise ConfigError(f"{where} has no {keyword.arg!r}{hint}")
             if key in given:
                 raise ConfigError(f"{where} was given {key!r} twice; keep one")
             given[key] = self.build(keyword.value)
-        for field in taken:
-            if field.name not in given and field.default is MISSING and field.default_factory is MISSING:
-                raise ConfigError(f"{where} needs {field.name!r}; write {name}({field.name}=...)")
+        for each in taken:
+            if each.name not in given and each.default is Parameter.empty:
+                raise ConfigError(f"{where} needs {each.name!r}; write {name}({each.name}=...)")
+        optimizer = given.get("optimizer")
+        if kind is OuterOptimizer and isinstance(optimizer, str) and ":" in optimizer:
+            user_module(optimizer, where, imports=self.imports)
         try:
             return kind(**given)
         except ThinwireError:

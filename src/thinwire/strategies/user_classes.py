@@ -1,4 +1,4 @@
-"""Classes that other packages define for recipes, named as `module:Class`."""
+"""What other packages define for recipes, named as `module:Class`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ def user_class(name: str, where: str, *, imports: bool) -> type:
     if name in REGISTERED:
         return REGISTERED[name]
     home, _, short = name.partition(":")
-    if not imports and home not in sys.modules:
-        raise ConfigError(
-            f"{where}: {name} is not imported, and a recipe that is read from a file or from another process imports "
-            f"nothing; import {home} first, or on the command line repeat the recipe as --strategy"
-        )
-    module = sys.modules.get(home) or _import(home, where)
+    module = user_module(name, where, imports=imports)
     found = REGISTERED.get(name) or vars(module).get(short)
     offered = {each: kind for each, kind in vars(module).items() if isinstance(kind, type) and _is_registered(kind)}
     if isinstance(found, type) and _is_registered(found):
@@ -42,6 +37,21 @@ def user_class(name: str, where: str, *, imports: bool) -> type:
         raise ConfigError(f"{where}: {place} has no {short!r}; {has}")
     what = "class that is not registered" if isinstance(found, type) else type(found).__name__
     raise ConfigError(f"{where}: {short!r} in {place} is a {what}; put @thinwire.registered above the class ({has})")
+
+
+def user_module(name: str, where: str, *, imports: bool) -> ModuleType:
+    """The module of `module:Name`, imported if it is not yet.
+
+    Raises:
+        ConfigError: it cannot or may not be imported.
+    """
+    home = name.partition(":")[0]
+    if not imports and home not in sys.modules and home.partition(".")[0] != "thinwire":
+        raise ConfigError(
+            f"{where}: {name} is not imported, and a recipe that is read from a file or from another process imports "
+            f"nothing; import {home} first, or on the command line repeat the recipe as --strategy"
+        )
+    return sys.modules.get(home) or _import(home, where)
 
 
 def _is_registered(kind: type) -> bool:

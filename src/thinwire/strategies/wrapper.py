@@ -116,6 +116,14 @@ class Wrapper(Strategy):
         """As the base."""
         self.base.average_(self.inner(r))
 
+    def averages_at(self, step: int) -> bool:
+        """As the base."""
+        return self.base.averages_at(step)
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """As the base."""
+        return self.base.weight(self.inner(r))
+
     def consensus(self, r: Replica) -> Tensor:
         """As the base."""
         return self.base.consensus(self.inner(r))

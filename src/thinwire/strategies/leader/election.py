@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import Literal
 
 import torch
@@ -118,12 +117,6 @@ def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
     return losses.mean() if len(losses) else None
 
 
-def standard_error(r: Replica) -> Tensor:
-    """The standard error of a window's mean; infinite before the second loss."""
-    losses = _recorded_losses(r)
-    return losses.std() / len(losses) ** 0.5 if len(losses) > 1 else r.x.new_full((), inf, dtype=torch.float32)
-
-
 def _recorded_losses(r: Replica) -> Tensor:
     """The part of the window that is filled: zeros in the rest would make a worker with fewer steps look better."""
     return r.state["losses"][: min(int(r.state["num_losses"]), len(r.state["losses"]))]
@@ -194,27 +187,6 @@ def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Map
     received = r.comm.send_recv(own, others, others).wait()
     keys = dict(zip(others, received, strict=True)) | {r.comm.rank: own}
     return {rank: keys[rank] for rank in members}
-
-
-def differs_significantly(r: Replica, certainty: float) -> bool:
-    """Whether some worker's mean loss is significantly worse than the best one's; 8 bytes to each of the others.
-
-    Args:
-        r: the replica.
-        certainty: how many standard errors of the difference are significant.
-    """
-    score = local_score(r, "window")
-    if score is None:
-        return True
-    scores, errors = torch.stack(r.comm.all_gather(torch.stack([score, standard_error(r)])).wait()).unbind(1)
-
-    def differs() -> bool:
-        if not bool(torch.isfinite(scores).all()):
-            return True
-        best = scores.argmin()
-        return bool((scores - scores[best] > certainty * torch.hypot(errors, errors[best])).any())
-
-    return decide(scores, differs, most=True, least=False)
 
 
 def warn_without_leader(r: Replica) -> None:

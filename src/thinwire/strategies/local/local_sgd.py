@@ -11,7 +11,7 @@ from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
+from thinwire.strategies.local.means import weighted_mean_
 
 
 def check_period(period: int) -> None:
@@ -85,30 +85,28 @@ class LocalSGD(Strategy):
     $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
       \text{every } \tau \text{ steps: } x_i \leftarrow \tfrac1n \sum_j x_j$$
 
-    With `node_size` $m$, every $\tau$ steps each node of $m$ consecutive ranks averages by itself, and all average
-    every `global_period` steps. With `weights="samples"` and $s_i$ the samples that worker $i$ has used since the last
-    average over all workers, means are $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` all average at every step.
-    With a `codec` $C$ and $x_0$ the last average over all workers, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$.
+    With `weights="samples"` and $s_i$ the samples that worker $i$ has used since the last average, means are
+    $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` workers average at every step (post-local SGD). With a `codec`
+    $C$ and $x_0$ the last average, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$. `NodeAverage` around it is
+    hierarchical Local SGD.
 
     `period=1` with plain SGD equals `AllReduce`. Optimizer state (momentum, Adam's moments) stays local.
-    Traffic per worker: $2\frac{n-1}{n}$ of the parameters for an average over all $n$ workers, $2\frac{m-1}{m}$ for an
-    average over a node; with `weights="samples"` one more element; with a codec its payload in place of the parameters.
+    Traffic per worker: $2\frac{n-1}{n}$ of the parameters for an average over all $n$ workers; with
+    `weights="samples"` one more element; with a codec its payload in place of the parameters.
     State: with `weights="samples"` the number `samples` ($s_i$); with a codec `anchor` ($x_0$), like the parameters in
     fp32, and the codec's state; otherwise none.
 
-    Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Nodes: Lin et al., Don't Use
-    Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
+    Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Warm-up: Lin et al., Don't
+    Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
     Learning of Deep Networks from Decentralized Data, AISTATS 2017, arXiv:1602.05629, Algorithm 1.
 
     Args:
         period: $\tau$, steps between averages; more sends less, and lets workers drift further apart.
-        node_size: $m$, ranks per node, which average every `period` steps; with 1 there are no nodes, and all ranks do.
-        global_period: with nodes, steps between averages over all workers; a multiple of `period`.
-        warmup_steps: the first steps, each of which ends with an average over all workers; more keeps workers together
-            while parameters move fastest, and sends as much as AllReduce meanwhile.
+        warmup_steps: the first steps, each of which ends with an average; more keeps workers together while parameters
+            move fastest, and sends as much as AllReduce meanwhile.
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
             such a number counts as one sample, a step without gradient as none.
-        codec: compresses the differences from the last average over all workers; None sends the parameters as they are.
+        codec: compresses the differences from the last average; None sends the parameters as they are.
 
     Example:
         >>> import torch
@@ -129,16 +127,14 @@ class LocalSGD(Strategy):
     """
 
     period: int = 8
-    node_size: int = 1
-    global_period: int | None = None
     warmup_steps: int = 0
     weights: Literal["equal", "samples"] = "equal"
     codec: Codec | None = None
 
     paper = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767"
     waits = (
-        "every `period` steps all workers (with nodes: those of a node) wait for the slowest one and for the "
-        "all-reduce of the parameters; in between no worker waits"
+        "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters; in "
+        "between no worker waits"
     )
     limits = "workers drift further apart the longer the period is and the more their data differ"
 
@@ -149,35 +145,16 @@ class LocalSGD(Strategy):
     def __post_init__(self) -> None:
         """Check the types and the periods."""
         check_period(self.period)
-        if self.node_size < 1:
-            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
-        if (self.node_size > 1) != (self.global_period is not None):
+        if self.codec is not None and self.weights == "samples":
             raise ConfigError(
-                f"node_size={self.node_size}, global_period={self.global_period}: nodes need both node_size > 1 and "
-                "global_period, as in "
-                "LocalSGD(period=8, node_size=2, global_period=32)"
-            )
-        if self.global_period is not None and (self.global_period < 1 or self.global_period % self.period):
-            raise ConfigError(
-                f"global_period={self.global_period}: must be a multiple of period={self.period}, such as "
-                f"{4 * self.period}"
-            )
-        if self.codec is not None and (self.node_size > 1 or self.weights == "samples"):
-            raise ConfigError(
-                f"codec={self.codec} with node_size={self.node_size}, weights={self.weights!r}: a codec works with "
-                "plain means of all workers only; keep one of them"
+                f"codec={self.codec} with weights='samples': a codec works with plain means only; keep one of them"
             )
 
     def check(self, size: int) -> None:
-        """Refuse a number of workers that `node_size` does not divide, and a biased codec without error feedback."""
+        """Refuse a biased codec without error feedback."""
         check_feedback(self.codec)
-        if size % self.node_size:
-            raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: ranks do not fill whole nodes; use a "
-                f"divisor of {size}"
-            )
 
     def start(self, r: Replica) -> None:
         """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
@@ -187,20 +164,11 @@ class LocalSGD(Strategy):
             r.state["anchor"] = common_start(r)
 
     def after_step(self, r: Replica) -> None:
-        """Average over all or over the node, when a period is over."""
+        """Average when a period is over."""
         if self.weights == "samples":
             r.state["samples"] += r.samples
-        if self._all_average(r.step):
+        if self.averages_at(r.step):
             self._average_all_(r)
-            return
-        if r.step % self.period:
-            return
-        first = r.comm.rank - r.comm.rank % self.node_size
-        node = range(first, first + self.node_size)
-        if self.weights == "equal":
-            ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)
-        else:
-            weighted_mean_(r.x, r.state["samples"], lambda vector: ring_all_reduce_(r.comm, vector, node))
 
     def restart(self, r: Replica) -> None:
         """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
@@ -215,16 +183,21 @@ class LocalSGD(Strategy):
     def average_(self, r: Replica) -> None:
         """Average over all workers, unless this step has already done so."""
         # A second average of equal parameters would send the same bytes for nothing.
-        if not self._all_average(r.step):
+        if not self.averages_at(r.step):
             self._average_all_(r)
+
+    def averages_at(self, step: int) -> bool:
+        """At the end of every period, and of every step of the warm-up."""
+        return 0 < step <= self.warmup_steps or (step > 0 and step % self.period == 0)
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """The samples that this worker has used since the last average, if workers are weighted by them."""
+        return r.state["samples"] if self.weights == "samples" else None
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of all workers' parameters, weighted as the averages are."""
         # Uncompressed even where there is a codec, because its residual must not change here.
         return self._mean_(r, r.x.clone())
-
-    def _all_average(self, step: int) -> bool:
-        return 0 < step <= self.warmup_steps or (step > 0 and step % (self.global_period or self.period) == 0)
 
     def _average_all_(self, r: Replica) -> None:
         if self.codec is None:

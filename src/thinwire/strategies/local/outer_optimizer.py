@@ -1,11 +1,14 @@
-"""An outer optimizer for the average of the parameters: any of torch's, with its state in the strategy's state."""
+"""An outer optimizer for the average of the parameters, with its state in the strategy's state."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import MutableMapping
+import re
+from collections.abc import Callable, MutableMapping
 from difflib import get_close_matches
-from typing import Any
+from importlib import import_module
+from inspect import isfunction
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -15,57 +18,111 @@ from thinwire.errors import ConfigError
 from thinwire.registry import registered
 
 _PREFIX = "outer."
+_TORCH = "torch.optim"
 
 
 @registered
 class OuterOptimizer:
-    r"""The outer optimizer of `SlowMo`: one step of a torch optimizer per round, on the workers' average.
+    r"""The outer optimizer of `DiLoCo`: one step of an optimizer per round, on the workers' average.
 
     A round is the local steps between two averages of the parameters. With $x_0$ the parameters at the start of a round
     and $\bar x$ the average at its end, the optimizer steps from $x_0$ with $x_0 - \bar x$ as gradient. This gradient
     is not divided by the workers' learning rate; in slow momentum it is.
 
+    A recipe names the optimizer, and only literals are its arguments. What a module has of that name is called only if
+    it is an optimizer, or a function whose annotation says that it returns one.
+
     Args:
-        optimizer: the name of a class in `torch.optim`, such as "SGD" or "AdamW".
+        optimizer: a class in `torch.optim`, such as "SGD" or "AdamW"; or "module:Name", an `Optimizer` class or a
+            function of a list of parameters that is annotated to return an `Optimizer`, importable on all ranks.
         lr: the outer learning rate, which is constant; plain SGD with 1 sets the parameters to the average.
-        momentum: the optimizer's momentum; None leaves its default.
-        nesterov: whether SGD uses Nesterov momentum.
-        options: further arguments of the optimizer, as text, such as "betas=(0.9, 0.95), weight_decay=0.1".
+        arguments: further arguments of the optimizer by name, such as `betas=(0.9, 0.95)`: numbers, strings, booleans,
+            None, and tuples of these.
+
+    Raises:
+        ConfigError: there is no such optimizer, it does not work with these arguments, or one of them is no literal.
 
     Example:
         >>> import torch
         >>> import thinwire
+        >>> outer = thinwire.OuterOptimizer("SGD", lr=1.0, momentum=0.5)
         >>> x, state = torch.tensor([1.0]), {}
         >>> for _ in range(2):
-        ...     thinwire.OuterOptimizer("SGD", lr=1.0, momentum=0.5).step_(x, torch.tensor([0.25]), state)
+        ...     outer.step_(x, torch.tensor([0.25]), state)
         >>> x, state
         (tensor([0.3750]), {'outer.momentum_buffer': tensor([0.3750])})
+        >>> thinwire.parse("DiLoCo(outer=OuterOptimizer('SGD', lr=1.0, momentum=0.5))").outer == outer
+        True
     """
 
-    optimizer: str = "SGD"
-    lr: float = 0.7
-    momentum: float | None = None
-    nesterov: bool = False
-    options: str = ""
+    optimizer: str
+    lr: float
+    arguments: tuple[tuple[str, Any], ...]
+
+    # Written out because a dataclass cannot take arguments of any name.
+    def __init__(self, optimizer: str = "SGD", lr: float = 0.7, **arguments: Any) -> None:
+        for name, value in (
+            ("optimizer", optimizer),
+            ("lr", lr),
+            # By name, so that the order in which they are given makes no other recipe.
+            ("arguments", tuple(sorted(arguments.items()))),
+        ):
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def __repr__(self) -> str:
+        arguments = "".join(f", {name}={value!r}" for name, value in self.arguments)
+        return f"OuterOptimizer(optimizer={self.optimizer!r}, lr={self.lr!r}{arguments})"
 
     def __post_init__(self) -> None:
-        """Check the types, and that the optimizer works, by two steps on zeros."""
+        """Check the types and the values, and that the optimizer works, by two steps on zeros."""
+        object.__setattr__(self, "optimizer", self.optimizer.removeprefix(f"{_TORCH}:"))
+        if not re.fullmatch(r"(\w+(\.\w+)*:)?\w+", self.optimizer):
+            raise ConfigError(f"outer optimizer={self.optimizer!r}: must be a name in torch.optim, or 'module:Name'")
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
+        for name, value in self.arguments:
+            if not _is_literal(value):
+                raise ConfigError(
+                    f"outer {name}={value!r}: must be a number, a string, True, False, None or a tuple of these, so "
+                    "that a recipe can hold it"
+                )
         x = torch.zeros(2)
         # Twice, because some optimizers fail only with the state of a first step.
         self.step_(x, torch.zeros(2), state := dict[str, Tensor]())
         self.step_(x, torch.zeros(2), state)
 
+    @property
+    def module(self) -> str | None:
+        """The module that the optimizer's name has; None for one of torch."""
+        return self.optimizer.rpartition(":")[0] or None
+
+    def is_elementwise(self) -> bool:
+        """Whether two steps on a vector are those on each of its parts; not so where norms are used, as in LAMB."""
+
+        def moved(x: Tensor) -> Tensor:
+            x, state = x.clone(), dict[str, Tensor]()
+            for scale in (1.0, -0.5):
+                self.step_(x, (scale * x).cos(), state)
+            return x
+
+        x = torch.linspace(-3, 5, 8, dtype=torch.float64)
+        return torch.allclose(moved(x), torch.cat([moved(part) for part in x.split(3)]), rtol=1e-9, atol=1e-12)
+
     def step_(self, x: Tensor, gradient: Tensor, state: MutableMapping[str, Tensor]) -> None:
         """Move `x` by one step; the optimizer's state is read from and written to `state`, with the prefix "outer.".
 
         Raises:
-            ConfigError: torch has no such optimizer, or it does not work with these arguments.
+            ConfigError: there is no such optimizer, or it does not work with these arguments.
         """
         # Constructed at every step, because a frozen recipe cannot hold an optimizer; only its state is kept.
-        parameter = nn.Parameter(x)
-        optimizer = self._make(parameter)
+        parameter, make = nn.Parameter(x), _found(self.optimizer)
+        try:
+            optimizer = make([parameter], lr=self.lr, **dict(self.arguments))
+        except (TypeError, ValueError) as error:
+            raise self._refusal(str(error)) from error
+        if not isinstance(optimizer, Optimizer):
+            raise self._refusal(f"returned a {type(optimizer).__name__}, not an Optimizer")
         saved = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
         if saved:
             # Vectors lie with the parameters; torch keeps numbers such as step counters on the CPU.
@@ -84,39 +141,53 @@ class OuterOptimizer:
             elif each is not None:
                 raise self._refusal(f"its state {name} is no tensor")
 
-    def _make(self, parameter: nn.Parameter) -> Optimizer:
-        kind: Any = _optimizer_class(self.optimizer)
-        try:
-            call = ast.parse(f"options({self.options})", mode="eval").body
-            assert isinstance(call, ast.Call) and not call.args, "they have no names"
-            options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        except (SyntaxError, ValueError, AssertionError) as error:
-            raise ConfigError(
-                f"outer options={self.options!r}: cannot be read ({error}); write them like betas=(0.9, 0.95)"
-            ) from None
-        arguments: dict[str, Any] = {"lr": self.lr, **options}
-        if self.momentum is not None:
-            arguments["momentum"] = self.momentum
-        if self.nesterov:
-            arguments["nesterov"] = True
-        try:
-            made: Optimizer = kind([parameter], **arguments)
-        except (TypeError, ValueError) as error:
-            raise self._refusal(str(error)) from error
-        return made
-
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
             f"{self}: {reason}; use another optimizer or other arguments, such as OuterOptimizer('SGD', lr=0.7)"
         )
 
 
-def _optimizer_class(name: str) -> type[Optimizer]:
-    found = getattr(torch.optim, name, None)
-    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer:
+def _is_literal(value: object) -> bool:
+    """Whether a recipe can hold a value, which must also be hashable."""
+    try:
+        hash(value)
+        return ast.literal_eval(repr(value)) == value
+    except (TypeError, ValueError, SyntaxError):
+        return False
+
+
+def _found(name: str) -> Callable[..., object]:
+    """The optimizer class, or the function that makes one.
+
+    Raises:
+        ConfigError: there is none of that name, or it is something else.
+    """
+    module_name, _, name = name.rpartition(":")
+    where = f"outer optimizer={f'{module_name}:{name}' if module_name else name!r}"
+    try:
+        module: Any = import_module(module_name or _TORCH)
+    except ImportError as error:
+        raise ConfigError(f"{where}: {error}; name a module that is importable on all ranks") from error
+    found: Any = getattr(module, name, None)
+    if _makes_optimizers(found):
         return found
-    known = [word for word in dir(torch.optim) if isinstance(getattr(torch.optim, word), type) and word != "Optimizer"]
+    if found is not None:
+        raise ConfigError(
+            f"{where}: is {found!r}, neither a subclass of Optimizer nor a function that is annotated to return one"
+        )
+    known = [word for word in dir(module) if _makes_optimizers(getattr(module, word, None))]
     lowered = {word.lower(): word for word in known}
     close = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     hint = f"; did you mean {lowered[close[0]]}?" if close else ""
-    raise ConfigError(f"outer optimizer={name!r}: torch.optim has no such optimizer{hint} (known: {', '.join(known)})")
+    raise ConfigError(f"{where}: {module.__name__} has no such optimizer{hint} (known: {', '.join(known)})")
+
+
+def _makes_optimizers(found: Any) -> bool:
+    """Whether it is an optimizer class or a function annotated to return one; anything else must not be called."""
+    if isfunction(found):
+        try:
+            found = get_type_hints(found).get("return")
+        except (NameError, TypeError):
+            return False
+        return isinstance(found, type) and issubclass(found, Optimizer)
+    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer

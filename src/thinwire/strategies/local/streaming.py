@@ -78,7 +78,7 @@ class Streaming(Wrapper):
                 f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
                 "warmup_steps=0"
             )
-        if getattr(self.base, "buffers", "maintain") != "maintain":
+        if any(getattr(each, "buffers", "maintain") != "maintain" for each in nested(self.base)):
             raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
 
     def check(self, size: int) -> None:
@@ -110,6 +110,14 @@ class Streaming(Wrapper):
         """As the base, for each fragment."""
         for fragment in self._fragments(r):
             self.base.average_(fragment)
+
+    def averages_at(self, step: int) -> bool:
+        """Never: fragments are averaged at steps of their own."""
+        return False
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """None: each fragment has its own."""
+        return None
 
     def consensus(self, r: Replica) -> Tensor:
         """As the base, for each fragment."""

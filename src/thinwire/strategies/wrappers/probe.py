@@ -78,11 +78,8 @@ class Probe(Wrapper):
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
             raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
-        if isinstance(self.base, LocalSGD) and (self.base.node_size > 1 or self.base.weights != "equal"):
-            raise ConfigError(
-                f"base={self.base}: the probe measures plain means of all workers; use LocalSGD "
-                "without nodes and weights"
-            )
+        if isinstance(self.base, LocalSGD) and self.base.weights != "equal":
+            raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
         if self.base.sends_gradients and self.base.reads_gradient:
             raise ConfigError(
                 f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
@@ -168,7 +165,7 @@ class Probe(Wrapper):
             return
         r.state["lr_sum"] = r.state["lr_sum"] + r.lr
         r.state["steps"] += 1
-        if isinstance(self.base, LocalSGD) and (r.step % self.base.period == 0 or r.step <= self.base.warmup_steps):
+        if self.base.averages_at(r.step):
             self._end_round(r, super().after_step)
         else:
             super().after_step(r)

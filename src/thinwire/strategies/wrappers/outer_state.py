@@ -1,0 +1,84 @@
+"""Where the state of SlowMo's and DiLoCo's outer steps lies: a part on each worker, or in the host's memory."""
+
+from dataclasses import replace
+
+from thinwire.registry import registered
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.outer_step import Placed, Placement
+from thinwire.strategies.local.slow_momentum import SlowMo
+
+
+@registered
+class Sharded(Placed):
+    """Each of n workers keeps one n-th of the base's state, and takes the outer step on that part of the parameters.
+
+    Results are the base's. A reduce-scatter sums the parameters, each worker steps on its part, and an all-gather
+    collects the parts. Where the average is the plain mean, as over `Local()`, these are the two halves of one
+    all-reduce, and bytes are the base's; other bases average in their own way first, and the all-gather comes on top.
+    The learning rates of parameter groups are sharded too.
+
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
+
+    Args:
+        base: `SlowMo` or `DiLoCo`, without a codec.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def state(strategy):
+        ...     def train(comm):
+        ...         model = torch.nn.Linear(8, 1, bias=False)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...         worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        ...         return {name: x.numel() for name, x in worker.replicas[0].state.items()}
+        ...     return thinwire.run_threads(2, train)[0]
+        >>> state(thinwire.SlowMo())
+        {'anchor': 8, 'slow': 8, 'lr_sum': 1}
+        >>> state(thinwire.Sharded(thinwire.SlowMo()))
+        {'base/anchor': 4, 'base/slow': 4, 'base/lr_sum': 1}
+    """
+
+    base: Strategy = SlowMo()
+
+    paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
+    limits = "the state cannot be redistributed over another number of workers"
+    elementwise = False
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse one whose outer step needs the whole vector."""
+        self.check_sharded()
+        super().check(size)
+
+    def placed(self, where: Placement) -> Placement:
+        """A part of it on each worker."""
+        return replace(where, sharded=True)
+
+
+@registered
+class Offloaded(Placed):
+    """The base's state lies in the host's memory, and the host takes the outer steps; for models on a GPU.
+
+    The average is copied to the host and the new parameters back, once per period.
+
+    Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, arXiv:2101.06840.
+
+    Args:
+        base: `SlowMo` or `DiLoCo`.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> strategy = thinwire.Offloaded(thinwire.DiLoCo(period=100))
+        >>> worker = thinwire.attach(model, optimizer, strategy, comm=thinwire.CountingComm(0, 2))
+        >>> worker.replicas[0].state["base/anchor"].device
+        device(type='cpu')
+    """
+
+    base: Strategy = SlowMo()
+
+    paper = "Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv:2101.06840"
+    limits = "the host's memory is slower than the GPU's"
+
+    def placed(self, where: Placement) -> Placement:
+        """In the host's memory."""
+        return replace(where, on_host=True)
