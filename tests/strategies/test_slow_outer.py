@@ -30,6 +30,7 @@ from thinwire import (
     Sharded,
     SlowMo,
     Strategy,
+    Streaming,
 )
 from thinwire.runs.recipes import modules_of
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -215,6 +216,7 @@ def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) ->
         (lambda: Sharded(SlowMo(exact=False)).check(2), "nothing to shard"),
         (lambda: Sharded(Offloaded(SlowMo(exact=False))).check(2), "nothing to shard"),
         (lambda: Sharded(DiLoCo(outer=LAMB)).check(2), "does not treat every element by itself"),
+        (lambda: Streaming(Sharded(SlowMo(buffers="average"))), "use buffers='maintain'"),
         (lambda: Sharded(LocalSGD()), r"keeps no state of outer steps; use SlowMo\(\) or DiLoCo\(\)"),
         (lambda: Offloaded(Local()), "keeps no state of outer steps"),
     ],

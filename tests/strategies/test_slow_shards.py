@@ -22,6 +22,7 @@ from thinwire import (
     Sharded,
     SlowMo,
     Strategy,
+    Streaming,
 )
 from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
@@ -59,6 +60,15 @@ def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(st
     whole = ended(3, strategy, problem, STEPS, sgd())
     for placed in (Offloaded(strategy), Sharded(Offloaded(strategy)), Offloaded(Sharded(strategy))):
         assert torch.equal(ended(3, placed, problem, STEPS, sgd()), whole)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=brief)
+def test_each_fragment_of_a_stream_is_sharded_by_itself(strategy: Strategy) -> None:
+    problem = Regression(3, STEPS, torch.float32)
+    whole, shared = (
+        ended(3, Streaming(each, fragments=3), problem, STEPS, sgd()) for each in (strategy, Sharded(strategy))
+    )
+    assert torch.equal(shared, whole)
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 3), (8, 2), (3, 7), (4, 8)])

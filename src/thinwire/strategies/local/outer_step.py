@@ -183,6 +183,8 @@ class Placed(Wrapper):
 
     base: Strategy
 
+    waits = "as its base"
+
     def __post_init__(self) -> None:
         """Check that the base takes outer steps."""
         if not isinstance(self.base, OuterStep | Placed):
