@@ -31,6 +31,7 @@ from thinwire import (
     Complete,
     CompressedMomentum,
     DecentLaM,
+    DiLoCo,
     DirectedExponential,
     DoubleAveraging,
     EagerPushSum,
@@ -52,7 +53,10 @@ from thinwire import (
     LocalSGD,
     MajorityVote,
     MinibatchLocalSGD,
+    MultiLeaderSGD,
     Natural,
+    NodeAverage,
+    Offloaded,
     OneBit,
     OneBitAdam,
     OnePeerExponential,
@@ -67,6 +71,7 @@ from thinwire import (
     RandomK,
     RandomMatching,
     Ring,
+    Sharded,
     Sketch,
     SketchedSGD,
     SlowMo,
@@ -85,6 +90,7 @@ from thinwire import (
 PLAIN = ("momentum", "adamw")
 CODED = {"exact": False}
 
+SLOW = SlowMo(period=3, lr=0.8)
 OVERLAP = OverlapLocalSGD(period=3)
 ELASTIC, LEADER_GRADIENT = EASGD(3, centre_pull=0.8), LeaderGradientDescent(pull=0.7)
 ONE_BIT_ADAM = CompressedMomentum(OneBit(8), warmup_steps=4)
@@ -100,7 +106,7 @@ STRATEGIES: list[Case] = [
     case(CoCoD(3), to.stacked(overlap.cocod, period=3)),
     case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
     case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
-    case(SlowMo(period=3, lr=0.8), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
+    case(SLOW, to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
     case(
         SlowMo(Gossip(), period=3),
         to.on_graph(common.slow_momentum, common.ring, period=3, momentum=0.5, lr=1.0, meanwhile=True),
@@ -110,9 +116,12 @@ STRATEGIES: list[Case] = [
         to.on_graph(common.slow_momentum, common.irregular, period=3, momentum=0.5, lr=1.0),
     ),
     case(
-        SlowMo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
+        DiLoCo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
         to.with_counted_steps(local.diloco, period=3, lr=0.7, momentum=0.6),
     ),
+    case(Sharded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
+    case(Offloaded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
+    case(NodeAverage(LocalSGD(4), period=2), to.stacked(common.local_sgd, period=2), 1, 3, 5),
     case(
         Streaming(OVERLAP, fragments=2),
         to.stacked(updates.streamed_overlap, fragments=2, period=3, pull=0.6, momentum=0.7),
@@ -146,6 +155,11 @@ STRATEGIES: list[Case] = [
     case(PushSum(staleness=2), to.stale_push_sum(common.one_peer, 2)),
     case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),
     case(LeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3)),
+    case(
+        MultiLeaderSGD(2, pull=0.3, node_size=2, global_period=4, global_pull=0.2),
+        to.led(leader.lsgd, period=2, pull=0.3, node_size=2, global_period=4, global_pull=0.2),
+        *(1, 3, 5),
+    ),
     case(AsyncLeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3), lockstep=True),
     case(LEADER_GRADIENT, to.led(updates.leader_gradient, pull=0.7)),
     *(case(strategy, to.quantized(strategy), **CODED) for strategy in DQ),
@@ -176,8 +190,17 @@ STRATEGIES: list[Case] = [
     case(ParameterServer(), to.server, 1, real=to.server_in_order(ParameterServer()), reproducible=False),
 ]
 
+
+def with_outer_step(base: Strategy) -> Strategy:
+    return base if isinstance(base, SlowMo | DiLoCo) else SlowMo(base, period=3)
+
+
 WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
     SlowMo: lambda base: SlowMo(base, period=3),
+    DiLoCo: lambda base: DiLoCo(base, period=3),
+    Sharded: lambda base: Sharded(with_outer_step(base)),
+    Offloaded: lambda base: Offloaded(with_outer_step(base)),
+    NodeAverage: lambda base: NodeAverage(base, period=1, node_size=1),
     Streaming: lambda base: Streaming(base, fragments=2),
     Probe: lambda base: Probe(base, every=2),
 }

@@ -266,28 +266,7 @@ class PublicCopies(Machine):
 
 
 class Leader(Machine):
-    """LSGD (Teng et al., 2019); `proximal` holds the workers near the last leader."""
-
-    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.3, proximal: float = 0.0) -> None:
-        super().__init__(ahead)
-        self.period, self.pull, self.proximal, self.seen = period, pull, proximal, list[Tensor]()
-
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
-        self.seen.append(losses)
-        x = x + move
-        if self.last is not None:
-            x = x + self.proximal / self.period * (self.last - x)
-        if self.k % self.period == 0:
-            self.last = x[best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))]
-            x = x + self.pull * (self.last - x)
-        return x
-
-    def restart(self, x: Tensor) -> None:
-        self.last: Tensor | None = None
-
-
-class LateLeader(Machine):
-    """LSGD in which a leader, as it was when it was elected, pulls the others one round later."""
+    """LSGD (Teng et al., 2019)."""
 
     def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.3) -> None:
         super().__init__(ahead)
@@ -297,16 +276,9 @@ class LateLeader(Machine):
         self.seen.append(losses)
         x = x + move
         if self.k % self.period == 0:
-            if self.late is not None:
-                place, leader = self.late
-                others = (torch.arange(len(x)) != place)[:, None]
-                x = torch.where(others, x + self.pull * (leader - x), x)
-            place = best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))
-            self.late = place, x[place]
+            leader = best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))
+            x = x + self.pull * (x[leader] - x)
         return x
-
-    def restart(self, x: Tensor) -> None:
-        self.late: tuple[int, Tensor] | None = None
 
 
 class LeaderGradient(Machine):

@@ -19,7 +19,6 @@ from thinwire import (
     ConfigError,
     Gossip,
     Hypercube,
-    LeaderSGD,
     Local,
     LocalSGD,
     Probe,
@@ -321,12 +320,13 @@ def test_a_period_that_no_field_tells_is_found() -> None:
 
 
 def test_bytes_that_depend_on_data_are_shown_from_the_least_to_the_most(capsys: pytest.CaptureFixture[str]) -> None:
-    card = explain(LeaderSGD(period=2, certainty=2.0), parameters=1000, workers=2)
-    # The election and the comparison of losses; then the leader's parameters, or not.
-    assert card.least_sent_bytes_per_step == (8 + 8) / 2
-    assert card.sent_bytes_per_step == (8 + 8 + 2000) / 2
-    _, out, _ = run_explain(capsys, "LeaderSGD(period=2, certainty=2.0)", "--parameters", "1000", "--workers", "2")
-    assert "8 B to 1.01 kB, by the data, a step" in out
+    recipe = "MultiLeaderSGD(period=2, node_size=2, global_period=2)"
+    card = explain(thinwire.parse(recipe), parameters=1000, workers=2)
+    # The elections; then the leader sends its parameters, once for the node and once for all, or receives them.
+    assert card.least_sent_bytes_per_step == 8 / 2
+    assert card.sent_bytes_per_step == (8 + 2 * 4000) / 2
+    _, out, _ = run_explain(capsys, recipe, "--parameters", "1000", "--workers", "2")
+    assert "4 B to 4.00 kB, by the data, a step" in out
 
 
 def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from thinwire import (
     CompressedMomentum,
     ConfigError,
     DecentLaM,
+    DiLoCo,
     DoubleAveraging,
     EagerPushSum,
     ExactDiffusion,
@@ -42,12 +43,17 @@ from thinwire import (
     Local,
     LocalSGD,
     MinibatchLocalSGD,
+    MultiLeaderSGD,
+    NodeAverage,
+    Offloaded,
+    OuterOptimizer,
     OverlapLocalSGD,
     ParameterServer,
     Probe,
     PushSum,
     QuasiGlobal,
     Ring,
+    Sharded,
     SketchedSGD,
     SlowMo,
     Strategy,
@@ -109,10 +115,14 @@ def momentum_of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Oracle:
     return lambda n, ahead: compositions.Momentum(ring(n), rule, 0.5)
 
 
+WRAPPER_NAMES = ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded", "Probe")
 IN_FLIGHT = {"SlowMo without averages": "own parameters are not its estimate"}
 EVEN = {"SlowMo without averages": "own parameters are not its estimate|needs an even number"}
 NO_PERIOD = {"Streaming": "has no period", "Probe": "neither sends gradients nor ends rounds"}
 NOT_MEASURED = {"Probe": "neither sends gradients nor ends rounds"}
+ONE_OUTER_STEP = dict.fromkeys(
+    ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "one outer step at a time"
+)
 GRADIENTS = {"Streaming": "has no period"}
 MOMENTA = {**GRADIENTS, "Probe": "does not exchange gradients at every step"}
 BASES: dict[str, list[Case]] = {
@@ -189,17 +199,13 @@ BASES: dict[str, list[Case]] = {
     ],
     "LeaderSGD": [
         Case(LeaderSGD(2, pull=0.3), lambda n, a: compositions.Leader(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+    ],
+    "MultiLeaderSGD": [
         Case(
-            LeaderSGD(4, pull=0.3, proximal=0.2),
-            # A worker alone is led by nobody.
-            lambda n, a: compositions.Leader(4, a, proximal=0.2) if n > 1 else Machine(a),
+            MultiLeaderSGD(2, pull=0.3, node_size=1, global_period=2, global_pull=0.3),
+            lambda n, a: compositions.Leader(2, a),
             {**NOT_MEASURED, **IN_FLIGHT},
-        ),
-        Case(
-            LeaderSGD(4, pull=0.3, overlap=True),
-            lambda n, a: compositions.LateLeader(4, a),
-            {**NOT_MEASURED, **IN_FLIGHT},
-        ),
+        )
     ],
     "LeaderGradientDescent": [
         Case(LeaderGradientDescent(pull=0.5), lambda n, a: compositions.LeaderGradient(0.5), {**NO_PERIOD, **IN_FLIGHT})
@@ -224,9 +230,7 @@ BASES: dict[str, list[Case]] = {
             None,
             {
                 **GRADIENTS,
-                "SlowMo": "a late worker leaves out steps|backups",
-                "SlowMo without averages": "a late worker leaves out steps",
-                "Probe": "a late worker leaves out steps",
+                **dict.fromkeys(WRAPPER_NAMES, "a late worker leaves out steps|backups"),
             },
         ),
     ],
@@ -241,13 +245,41 @@ BASES: dict[str, list[Case]] = {
         Case(
             SlowMo(period=5, momentum=0.5, lr=0.9),
             lambda n, a: SlowMomentum(Machine(a), 5),
-            {"SlowMo": "one slow momentum", "SlowMo without averages": "one slow momentum", **NOT_MEASURED},
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
         ),
         Case(
             SlowMo(PushSum(staleness=1), period=3, momentum=0.5, lr=0.9),
             lambda n, a: SlowMomentum(compositions.Pushed(common.one_peer(n, DOUBLE), a, staleness=1), 3),
-            {"SlowMo": "one slow momentum", "SlowMo without averages": "one slow momentum", **NOT_MEASURED},
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
         ),
+    ],
+    "DiLoCo": [
+        Case(
+            DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.7)),
+            lambda n, a: SlowMomentum(Machine(a), 5, momentum=0.0, lr=0.7),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "Sharded": [
+        Case(
+            Sharded(SlowMo(period=5, momentum=0.5, lr=0.9)),
+            lambda n, a: SlowMomentum(Machine(a), 5),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "Offloaded": [
+        Case(
+            Offloaded(SlowMo(period=5, momentum=0.5, lr=0.9)),
+            lambda n, a: SlowMomentum(Machine(a), 5),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "NodeAverage": [
+        Case(
+            NodeAverage(LocalSGD(4), period=2, node_size=1),
+            lambda n, a: compositions.Means(4, a),
+            NOT_MEASURED,
+        )
     ],
     "Streaming": [
         Case(
@@ -276,6 +308,12 @@ def slow(case: Case) -> tuple[Strategy, Oracle]:
     return SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9), lambda n, a: SlowMomentum(oracle(n, a), 5)
 
 
+def outer(case: Case) -> tuple[Strategy, Oracle]:
+    oracle = case.oracle or (lambda n, a: Machine())
+    strategy = DiLoCo(case.strategy, period=5, outer=OuterOptimizer("SGD", lr=0.7))
+    return strategy, lambda n, a: SlowMomentum(oracle(n, a), 5, momentum=0.0, lr=0.7)
+
+
 def streamed(case: Case) -> tuple[Strategy, Oracle]:
     period = thinwire.strategies.wrapper.period_of(case.strategy) or 1
     count = min(2, period)
@@ -297,6 +335,9 @@ def slow_alone(case: Case) -> tuple[Strategy, Oracle]:
 WRAPPERS: dict[str, Callable[[Case], tuple[Strategy, Oracle]]] = {
     "SlowMo": slow,
     "SlowMo without averages": slow_alone,
+    "DiLoCo": outer,
+    "Sharded": lambda case: (Sharded(slow(case)[0]), slow(case)[1]),
+    "Offloaded": lambda case: (Offloaded(slow(case)[0]), slow(case)[1]),
     "Streaming": streamed,
     "Probe": probed,
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
     ScoreSource,
     broadcast_leader,
@@ -71,8 +71,6 @@ class LeaderSGD(Strategy):
     limits = "made for workers with similar data: the one with the easiest data would always lead"
 
     has_period = True
-    # A leader that is passed on along a chain of ranks is sent by all but the last of them.
-    data_dependent_bytes = trait(lambda self: self.certainty > 0 or self.node_size > 1 or self.overlap)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

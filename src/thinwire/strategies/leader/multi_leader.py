@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.leader.election import (
     ScoreSource,
     best_rank,
@@ -17,6 +17,7 @@ from thinwire.strategies.leader.election import (
     chain_from,
     gather_keys,
     init_scores,
+    key_of,
     leader_or_mean,
     local_score,
     record_loss,
@@ -85,6 +86,8 @@ class MultiLeaderSGD(Strategy):
     limits = "made for workers with similar data: the one with the easiest data would always lead"
 
     has_period = True
+    # A leader that is passed on along a chain of ranks is sent by all but the last of them.
+    data_dependent_bytes = trait(lambda self: self.node_size > 1)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -120,7 +123,8 @@ class MultiLeaderSGD(Strategy):
         first = r.comm.rank - r.comm.rank % self.node_size
         node, all_ranks = range(first, first + self.node_size), range(r.comm.size)
         both = r.step % self.global_period == 0
-        keys = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
+        gathered = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
+        keys = {rank: key_of(r, key, node) for rank, key in gathered.items()}
         node_leader = best_rank([keys[rank] for rank in node])
         leader = best_rank(list(keys.values())) if both else None
         if node_leader is None or (both and leader is None):

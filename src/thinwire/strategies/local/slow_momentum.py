@@ -22,13 +22,13 @@ from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement
 class SlowMo(OuterStep):
     r"""Average every `period` steps, then take one momentum step on the average.
 
-    With $x_0$ the parameters after the last slow step and $\gamma$ the mean of the optimizer's learning rate since,
+    With $x_0$ the parameters after the last slow step and $\gamma$ the mean of the learning rate since,
 
     $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
 
-    `momentum=0` is the base with exact averages; `period=1` under plain SGD is AllReduce with heavy-ball momentum.
+    `momentum=0` is the base with exact averages; `period=1` under SGD is AllReduce with heavy-ball momentum.
     Traffic: the base's, and per period its exact average: one all-reduce of what it sends. State: `anchor` ($x_0$) and
-    `slow` ($u$), like the parameters, and `lr_sum`, a number or, where parameter groups differ in it, like them.
+    `slow` ($u$), like the parameters, and `lr_sum`, like the learning rate.
 
     Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643, Algorithm 1.
 
@@ -46,7 +46,7 @@ class SlowMo(OuterStep):
         >>> def train(comm):
         ...     model = torch.nn.ParameterList([torch.zeros(1)])
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ...     thinwire.attach(model, optimizer, thinwire.SlowMo(period=2, momentum=0.5), comm=comm)
+        ...     thinwire.attach(model, optimizer, thinwire.SlowMo(period=2), comm=comm)
         ...     for _ in range(4):
         ...         model[0].grad = torch.full_like(model[0], comm.rank)
         ...         optimizer.step()
@@ -78,10 +78,8 @@ class SlowMo(OuterStep):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
         super().check_optimizer(optimizer)
-        if self.buffers == "reset":
-            fresh_optimizer(optimizer)
-        if self.buffers == "average":
-            moment_names(optimizer)
+        if self.buffers != "maintain":
+            (fresh_optimizer if self.buffers == "reset" else moment_names)(optimizer)
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
         """Start the first round at the initial parameters, without slow momentum."""
@@ -98,10 +96,8 @@ class SlowMo(OuterStep):
         r.state["lr_sum"] = r.state["lr_sum"] + where.lr_of(r)
         r.state["num_steps"] += 1
         super().after_step(r, where)
-        if r.step % self.period == 0 and self.buffers == "reset":
-            r.moments.forget()
-        elif r.step % self.period == 0 and self.buffers == "average":
-            r.moments.average_(r.comm)
+        if r.step % self.period == 0 and self.buffers != "maintain":
+            r.moments.forget() if self.buffers == "reset" else r.moments.average_(r.comm)
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """One step of slow momentum."""
