@@ -63,7 +63,9 @@ from thinwire.strategies.gradients.zero_one import ZeroOne as ZeroOne
 from thinwire.strategies.leader.async_leader import AsyncLeaderSGD as AsyncLeaderSGD
 from thinwire.strategies.leader.leader import LeaderSGD as LeaderSGD
 from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent as LeaderGradientDescent
+from thinwire.strategies.leader.multi_leader import MultiLeaderSGD as MultiLeaderSGD
 from thinwire.strategies.local.cocod import CoCoD as CoCoD
+from thinwire.strategies.local.diloco import DiLoCo as DiLoCo
 from thinwire.strategies.local.elastic_averaging import EASGD as EASGD
 from thinwire.strategies.local.local_sgd import Local as Local
 from thinwire.strategies.local.local_sgd import LocalSGD as LocalSGD
@@ -77,6 +79,9 @@ from thinwire.strategies.push_sum.push_sum import PushSum as PushSum
 from thinwire.strategies.recipe import parse as parse
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers as BackupWorkers
 from thinwire.strategies.stragglers.parameter_server import ParameterServer as ParameterServer
+from thinwire.strategies.wrappers.node_average import NodeAverage as NodeAverage
+from thinwire.strategies.wrappers.outer_state import Offloaded as Offloaded
+from thinwire.strategies.wrappers.outer_state import Sharded as Sharded
 from thinwire.strategies.wrappers.probe import Probe as Probe
 from thinwire.tensor2d.parallelize import parallelize_2d as parallelize_2d
 from thinwire.topology.base import Topology as Topology
