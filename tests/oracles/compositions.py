@@ -337,6 +337,29 @@ class SlowMomentum(Machine):
         self.begun, self.rates = x, []
 
 
+class Nodes(Machine):
+    """Hierarchical local SGD (Lin et al., 2020): nodes of consecutive workers average at steps at which not all do.
+
+    Args:
+        base: averages over all workers every `all_every` steps.
+        size: workers of a node.
+    """
+
+    def __init__(self, base: Machine, period: int, all_every: int, size: int) -> None:
+        super().__init__(base.k)
+        self.base, self.period, self.all_every, self.size = base, period, all_every, size
+
+    def start(self, x: Tensor) -> None:
+        self.base.start(x)
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = self.base.step(x, move, rate, losses)
+        if self.k % self.period or self.k % self.all_every == 0:
+            return x
+        nodes = x.view(-1, self.size, x.shape[1])
+        return nodes.mean(1, keepdim=True).expand_as(nodes).reshape(x.shape)
+
+
 class Fragments(Machine):
     """Streaming (Douillard et al., 2025): one machine for each even part of the vector, ahead of the one before."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.oracles import common, compositions
 from tests.oracles.common import Mixing
-from tests.oracles.compositions import Fragments, Machine, SlowMomentum
+from tests.oracles.compositions import Fragments, Machine, Nodes, SlowMomentum
 from tests.oracles.local import Adam
 from tests.problems import Irregular, Quadratic, distance, flat, quadratic
 from thinwire import (
@@ -463,6 +463,24 @@ def test_a_wrapped_strategy_equals_its_oracle_or_is_refused(wrapper: str, case: 
     if case.constant:
         # Between slow steps the workers' places depend on timing; after one they are where the mean has led.
         found, expected = found[4::5], expected[4::5]
+    assert distance(found, expected) <= case.tolerance
+
+
+@pytest.mark.parametrize(
+    "case", [case for cases in BASES.values() for case in cases], ids=lambda case: str(case.strategy)
+)
+def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing_else(case: Case) -> None:
+    every = thinwire.strategies.wrapper.period_of(case.strategy) or 1
+    kinds = {type(each) for each in thinwire.strategies.base.nested(case.strategy)}
+    try:
+        strategy = NodeAverage(case.strategy, period=1, node_size=2)
+    except ConfigError as refused:
+        assert "must be local steps with averages over all workers" in str(refused)
+        assert kinds - {LocalSGD, SlowMo, DiLoCo, Sharded, Offloaded, Local} or every == 1
+        return
+    assert case.oracle is not None
+    found, _ = real(4, strategy, case)
+    expected = stacked(Nodes(case.oracle(4, 0), 1, every, 2), problem_of(case, 4), 4)
     assert distance(found, expected) <= case.tolerance
 
 
