@@ -362,7 +362,9 @@ print([name for name in {optional} if name in sys.modules and name not in before
 def kinds_of(base: type) -> list[type]:
     """All kinds of recipe in thinwire itself."""
     below = [kind for child in base.__subclasses__() for kind in [child, *kinds_of(child)]]
-    mine = (kind for kind in below if kind.__module__.startswith("thinwire.") and kind is not Wrapper)
+    # Examples in docstrings define classes of their own.
+    mine = [kind for kind in below if kind.__module__.startswith("thinwire.") and kind is not Wrapper]
+    mine = [kind for kind in mine if hasattr(sys.modules[kind.__module__], kind.__name__)]
     return [kind for kind in mine if not inspect.isabstract(kind)]
 
 
