@@ -72,7 +72,7 @@ def start_processes(
 ) -> list[RankProcess]:
     """Start `work(*arguments)` on `size` ranks of a Gloo group over loopback; `work` is a module-level function."""
     # Bound here and inherited by rank 0, so that nobody else can take the port before its store listens.
-    with socket.create_server(("127.0.0.1", 0), backlog=size) as listener:
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         port = listener.getsockname()[1]
         return [
             RankProcess(work, rank, size, port, None if rank else listener, group_seconds, arguments)
