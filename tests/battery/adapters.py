@@ -89,6 +89,31 @@ def coded_gradients(block: int) -> Oracle:
     return oracle
 
 
+def in_signs(block: int) -> Callable[[], codecs.Agreed]:
+    """Means of the whole vector in signs, with the errors kept."""
+
+    def begin() -> codecs.Agreed:
+        stages = codecs.TwoStages(codecs.signs(block), block, [sum(SIZES)])
+        return lambda rows, k: stages(rows)
+
+    return begin
+
+
+def in_levels(bits: int, block: int) -> Callable[[], codecs.Agreed]:
+    """Means of the whole vector in levels that are drawn."""
+    return lambda: lambda rows, k: two_stages(rows, bits, block, draw_key(0, k), dither=False)
+
+
+def coded(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed], **words: Any) -> Oracle:
+    """A method around every worker's own optimizer whose means are coded."""
+    return lambda s: method(s.problem.gradient, s.start, s.update(), s.steps, mean(), **words)
+
+
+def coded_rates(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed], **words: Any) -> Oracle:
+    """One that is given learning rates alone."""
+    return lambda s: method(s.problem.gradient, s.start, s.rates, mean(), **words)
+
+
 def choco(block: int, step_size: float, graph: Graph) -> Oracle:
     """CHOCO-SGD along every worker's own update."""
 

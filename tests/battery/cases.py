@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.battery import adapters as to
 from tests.battery.runs import Case, case
-from tests.oracles import common, gossip, leader, local, minibatch, overlap, updates
+from tests.oracles import codecs, common, gossip, leader, local, minibatch, overlap, updates
 from tests.problems import Irregular
 from thinwire import (
     ADPSGD,
@@ -89,6 +89,8 @@ from thinwire import (
 
 PLAIN = ("momentum", "adamw")
 CODED = {"exact": False}
+SIGNS = ErrorFeedback(OneBit(8))
+CODES = {SIGNS: to.in_signs(8), Quantize(8, 8): to.in_levels(8, 8)}
 
 SLOW = SlowMo(period=3, lr=0.8)
 OVERLAP = OverlapLocalSGD(period=3)
@@ -103,9 +105,39 @@ STRATEGIES: list[Case] = [
     case(Local(), to.stacked(common.local_sgd, period=100)),
     case(LocalSGD(3), to.stacked(common.local_sgd, period=3)),
     case(MinibatchLocalSGD(3, inner=0.5), to.from_rates(minibatch.inner_outer, period=3, inner=0.5), *PLAIN, "decay"),
+    *(
+        case(
+            MinibatchLocalSGD(3, inner=0.5, codec=codec),
+            to.coded_rates(codecs.coded_rounds, mean, period=3, inner=0.5),
+            *PLAIN,
+            "decay",
+            **CODED,
+        )
+        for codec, mean in CODES.items()
+    ),
     case(CoCoD(3), to.stacked(overlap.cocod, period=3)),
+    # Of periods that are short enough for several coded means to be used.
+    *(case(CoCoD(2, codec), to.coded(codecs.coded_cocod, mean, period=2), **CODED) for codec, mean in CODES.items()),
     case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
+    *(
+        case(
+            OverlapLocalSGD(2, delay=delay, codec=codec),
+            to.coded(
+                codecs.coded_overlap, mean, feedback=codec == SIGNS, period=2, pull=0.6, momentum=0.7, delay=delay
+            ),
+            **CODED,
+        )
+        for delay, (codec, mean) in zip((None, 1), CODES.items(), strict=True)
+    ),
     case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
+    *(
+        case(
+            EASGD(3, centre_pull=0.8, codec=codec),
+            to.coded(codecs.coded_easgd, mean, feedback=codec == SIGNS, period=3, centre_pull=0.8),
+            **CODED,
+        )
+        for codec, mean in CODES.items()
+    ),
     case(SLOW, to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
     case(
         SlowMo(Gossip(), period=3),

@@ -15,8 +15,10 @@ from tests.oracles import codecs as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, quadratic, together, train, watched
 from thinwire import (
+    EASGD,
     AllReduce,
     Bf16,
+    CoCoD,
     Codec,
     Comm,
     Complete,
@@ -28,9 +30,12 @@ from thinwire import (
     Fp32,
     Gossip,
     LocalSGD,
+    MinibatchLocalSGD,
     NonFiniteError,
     Offloaded,
     OnePeerExponential,
+    OverlapLocalSGD,
+    Replica,
     Ring,
     Sharded,
     SlowMo,
@@ -58,6 +63,8 @@ CODED: list[Strategy] = [
     *(AllReduce(ErrorFeedback(RandomK(0.3, unbiased=False))), AllReduce(ErrorFeedback(Sketch(1, 32, 1)))),
     *(LocalSGD(3, codec=SMALL), SlowMo(period=3, codec=SMALL), SlowMo(AllReduce(SMALL), period=3)),
     *(Choco(codec=OneBit(8)), Choco(codec=TopK(0.2)), SlowMo(Choco(codec=OneBit(8)), period=3)),
+    *(CoCoD(3, SMALL), OverlapLocalSGD(3, codec=SMALL), OverlapLocalSGD(3, delay=1, codec=Quantize(8, 8))),
+    *(EASGD(3, codec=SMALL), MinibatchLocalSGD(3, codec=SMALL), SlowMo(CoCoD(2, SMALL), period=3)),
 ]
 
 
@@ -191,6 +198,92 @@ def test_training_with_a_codec_ends_near_training_without(codec: Codec, make: An
     assert torch.equal(found, found[:1].expand_as(found))
 
 
+KEEPING: list[Any] = [
+    lambda c: CoCoD(2, c),
+    lambda c: OverlapLocalSGD(4, codec=c),
+    lambda c: OverlapLocalSGD(4, pull=0.3, delay=2, codec=c),
+    lambda c: EASGD(2, codec=c),
+    lambda c: EASGD(2, momentum=0.5, codec=c),
+]
+"""Methods whose workers do not all return to the mean."""
+
+
+@pytest.mark.parametrize("codec", [ErrorFeedback(OneBit(24)), ErrorFeedback(TopK(0.1))], ids=str)
+@pytest.mark.parametrize("make", KEEPING)
+def test_coded_means_of_workers_that_stay_apart_converge_where_exact_ones_do(codec: Codec, make: Any) -> None:
+    """Residuals of differences from the anchor or the centre would make it overshoot ever further."""
+    problem = quadratic(3, torch.float32, width=24)
+    rates = [0.1] * 300 + [0.1 * 0.97**k for k in range(150)]
+
+    def body(comm: Comm, strategy: Strategy) -> Tensor:
+        with train(comm, strategy, problem, rates).consensus() as model:
+            return flat(model)
+
+    def ended(strategy: Strategy) -> Tensor:
+        found = thinwire.run_threads(3, lambda comm: body(comm, strategy), timeout=60)
+        assert all(torch.equal(x, found[0]) for x in found)
+        return found[0]
+
+    plain = ended(make(None))
+    assert (ended(make(codec)) - plain).norm() < 0.2 * (problem.start - plain).norm()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(OverlapLocalSGD(3, codec=SMALL), EASGD(3, codec=SMALL), EASGD(3, momentum=0.5, codec=SMALL)),
+        # Begun anew after ten steps.
+        *(SlowMo(OverlapLocalSGD(3, codec=SMALL), period=10), SlowMo(EASGD(2, codec=SMALL), period=10)),
+    ],
+    ids=str,
+)
+def test_a_mean_with_feedback_is_exact_but_for_what_the_residuals_hold(strategy: Strategy) -> None:
+    problem = Regression(3, 13, torch.float32)
+
+    def see(r: Replica) -> Tensor:
+        r.wait_pending()
+        r = r.parts.get("base", r)
+        held = torch.zeros_like(r.x)
+        for name, x in r.state.items():
+            if name.startswith("server_error/"):
+                start, stop = map(int, name.removeprefix("server_error/").split("-"))
+                held[start:stop] += 3 * x  # the server's is no mean over workers
+        return torch.stack([r.state["mean"], r.state["sent"], r.state.get("error", held) + held])
+
+    mean, sent, held = watched(3, strategy, problem, RATES[:13], see)[-1].unbind(1)
+    assert torch.equal(mean, mean[:1].expand_as(mean))
+    assert held.norm() > 1e-3
+    assert torch.allclose(mean[0] + held.mean(0), sent.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [5, 7, 8])
+def test_an_average_of_coded_cocod_lacks_what_the_residuals_hold_and_nothing_else(steps: int) -> None:
+    strategy = CoCoD(3, SMALL)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(comm.rank)
+        r = Replica(torch.zeros(40), torch.empty(0), comm, lr=lambda: 0.1)
+        total, held = torch.zeros(40), torch.zeros(40)
+        strategy.start(r)
+        for _ in range(steps):
+            move = torch.randn(40, generator=draw)
+            total += move
+            r.x += move
+            r.step += 1
+            strategy.after_step(r)
+        strategy.average_(r)
+        for name, x in r.state.items():
+            if name.startswith("server_error/"):
+                start, stop = map(int, name.removeprefix("server_error/").split("-"))
+                held[start:stop] += 3 * x  # the server's is no mean over workers
+        return r.x, total, r.state["error"] + held
+
+    x, total, held = (torch.stack(rows) for rows in zip(*thinwire.run_threads(3, body), strict=True))
+    assert torch.equal(x, x[:1].expand_as(x))
+    assert held.norm() > 1e-2
+    assert torch.allclose(x[0] + held.mean(0), total.mean(0), atol=1e-5)
+
+
 def test_majority_votes_and_ternary_gradients_reduce_the_loss() -> None:
     problem = quadratic(3, torch.float32, width=24)
     best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()
@@ -301,7 +394,11 @@ def test_choco_sends_a_payload_and_a_header_to_each_neighbour() -> None:
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(), RandomK(unbiased=False), Sketch()], ids=str)
 @pytest.mark.parametrize(
-    "make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c), lambda c: DiLoCo(codec=c)]
+    "make",
+    [
+        *(AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c), lambda c: DiLoCo(codec=c)),
+        *(*KEEPING, lambda c: MinibatchLocalSGD(2, codec=c)),
+    ],
 )
 def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: Codec, make: Any) -> None:
     with pytest.raises(ConfigError, match=r"may diverge; use ErrorFeedback\("):

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Code = Callable[[Tensor], Tensor]
 Gradient = Callable[[Tensor, int], Tensor]
+Update = Callable[[Tensor, Tensor, int], Tensor]  # what an optimizer adds, from parameters, gradients and the step
+Agreed = Callable[[Tensor, int], Tensor]  # the agreed mean of all workers' rows, in the message of a step
 
 
 def signs(block: int, norm: str = "l1") -> Code:
@@ -134,6 +136,109 @@ def coded_diloco(
             buffer = momentum * buffer + outer
             anchor = anchor - lr * (outer + momentum * buffer)
             x = anchor.expand_as(x)
+    return x
+
+
+class Known:
+    """The mean of workers who keep places of their own, as everyone knows it.
+
+    Args:
+        mean: of coded rows.
+        feedback: what messages leave out is said later; each then says how far it has come since it last spoke.
+        x: where workers begin.
+    """
+
+    def __init__(self, mean: Agreed, *, feedback: bool, x: Tensor) -> None:
+        self.mean, self.feedback = mean, feedback
+        self.sent, self.known = x, x.mean(0)
+
+    def __call__(self, x: Tensor, common: Tensor, k: int) -> Tensor:
+        """The mean of the rows of x, from a point that they have in common."""
+        if not self.feedback:
+            return common + self.mean(x - common, k)
+        self.known = self.known + self.mean(x - self.sent, k)
+        self.sent = x
+        return self.known
+
+
+def coded_overlap(
+    gradient: Gradient,
+    x: Tensor,
+    update: Update,
+    steps: int,
+    mean: Agreed,
+    *,
+    feedback: bool,
+    period: int,
+    pull: float,
+    momentum: float,
+    delay: int | None = None,
+) -> Tensor:
+    """Overlap Local-SGD whose means are agreed on as differences."""
+    known, z, v, sent = Known(mean, feedback=feedback, x=x), x.mean(0), torch.zeros_like(x[0]), x.mean(0)
+    for k in range(1, steps + 1):
+        x = x + update(x, gradient(x, k - 1), k - 1)
+        if (k - (delay or period)) % period == 0:
+            v = momentum * v + sent - z
+            z = z + v
+            x = (1 - pull) * x + pull * z
+        if k % period == 0:
+            sent = known(x, z, k)
+    return x
+
+
+def coded_easgd(
+    gradient: Gradient,
+    x: Tensor,
+    update: Update,
+    steps: int,
+    mean: Agreed,
+    *,
+    feedback: bool,
+    period: int,
+    centre_pull: float,
+) -> Tensor:
+    """EASGD with the paper's pull, whose means are agreed on as differences."""
+    known, centre, pull = Known(mean, feedback=feedback, x=x), x.mean(0), centre_pull / len(x)
+    for k in range(steps):
+        move = update(x, gradient(x, k), k)
+        if k % period == 0:
+            agreed = known(x, centre, k)
+            x, centre = x - pull * (x - centre), (1 - centre_pull) * centre + centre_pull * agreed
+        x = x + move
+    return x
+
+
+def coded_cocod(gradient: Gradient, x: Tensor, update: Update, steps: int, mean: Agreed, *, period: int) -> Tensor:
+    """CoCoD-SGD whose workers say what they have added to the last mean; it is agreed on a round later."""
+    last, sent, begun = x.mean(0), x.mean(0), x
+    for k in range(1, steps + 1):
+        x = x + update(x, gradient(x, k - 1), k - 1)
+        if k % period == 0:
+            x, last = sent + (x - begun), sent
+            sent, begun = last + mean(x - last, k), x
+    return x
+
+
+def coded_rounds(
+    gradient: Gradient,
+    x: Tensor,
+    rates: Sequence[float | Tensor],
+    mean: Agreed,
+    *,
+    period: int,
+    inner: float,
+) -> Tensor:
+    """Rounds of short local steps; what is agreed on is the sum of a round's gradients, in units of its first rate."""
+    begun, total = x, torch.zeros_like(x)
+    for k, rate in enumerate(rates):
+        g = gradient(x, k)
+        unit = rates[k - k % period]
+        total = total + rate / unit * g
+        x = x - inner * rate * g
+        if (k + 1) % period == 0:
+            begun = x = begun - unit * mean(total, k + 1)
+            total = torch.zeros_like(total)
     return x
 
 

@@ -34,6 +34,7 @@ from thinwire import (
     DiLoCo,
     DoubleAveraging,
     EagerPushSum,
+    ErrorFeedback,
     ExactDiffusion,
     FetchSGD,
     Fp32,
@@ -124,6 +125,7 @@ ONE_OUTER_STEP = dict.fromkeys(
     ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "one outer step at a time"
 )
 GRADIENTS = {"Streaming": "has no period"}
+EXACT = (Fp32(), ErrorFeedback(Fp32()))
 MOMENTA = {**GRADIENTS, "Probe": "does not exchange gradients at every step"}
 BASES: dict[str, list[Case]] = {
     "Local": [Case(Local(), lambda n, a: Machine(a), {"Streaming": "has no period"})],
@@ -135,10 +137,28 @@ BASES: dict[str, list[Case]] = {
     "CoCoD": [
         Case(CoCoD(2), lambda n, a: compositions.Decoupled(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
         Case(CoCoD(5), lambda n, a: compositions.Decoupled(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        *(
+            Case(
+                CoCoD(2, codec),
+                lambda n, a: compositions.Decoupled(2, a),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
     ],
     "OverlapLocalSGD": [
         Case(OverlapLocalSGD(2), lambda n, a: compositions.Overlap(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
         Case(OverlapLocalSGD(5), lambda n, a: compositions.Overlap(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        *(
+            Case(
+                OverlapLocalSGD(2, codec=codec),
+                lambda n, a: compositions.Overlap(2, a),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
     ],
     "EASGD": [
         Case(
@@ -149,9 +169,24 @@ BASES: dict[str, list[Case]] = {
         Case(
             EASGD(3, momentum=0.5), lambda n, a: compositions.Elastic(3, a, momentum=0.5), {**NOT_MEASURED, **IN_FLIGHT}
         ),
+        *(
+            Case(
+                EASGD(3, momentum=0.5, codec=codec),
+                lambda n, a: compositions.Elastic(3, a, momentum=0.5),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
     ],
     "MinibatchLocalSGD": [
         Case(MinibatchLocalSGD(2), lambda n, a: compositions.TwoRates(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(
+            MinibatchLocalSGD(2, codec=ErrorFeedback(Fp32())),
+            lambda n, a: compositions.TwoRates(2, a),
+            {**NOT_MEASURED, **IN_FLIGHT},
+            tolerance=1e-6,
+        ),
         Case(
             MinibatchLocalSGD(3, inner=0.0),
             lambda n, a: compositions.TwoRates(3, a, inner=0.0),

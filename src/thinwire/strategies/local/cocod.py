@@ -1,10 +1,14 @@
 """Average the models that a round started from while the round computes, then add the round's own steps."""
 
+import torch
+
+from thinwire.codecs.base import Codec, check_feedback
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.coded_means import mean_from
 
 
 @registered
@@ -18,14 +22,20 @@ class CoCoD(Strategy):
     The mean of the workers moves by the mean of their steps: no learning rate is lost, in contrast to
     `OverlapLocalSGD`. Nothing is damped either: each worker keeps its own last round, so workers stay further apart
     where their data differ.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, hidden behind the round. State: `start`, the size
-    of the parameters.
+
+    With a `codec` $C$ and $m^t$ the mean that arrives at the end of round $t$, in place of the one above, workers send
+    the steps of their rounds: $m^{t+1} = m^t + \tfrac1n \sum_j C(x_j^{t+1} - m^t)$, where $m^0$ is the common start.
+
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the round; of
+    a codec whose mean takes two stages the first is hidden. State: `start`, the size of the parameters; with a codec
+    `anchor` ($m^t$), like the parameters in fp32, and the codec's state.
 
     Shen et al., Faster Distributed Deep Net Training: Computation and Communication Decoupled Stochastic Gradient
     Descent, IJCAI 2019, arXiv:1906.12043.
 
     Args:
         period: $\tau$, optimizer steps of a round; more sends less, hides longer transfers, and drifts further.
+        codec: compresses the differences from the last mean; None sends the parameters as they are.
 
     Example:
         Each worker holds its own last round on top of the mean of all earlier ones; consensus is the mean.
@@ -48,6 +58,7 @@ class CoCoD(Strategy):
     """
 
     period: int = 8
+    codec: Codec | None = None
 
     paper = "Shen et al., Computation and Communication Decoupled SGD, IJCAI 2019, arXiv:1906.12043"
     waits = (
@@ -62,34 +73,51 @@ class CoCoD(Strategy):
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
+    def check(self, size: int) -> None:
+        """Refuse a biased codec without error feedback."""
+        check_feedback(self.codec)
+
     def start(self, r: Replica) -> None:
         """Save the start of the first round, and launch its mean; none is needed where all workers start alike."""
         r.state["start"] = r.x.clone()
+        if self.codec is not None:
+            r.state["anchor"] = r.x.to(torch.promote_types(r.x.dtype, torch.float32), copy=True)
         if not r.equal_start:
-            self._launch(r)
+            # As it is, also with a codec: it becomes the first point that all workers have in common.
+            r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
 
     def after_step(self, r: Replica) -> None:
         """At the end of a round, add its steps to the mean of where it started, and launch the next mean."""
         if r.step % self.period:
             return
-        start = r.state["start"]
-        if (mean := r.collect("mean")) is not None:
-            # x + (mean - start) is mean + (x - start), without a vector for the steps of the round.
-            r.x.add_(mean[0].sub_(start))
-        start.copy_(r.x)
-        self._launch(r)
+        self._merge_(r)
+        r.state["start"].copy_(r.x)
+        # A copy is sent, because steps change the parameters while it is in flight.
+        x, codec = r.x, self.codec
+        mean = mean_(r.comm, x.clone()) if codec is None else mean_from(r, x, r.state["anchor"], codec)
+        r.launch("mean", mean.then(lambda mean: [mean]))
 
     def restart(self, r: Replica) -> None:
         """Start a round at the parameters; they are equal, so their mean needs no message, as at the first round."""
+        # The residual of the codec stays: it is the part of earlier steps that has not been sent yet.
         r.collect("mean")
-        r.state["start"].copy_(r.x)
+        for name in r.state.keys() & {"start", "anchor"}:
+            r.state[name].copy_(r.x)
 
-    def _launch(self, r: Replica) -> None:
-        # A copy is sent, because steps change the parameters while it is in flight.
-        r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
+    def _merge_(self, r: Replica) -> None:
+        """Put the steps of this round onto the mean of where it started."""
+        if (mean := r.collect("mean")) is None:
+            return
+        if self.codec is not None:
+            r.state["anchor"].copy_(mean[0])
+        # x + (mean - start) is mean + (x - start), without a vector for the steps of the round.
+        r.x.add_(mean[0].sub_(r.state["start"]))
 
     def average_(self, r: Replica) -> None:
         """The mean of all workers' parameters, where a round starts."""
-        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero.
+        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A coded
+        # one moves their mean too, by the change of the residuals, which belong to it from then on.
+        if self.codec is not None:
+            self._merge_(r)
         mean_(r.comm, r.x).wait()
         self.restart(r)

@@ -5,12 +5,14 @@ from math import inf
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.codecs.base import Codec, check_feedback
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.coded_means import common_point, restart_mean, tracked_mean
 
 
 @registered
@@ -28,8 +30,14 @@ class EASGD(Strategy):
     $$v_i \leftarrow \delta v_i - \gamma\, g_i(x_i + \delta v_i), \qquad x_i \leftarrow x_i + v_i .$$
 
     There is no server: the centre moves by the mean of all workers, which is the paper's synchronous form.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period. State: `centre` and, with momentum, `position`
-    ($x_i$), each like the parameters.
+
+    With an unbiased `codec` $C$ the mean of all workers is $c + \tfrac1n \sum_j C(x_j - c)$. With `ErrorFeedback` it is
+    $m$, and workers send how far they have come since their last message: with $x_i'$ the worker then,
+    $m \leftarrow m + \tfrac1n \sum_j C(x_j - x_j')$.
+
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period. State: `centre` and, with
+    momentum, `position` ($x_i$), each like the parameters; with a codec the centre is in fp32, and the codec's state is
+    added; with `ErrorFeedback` also `mean` ($m$), like the centre, and `sent` ($x_i'$).
 
     Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651, Section 3 and
     Algorithms 1 and 2.
@@ -39,6 +47,7 @@ class EASGD(Strategy):
         centre_pull: $\beta$, in (0, 1]; more lets the centre follow the workers faster.
         pull: $\alpha$, in [0, 1]; more keeps workers closer to the centre; None is $\beta/n$, as in the paper.
         momentum: $\delta$ of the workers, in [0, 1), for an optimizer without one; more smooths and speeds up.
+        codec: compresses the differences; None sends the parameters as they are.
 
     Example:
         The largest stable product of learning rate and curvature falls as the pull grows:
@@ -52,6 +61,7 @@ class EASGD(Strategy):
     centre_pull: float = 0.9
     pull: float | None = None
     momentum: float = 0.0
+    codec: Codec | None = None
 
     paper = "Zhang et al., Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651"
     waits = "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters"
@@ -88,7 +98,8 @@ class EASGD(Strategy):
         return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
 
     def check(self, size: int) -> None:
-        """Refuse pulls under which no learning rate is stable."""
+        """Refuse pulls under which no learning rate is stable, and a biased codec without error feedback."""
+        check_feedback(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(
                 f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate for ever; "
@@ -102,7 +113,7 @@ class EASGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the centre, the workers' mean."""
-        r.state["centre"] = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
+        r.state["centre"] = common_point(r, self.codec)
         if self.momentum:
             r.state["position"] = r.x.clone()
 
@@ -111,7 +122,7 @@ class EASGD(Strategy):
         if r.step % self.period:
             return
         x, centre = r.state.get("position", r.x), r.state["centre"]
-        mean = mean_(r.comm, x.clone()).wait()
+        mean = tracked_mean(r, x, centre, self.codec).wait()
         # The worker is pulled after the optimizer's step: its weight decay, like the gradient, belongs to the
         # parameters before the pull.
         r.state["gap"] = (x - centre).mul_(self.pull_for(r.comm.size))
@@ -137,6 +148,7 @@ class EASGD(Strategy):
         # this one point.
         for name in r.state.keys() & {"centre", "position"}:
             r.state[name].copy_(r.x)
+        restart_mean(r, self.codec)
 
     def average_(self, r: Replica) -> None:
         """The mean of all workers, and the centre moves there too; all velocities become zero."""
@@ -145,4 +157,4 @@ class EASGD(Strategy):
 
     def consensus(self, r: Replica) -> Tensor:
         """The centre."""
-        return r.state["centre"].clone()
+        return r.state["centre"].to(r.x.dtype, copy=True)

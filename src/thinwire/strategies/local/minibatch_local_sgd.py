@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.errors import ConfigError
-from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
@@ -27,9 +28,10 @@ class MinibatchLocalSGD(Strategy):
     mean of $nK$ of them, as AllReduce with gradient accumulation; workers do not drift, whatever their data. `inner=1`
     is Local SGD. Between them, `SlowMo(momentum=0, lr=1/inner)` is the same method, but cannot reach 0. Each gradient
     is weighted by the learning rate of its own step. Where workers run out of data, each step's gradients are averaged
-    over those that still have some.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and round. State: `gathered`, like the parameters, and within
-    a round `unit` and (unless `inner=0`) `begin` ($x_r$).
+    over those that still have some. With a `codec` $C$ the mean is that of the decoded sums,
+    $\tfrac1n \sum_i C\bigl(\sum_k g_i\bigr)$.
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and round. State: `gathered`, like the
+    parameters, within a round `unit` and (unless `inner=0`) `begin` ($x_r$), and the state of the codec.
 
     Woodworth, Patel and Srebro, Minibatch vs Local SGD for Heterogeneous Distributed Learning, NeurIPS 2020,
     arXiv:2006.04735. The optimizer must be plain SGD, because only then is the sum of its updates one of gradients.
@@ -38,6 +40,7 @@ class MinibatchLocalSGD(Strategy):
         period: $K$, steps in a round; more sends less, and needs a smaller learning rate unless `inner` is near 1.
         inner: $\rho$, the inner learning rate over the outer one; more makes better use of every gradient while workers
             agree, and drifts further where their data differ.
+        codec: compresses the summed gradients; None sends them as they are.
 
     Example:
         Without inner steps a round of two steps is one step along the sum of both gradients, averaged over workers:
@@ -61,6 +64,7 @@ class MinibatchLocalSGD(Strategy):
 
     period: int = 8
     inner: float = 0.5
+    codec: Codec | None = None
 
     paper = "Woodworth, Patel and Srebro, Minibatch vs Local SGD, NeurIPS 2020, arXiv:2006.04735"
     waits = (
@@ -82,6 +86,10 @@ class MinibatchLocalSGD(Strategy):
             )
         if not 0 <= self.inner < inf:
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
+
+    def check(self, size: int) -> None:
+        """Refuse a biased codec without error feedback."""
+        check_feedback(self.codec)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse any but plain SGD."""
@@ -123,6 +131,7 @@ class MinibatchLocalSGD(Strategy):
 
     def restart(self, r: Replica) -> None:
         """Start a round at the parameters; what a round before has gathered led away from elsewhere, and is dropped."""
+        # The residual of the codec stays: it is the part of earlier sums that has not been sent yet.
         for name in ("unit", "begin"):
             r.state.pop(name, None)
         r.state["gathered"].zero_()
@@ -132,7 +141,10 @@ class MinibatchLocalSGD(Strategy):
         if "unit" not in r.state:
             return
         rate, total = r.state.pop("unit"), r.state["gathered"]
-        mean_(r.comm, total).wait()
+        if self.codec is None:
+            mean_(r.comm, total).wait()
+        else:
+            compressed_mean_(r.comm, total, self.codec, r.state, key=draw_key(r.seed, r.step)).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
         # A learning rate per parameter is a vector; a common one is faster as a plain number.

@@ -5,12 +5,14 @@ from math import inf
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import Codec, check_feedback
 from thinwire.comm.work import completed
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.coded_means import common_point, restart_mean, tracked_mean
 
 
 @registered
@@ -32,9 +34,17 @@ class OverlapLocalSGD(Strategy):
     Local steps between a launch and the next pull enter $y$ with a factor of only $1-\alpha$. With a period $\tau$ and
     a delay $d$, training is as fast as with $a (1 - \alpha d/\tau)$ times the learning rate (`progress`). Use
     `compensate`, or a larger learning rate, to make up for that.
-    Traffic: $2\frac{n-1}{n}$ of the parameters per worker and period, with at most one all-reduce in flight. State:
-    `anchor` ($z$), `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size
-    of the parameters.
+
+    With an unbiased `codec` $C$ the mean is $\bar x = z + \tfrac1n \sum_j C(x_j - z)$. With `ErrorFeedback` workers
+    send how far they have come since their last message: with $x_i'$ the parameters then,
+    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. What a codec holds back makes the mean older, and
+    `progress` smaller.
+
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
+    flight; of a codec whose mean takes two stages the first is hidden behind the steps. State: `anchor` ($z$),
+    `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
+    parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
+    `mean` ($\bar x$), like the anchor, and `sent` ($x_i'$).
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
@@ -51,6 +61,7 @@ class OverlapLocalSGD(Strategy):
             transfers; less uses fresher means.
         compensate: multiply the local update of each period by 1/`progress`, as a larger learning rate would; needs a
             delay of the whole period.
+        codec: compresses the differences; None sends the parameters as they are.
 
     Example:
         How fast training is, as a multiple of the learning rate:
@@ -69,6 +80,7 @@ class OverlapLocalSGD(Strategy):
     nesterov: bool = False
     delay: int | None = None
     compensate: bool = False
+    codec: Codec | None = None
 
     paper = "Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539"
     waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
@@ -107,11 +119,15 @@ class OverlapLocalSGD(Strategy):
         drag = self.pull * (1 - self.momentum)
         return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
 
+    def check(self, size: int) -> None:
+        """Refuse a biased codec without error feedback."""
+        check_feedback(self.codec)
+
     def start(self, r: Replica) -> None:
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
         # The first mean is also the first anchor, which must be equal on all workers.
-        r.state["anchor"] = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
-        r.state["velocity"] = torch.zeros_like(r.x)
+        r.state["anchor"] = common_point(r, self.codec)
+        r.state["velocity"] = torch.zeros_like(r.state["anchor"])
         # The initial parameters as a mean that has arrived: the first round is like every other one.
         r.launch("mean", completed([r.state["anchor"].clone()]))
         if self.compensate:
@@ -123,7 +139,8 @@ class OverlapLocalSGD(Strategy):
         if (r.step - self._delay) % self.period == 0:
             self._merge_(r)
         if r.step % self.period == 0:
-            r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
+            mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
+            r.launch("mean", mean.then(lambda mean: [mean]))
             if self.compensate:
                 r.state["start"].copy_(r.x)
 
@@ -135,7 +152,7 @@ class OverlapLocalSGD(Strategy):
             # Only the steps of the round are lengthened, so this comes before the pull.
             r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
         self._move_anchor_(r, mean[0])
-        r.x.lerp_(r.state["anchor"], self.pull)
+        r.x.lerp_(r.state["anchor"].to(r.x.dtype), self.pull)
 
     def _move_anchor_(self, r: Replica, mean: Tensor) -> None:
         anchor, velocity = r.state["anchor"], r.state["velocity"]
@@ -151,7 +168,8 @@ class OverlapLocalSGD(Strategy):
         for name in ("anchor", "start") if self.compensate else ("anchor",):
             r.state[name].copy_(r.x)
         r.state["velocity"].zero_()
-        r.launch("mean", completed([r.x.clone()]))
+        restart_mean(r, self.codec)
+        r.launch("mean", completed([r.state["anchor"].clone()]))
 
     def average_(self, r: Replica) -> None:
         """The mean of all workers' parameters, where a round starts; drops the mean in flight, which is older."""

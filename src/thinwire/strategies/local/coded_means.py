@@ -1,0 +1,82 @@
+"""Coded means of parameters, for methods whose workers do not all return to the mean."""
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, draw_key
+from thinwire.codecs.feedback import ErrorFeedback
+from thinwire.comm.work import Work
+from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.replica.replica import Replica
+
+
+def common_point(r: Replica, codec: Codec | None) -> Tensor:
+    """The mean of the workers' first parameters, equal on all of them; with a codec in fp32 at least.
+
+    Allocates what `tracked_mean` keeps.
+    """
+    point = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
+    if codec is None:
+        return point
+    # In half precision small differences would be lost.
+    point = point.to(torch.promote_types(r.x.dtype, torch.float32))
+    if isinstance(codec, ErrorFeedback):
+        r.state["mean"], r.state["sent"] = point.clone(), r.x.clone()
+    return point
+
+
+def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec) -> Work[Tensor]:
+    """`point` plus the mean over workers of their coded differences from it; the same on all ranks.
+
+    Args:
+        r: the worker.
+        x: its vector, which may change before the wait.
+        point: a vector that is the same on all ranks; must not change before the wait.
+        codec: compresses the differences.
+    """
+    return _coded_mean(r, x.to(point.dtype) - point, codec).then(lambda delta: delta.add_(point))
+
+
+def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> Work[Tensor]:
+    r"""The mean over workers of `x`, as exactly as the codec sends it; a new vector, the same on all ranks.
+
+    An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
+    feedback differences are taken from the worker's own vector in its last message, $s_i$:
+
+    $$m \leftarrow m + \tfrac1n \sum_j C(x_j - s_j), \qquad s_i \leftarrow x_i ,$$
+
+    so that $m$ is the mean of all $x_i$ but for what the residuals hold at this time. Differences from $z$ must not be
+    fed back where $x_i$ keeps them: what a message leaves out is in the next difference once more, and residuals that
+    add it again carry $z$ further beyond the workers the longer a codec holds an element back.
+
+    Args:
+        r: the worker; with error feedback it keeps `mean` ($m$) and `sent` ($s_i$).
+        x: its vector, which may change before the wait.
+        point: $z$, the same on all ranks; must not change before the wait.
+        codec: compresses the differences; None sends the vectors as they are.
+    """
+    if codec is None:
+        return mean_(r.comm, x.clone())
+    if not isinstance(codec, ErrorFeedback):
+        return mean_from(r, x, point, codec)
+    mean, sent = r.state["mean"], r.state["sent"]
+    delta = x.to(mean.dtype) - sent
+    sent.copy_(x)
+    return _coded_mean(r, delta, codec).then(lambda delta: mean.add_(delta).clone())
+
+
+def restart_mean(r: Replica, codec: Codec | None) -> None:
+    """Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight."""
+    if not isinstance(codec, ErrorFeedback):
+        return
+    for name in ("mean", "sent"):
+        r.state[name].copy_(r.x)
+    # The residuals are what the mean lacks. This one is exact: they would be added to it for good.
+    for name, residual in r.state.items():
+        if name.partition("/")[0] in ("error", "server_error"):
+            residual.zero_()
+
+
+def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:
+    # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
+    return compressed_mean_(r.comm, x, codec, r.state, key=draw_key(r.seed, r.step))
