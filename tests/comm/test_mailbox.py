@@ -493,31 +493,89 @@ def test_a_delayed_message_is_ready_that_many_steps_later_whichever_thread_is_fa
     assert seen == [[k >= s + 2 + s % 2 for s in range(k + 1)] for k in range(6)]
 
 
-# -- foreign frames ----------------------------------------------------------------------------------------------------
+# -- what is not to be trusted -----------------------------------------------------------------------------------------
 
 
-def test_foreign_frames_are_counted_and_damaged_ones_are_an_error() -> None:
-    import zmq
+def frames_of_rank_1(work: Callable[[Mailbox, Callable[..., None]], None]) -> None:
+    """Call `work` on rank 0 with a function that sends any parts from rank 1's authenticated socket."""
 
-    def work(comm: Comm, box: Mailbox) -> None:
+    def body(comm: Comm, box: Mailbox) -> None:
         assert isinstance(box, zeromq.ZeroMqMailbox)
+        sockets[comm.rank] = box._sockets
         comm.all_reduce_(torch.zeros(1)).wait()
         if comm.rank == 1:
             comm.all_reduce_(torch.zeros(1)).wait()
             return
-        context = zmq.Context()
-        socket = context.socket(zmq.PUSH)
-        socket.connect(box._addresses[0])
-        socket.send(b"hello")
-        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=99), copy=True)
-        assert soon(lambda: box.foreign_frames == 2)
-        box.process_deferred()
-        socket.send_multipart(framed(LIKE, run=box._run, epoch=1, dst=0, src=1, checksum=5), copy=True)
-        assert soon(lambda: box._fault is not None)
-        with pytest.raises(CommError, match=r"rank 0: message 11 of rank 1 is damaged.*changes bytes"):
-            box.process_deferred()
-        socket.close(linger=0)
-        context.term()
+
+        def send(x: Tensor, **changes: Any) -> None:
+            sockets[1].connect(0, box._addresses[0])
+            parts = framed(x, **{"run": box._run, "epoch": 1, "dst": 0, "src": 1, "number": 0, "topic": 0} | changes)
+            assert sockets[1].send(0, parts)
+
+        work(box, send)
         comm.all_reduce_(torch.zeros(1)).wait()
 
-    between(2, "zeromq", work)
+    sockets: dict[int, zeromq.Sockets] = {}
+    between(2, "zeromq", body)
+
+
+def test_frames_for_others_or_in_another_s_name_are_dropped_and_counted() -> None:
+    def work(box: Mailbox, send: Callable[..., None]) -> None:
+        assert isinstance(box, zeromq.ZeroMqMailbox)
+        for changes in ({"epoch": 2}, {"dst": 1}, {"run": 5}, {"src": 0}, {"src": 99}):
+            send(LIKE, **changes)
+        assert soon(lambda: box.foreign_frames == 5)
+        send(LIKE)
+        assert torch.equal(box.expect(1, LIKE).wait().content, LIKE)
+
+    frames_of_rank_1(work)
+
+
+@pytest.mark.parametrize(
+    ("x", "changes", "words"),
+    [
+        (LIKE, {"checksum": 5}, "from rank 1: message 0 of rank 1 is damaged: its checksum does not fit; something"),
+        (LIKE[:3].to(torch.int8), {"dtype": 0}, "message 0 of rank 1 is damaged: 3 bytes are no vector of float32"),
+        (LIKE[:3].to(torch.int8), {"dtype": 2}, "message 0 of rank 1 is damaged: 3 bytes are no vector of bfloat16"),
+        (LIKE, {"number": 4}, "message 0 of rank 1 was lost on the way"),
+    ],
+    ids=["checksum", "fp32", "bf16", "number"],
+)
+def test_a_damaged_frame_is_an_error_that_names_its_sender(x: Tensor, changes: dict[str, int], words: str) -> None:
+    def work(box: Mailbox, send: Callable[..., None]) -> None:
+        send(x, **changes)
+        assert soon(lambda: box._fault is not None)
+        with pytest.raises(CommError, match=f"rank 0.*{words}"):
+            box.process_deferred()
+
+    frames_of_rank_1(work)
+
+
+def test_a_rank_that_sends_on_without_acknowledgements_is_stopped() -> None:
+    def work(box: Mailbox, send: Callable[..., None]) -> None:
+        for number in range(5):
+            send(LIKE, number=number)
+        assert soon(lambda: box._fault is not None)
+        assert box._edges[1].received == 4
+        with pytest.raises(CommError, match="rank 0: rank 1 sent more than 4 messages that were not consumed yet"):
+            box.process_deferred()
+
+    frames_of_rank_1(work)
+
+
+def test_a_vector_of_many_parts_arrives_whole() -> None:
+    x = torch.arange(300_000.0)
+
+    def work(comm: Comm, box: Mailbox) -> bool:
+        box.send(1 - comm.rank, x + comm.rank)
+        return torch.equal(box.expect(1 - comm.rank, x).wait().content, x + 1 - comm.rank)
+
+    assert between(2, "zeromq", work, like=x) == [True, True]
+
+
+def test_a_pyzmq_without_encryption_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zmq
+
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    with pytest.raises(ConfigError, match="this pyzmq was built without CURVE"):
+        zeromq.ZeroMqMailbox(CountingComm(0, 2), 1, LIKE, 4)

@@ -46,11 +46,17 @@ def test_a_changed_byte_of_the_vector_is_damage(byte: int) -> None:
         parse(parts, **PLACE)
 
 
-def test_a_vector_that_is_too_short_or_missing_is_damage() -> None:
+def test_a_vector_that_is_too_short_too_long_or_missing_is_damage() -> None:
     parts = framed(torch.arange(5.0))
-    for shorter in ([parts[0], parts[1][:-4]], parts[:1]):
+    for changed in ([parts[0], parts[1][:-4]], parts[:1], [*parts, memoryview(b"more")]):
         with pytest.raises(DamagedError, match="message 11 of rank 7"):
-            parse(shorter, **PLACE)
+            parse(changed, **PLACE)
+
+
+def test_a_length_that_is_no_multiple_of_the_dtype_s_is_damage() -> None:
+    parts = framed(torch.zeros(6, dtype=torch.int8), dtype=dtype_number(LIKE))
+    with pytest.raises(DamagedError, match="message 11 of rank 7 is damaged: 6 bytes are no vector of float32"):
+        parse(parts, **PLACE)
 
 
 @pytest.mark.parametrize("byte", range(16, frame.HEADER_BYTES))
@@ -67,14 +73,13 @@ def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
         [b"GET / HTTP/1.1"],
         [b""],
         [b"x" * frame.HEADER_BYTES],
-        [*framed(LIKE), b"more"],
         framed(LIKE, run=5),
         framed(LIKE, epoch=4),
         framed(LIKE, dst=0),
         framed(LIKE, dtype=99),
         [struct.pack("!4sB", frame.MAGIC, frame.VERSION + 1) + bytes(framed(LIKE)[0][5:]), b""],
     ],
-    ids=["words", "empty", "noise", "three parts", "run", "epoch", "to", "dtype", "version"],
+    ids=["words", "empty", "noise", "run", "epoch", "to", "dtype", "version"],
 )
 def test_what_is_not_meant_for_this_mailbox_is_foreign(parts: list[Any]) -> None:
     assert parse([memoryview(part) for part in parts], **PLACE) is None
@@ -109,7 +114,7 @@ def test_an_address_that_only_its_own_machine_reaches_is_refused(monkeypatch: py
         with pytest.raises(
             ConfigError, match=r"rank 1 is reached at tcp://127\.0\.0\.1:5001, which is its own machine"
         ):
-            zeromq._exchange_addresses(comm, 5000 + comm.rank, torch.device("cpu"))
+            zeromq._exchange_addresses(comm, 5000 + comm.rank, b"k" * 40, torch.device("cpu"))
 
     names = iter(["192.0.2.1", "127.0.0.1"])
     lock, given = threading.Lock(), dict[str, str]()

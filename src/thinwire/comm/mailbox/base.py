@@ -283,6 +283,15 @@ class Mailbox(ABC):
                     CommError(f"rank {self._rank}: message {edge.received} of rank {message.src} was lost on the way")
                 )
                 return
+            # An honest sender waits for acknowledgements, so that what it sends here is bounded.
+            if number >= edge.consumed + self.capacity:
+                self._fail(
+                    CommError(
+                        f"rank {self._rank}: rank {message.src} sent more than {self.capacity} messages that were not "
+                        "consumed yet; all ranks must run the same version"
+                    )
+                )
+                return
             edge.out_of_order[number] = message
             while edge.received in edge.out_of_order:
                 following = edge.out_of_order.pop(edge.received)

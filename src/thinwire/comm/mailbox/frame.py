@@ -1,7 +1,7 @@
-"""The wire format of a message: a header of fixed size, then the vector's bytes as they lie in memory.
+"""The wire format of a message: a header of fixed size, then the vector's bytes as they lie in memory, in parts.
 
 Nothing that arrives is trusted. A frame of another protocol, run or mailbox is foreign and ignored; one of this run
-whose checksum does not fit is damaged.
+whose checksum or size does not fit is damaged.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ VERSION = 1
 _FIELDS = struct.Struct("!4sBBBxQIIIIQQQI")
 _CHECK = struct.Struct("!I")
 HEADER_BYTES = _FIELDS.size + _CHECK.size
+PART_BYTES = 1 << 18  # the limit on what one part may hold, and so on what a stranger can make the receiver allocate
 # The position is the number in the header, so new dtypes go to the end.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
@@ -71,22 +72,22 @@ class Header(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A frame of this run whose checksum does not fit."""
+    """A frame of this run whose checksum or size does not fit."""
 
 
 def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tuple[Header, Tensor] | None:
     """The header and the vector of a frame; None if the frame is foreign.
 
     Args:
-        parts: the frame, as it arrived; the vector shares its memory.
+        parts: the header and the parts of the vector, as they arrived; a vector of one part shares its memory.
         run: the secret number of this run.
         epoch: the number of this mailbox.
         dst: this rank.
 
     Raises:
-        DamagedError: the frame is of this run, and a checksum does not fit.
+        DamagedError: the frame is of this run, and a checksum or its size does not fit.
     """
-    if not 1 <= len(parts) <= 2 or parts[0].nbytes != HEADER_BYTES:
+    if not parts or parts[0].nbytes != HEADER_BYTES:
         return None
     fields, check = parts[0][: _FIELDS.size], parts[0][_FIELDS.size :]
     magic, version, kind, dtype, *rest = _FIELDS.unpack(fields)
@@ -102,12 +103,22 @@ def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tup
     header = Header(Kind(kind), dtype, *rest)
     if (header.run, header.epoch, header.dst) != (run, epoch, dst):
         return None
-    content = parts[1] if len(parts) == 2 else memoryview(b"")
+    content = parts[1] if len(parts) == 2 else memoryview(bytearray().join(parts[1:]))
     if content.nbytes != header.nbytes or zlib.crc32(content) != header.checksum:
         raise DamagedError(f"message {header.number} of rank {header.src} is damaged: its checksum does not fit")
+    if content.nbytes % _DTYPES[dtype].itemsize:
+        raise DamagedError(
+            f"message {header.number} of rank {header.src} is damaged: {content.nbytes} bytes are no vector of "
+            f"{str(_DTYPES[dtype]).removeprefix('torch.')}"
+        )
     if not content.nbytes:  # torch.frombuffer refuses an empty buffer
         return header, torch.empty(0, dtype=_DTYPES[dtype])
     return header, torch.frombuffer(content, dtype=_DTYPES[dtype])
+
+
+def split(data: memoryview) -> list[memoryview]:
+    """A vector's bytes in the parts in which they are sent; none of no bytes."""
+    return [data[start : start + PART_BYTES] for start in range(0, data.nbytes, PART_BYTES)]
 
 
 def dtype_number(x: Tensor) -> int:

@@ -1,7 +1,13 @@
 """Messages between processes over ZeroMQ, which queues, reconnects and transfers in a thread of its own.
 
 Each rank has one socket on which it receives, and one for each rank that it has sent to. A thread of this process reads
-the former, checks what arrives, and delivers it or calls its handler. Vectors are received without a copy.
+the former, checks what arrives, and delivers it or calls its handler.
+
+Anyone may reach the port. Connections are therefore authenticated and encrypted (ZeroMQ's CURVE): each mailbox has a
+key pair, the ranks exchange their public keys over the comm, and only connections with one of those keys are admitted.
+What was recorded earlier is refused, as each connection has keys of its own. Until it is admitted a connection can make
+this process hold one part of a message (`PART_BYTES`), for `_HANDSHAKE_MILLISECONDS` at most, and no more than
+`max_connections` are open: beside its vectors a mailbox of n ranks holds less than (32 + 4 n) * 0.4 MB.
 """
 
 from __future__ import annotations
@@ -17,15 +23,14 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
-from thinwire.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
-from thinwire.comm.work import nbytes_of
+from thinwire.comm.mailbox.frame import PART_BYTES, Header, Kind, bytes_of, dtype_number, parse, split
 from thinwire.errors import CommError, ConfigError, PeerLostError
 
 if TYPE_CHECKING:
@@ -33,11 +38,13 @@ if TYPE_CHECKING:
 
 _EMPTY = torch.empty(0)
 _SIOCGIFADDR = 0x8915
-_ROW_BYTES = 96  # of a rank's address, when all ranks exchange them
+_KEY_BYTES = 40  # of a public key in ZeroMQ's text form
+_ROW_BYTES = 136  # of a rank's key and address, when all ranks exchange them
 _POLL_SECONDS = 0.1
 _LINGER_MILLISECONDS = 1000
 _RECONNECT_SECONDS = 1.0  # how long a connection may be gone before its rank counts as lost
 _HEADROOM_BYTES = 4096
+_HANDSHAKE_MILLISECONDS = 10_000  # how long a connection may take until it is admitted
 
 
 def own_address() -> str:
@@ -74,6 +81,25 @@ def endpoint(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
+def max_connections(ranks: int) -> int:
+    """How many connections may be open at a rank's port; each rank needs one, and a second while it reconnects."""
+    return 32 + 4 * ranks
+
+
+class Directory(NamedTuple):
+    """How a mailbox's ranks are reached and recognised.
+
+    Attributes:
+        run: the secret number of the run, rank 0's.
+        addresses: of each rank's receiving socket.
+        keys: each rank's public key.
+    """
+
+    run: int
+    addresses: list[str]
+    keys: list[bytes]
+
+
 class Sockets:
     """The sockets and the receiving thread of one mailbox.
 
@@ -82,26 +108,41 @@ class Sockets:
     Attributes:
         receiver: the socket on which messages for this rank arrive.
         port: the receiver's port.
+        public_key: by which other ranks recognise this one.
         disconnected: ranks whose connection is gone, with the time of `time.monotonic` since when.
+        refused_connections: connections to the port that were closed because they were not a rank's, or too many.
     """
 
-    def __init__(self, address: str, *, max_bytes: int, queue: int) -> None:
+    def __init__(self, address: str, *, ranks: int, queue: int) -> None:
         self._zmq = _import_zmq()
         self._context = self._zmq.Context(io_threads=1)
         self._queue = queue
+        self._max_connections = max_connections(ranks)
+        self._keys: list[bytes] = []
+        self._open_connections: set[int] = set()
         self._senders: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self.disconnected: dict[int, float] = {}
+        self.refused_connections = 0
+        # ZeroMQ asks here, before the first byte of a message, whether a connection's key is one of a rank.
+        self._admission = self._context.socket(self._zmq.REP)
+        self._admission.bind("inproc://zeromq.zap.01")
+        self.public_key, self._secret_key = self._zmq.curve_keypair()
         self.receiver = self._open(self._zmq.PULL)
-        # Anyone who reaches the port can send, and must not make this process allocate more than a message needs.
-        self.receiver.setsockopt(self._zmq.MAXMSGSIZE, max_bytes + _HEADROOM_BYTES)
+        self.receiver.setsockopt(self._zmq.CURVE_SERVER, 1)
+        self.receiver.setsockopt(self._zmq.ZAP_DOMAIN, b"thinwire")
+        self.receiver.setsockopt(self._zmq.MAXMSGSIZE, PART_BYTES + _HEADROOM_BYTES)
+        self.receiver.setsockopt(self._zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
+        self._acceptances = self.receiver.get_monitor_socket(self._zmq.EVENT_ACCEPTED | self._zmq.EVENT_DISCONNECTED)
         self.port = self.receiver.bind_to_random_port(endpoint(address, 0).rpartition(":")[0])
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         opened = self._context.socket(kind)
         opened.setsockopt(self._zmq.IPV6, 1)
+        opened.setsockopt(self._zmq.CURVE_PUBLICKEY, self.public_key)
+        opened.setsockopt(self._zmq.CURVE_SECRETKEY, self._secret_key)
         opened.set_hwm(self._queue)
         return opened
 
@@ -115,6 +156,7 @@ class Sockets:
         if rank in self._senders or self._stopped.is_set():
             return
         zmq, sender = self._zmq, self._open(self._zmq.PUSH)
+        sender.setsockopt(zmq.CURVE_SERVERKEY, self._keys[rank])
         monitor = sender.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         sender.connect(address)
         self._senders[rank], self._monitors[monitor] = sender, rank
@@ -130,27 +172,72 @@ class Sockets:
             return False
         return True
 
-    def start(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
-        """Start the receiving thread; it ends with the mailbox."""
+    def start(self, mailbox: weakref.ref[ZeroMqMailbox], keys: Sequence[bytes]) -> None:
+        """Admit connections with these public keys, by rank, and start the receiving thread; it ends with the mailbox.
+
+        Connections that came earlier wait until then.
+        """
+        self._keys = list(keys)
         self._thread = threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="thinwire-mailbox")
         self._thread.start()
 
     def _run(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
+        own = [self._acceptances, self._admission, self.receiver]
         while not self._stopped.is_set():
             # `list` copies in one step: `connect` adds monitors from another thread.
-            ready = self._zmq.select([self.receiver, *list(self._monitors)], [], [], _POLL_SECONDS)[0]
+            ready = self._zmq.select([*own, *list(self._monitors)], [], [], _POLL_SECONDS)[0]
             box = mailbox()
             if box is None:
                 return
+            if self._acceptances in ready:
+                self._limit_connections()
+            if self._admission in ready:
+                self._admit_ranks()
             if self.receiver in ready:
                 with suppress(self._zmq.Again):
                     while not self._stopped.is_set():
                         frames = self.receiver.recv_multipart(flags=self._zmq.NOBLOCK, copy=False)
-                        box.receive([frame.buffer for frame in frames])
+                        box.receive(int(str(frames[0].get("User-Id"))), [frame.buffer for frame in frames])
             for monitor in ready:
                 self._read_event(monitor)
             # Without this the thread would hold the mailbox while it waits, and the mailbox could never end.
             del box
+
+    def _limit_connections(self) -> None:
+        """Close connections above the limit as soon as they are accepted; ranks among them connect again."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        with suppress(self._zmq.Again):
+            while True:
+                event = recv_monitor_message(self._acceptances, self._zmq.NOBLOCK)
+                connection = int(event["value"])
+                if event["event"] == self._zmq.EVENT_DISCONNECTED:
+                    self._open_connections.discard(connection)
+                    continue
+                self._open_connections.add(connection)
+                if len(self._open_connections) > self._max_connections:
+                    self.refused_connections += 1
+                    self._shut_down(connection)
+
+    def _shut_down(self, connection: int) -> None:
+        """Shut down one of ZeroMQ's connections, which it then closes itself."""
+        # ZeroMQ may have closed it meanwhile, and its number may stand for something else by now.
+        with suppress(OSError), socket.fromfd(connection, socket.AF_INET, socket.SOCK_STREAM) as duplicate:
+            if duplicate.getsockname()[1] == self.port:
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+    def _admit_ranks(self) -> None:
+        """Answer ZeroMQ whether a connection may be used: its key must be one of the ranks'."""
+        from zmq.utils.z85 import encode
+
+        with suppress(self._zmq.Again):
+            while True:
+                # RFC 27: version, request, domain, address, identity, mechanism, and CURVE's 32 bytes of public key.
+                version, request, *_, key = self._admission.recv_multipart(flags=self._zmq.NOBLOCK)
+                rank = self._keys.index(encode(key)) if encode(key) in self._keys else None
+                self.refused_connections += rank is None
+                status, user = (b"400", b"") if rank is None else (b"200", str(rank).encode())
+                self._admission.send_multipart([version, request, status, b"", user, b""])
 
     def _read_event(self, monitor: zmq.Socket[bytes]) -> None:
         rank = self._monitors.get(monitor)
@@ -176,7 +263,9 @@ class Sockets:
             sender.close(linger=0 if rank in self.disconnected else _LINGER_MILLISECONDS)
         for monitor in self._monitors:
             monitor.close(linger=0)
-        self.receiver.close(linger=0)
+        self.receiver.disable_monitor()
+        for each in (self._acceptances, self._admission, self.receiver):
+            each.close(linger=0)
         self._context.term()
 
 
@@ -193,7 +282,7 @@ class ZeroMqMailbox(Mailbox):
         foreign_frames: frames that were not meant for this mailbox, and were dropped.
 
     Raises:
-        ConfigError: pyzmq is not installed, or the ranks have no common network.
+        ConfigError: pyzmq is not installed or was built without CURVE, or the ranks have no common network.
     """
 
     def __init__(self, comm: Comm, epoch: int, like: Tensor, capacity: int) -> None:
@@ -201,15 +290,21 @@ class ZeroMqMailbox(Mailbox):
         self.foreign_frames = 0
         self._epoch = epoch
         self._closed_peers: set[int] = set()
-        # A message has two parts, and each of the two may be followed by an acknowledgement.
-        self._sockets = Sockets(own_address(), max_bytes=nbytes_of(like), queue=4 * capacity + 16)
+        # Each message may be followed by an acknowledgement.
+        self._sockets = Sockets(own_address(), ranks=comm.size, queue=4 * capacity + 16)
         close = weakref.finalize(self, self._sockets.close)
         try:
-            self._run, self._addresses = _exchange_addresses(comm, self._sockets.port, like.device)
+            directory = _exchange_addresses(comm, self._sockets.port, self._sockets.public_key, like.device)
         except Exception:
             close()
             raise
-        self._sockets.start(weakref.ref(self))
+        self._run, self._addresses = directory.run, directory.addresses
+        self._sockets.start(weakref.ref(self), directory.keys)
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections to this rank's port that were refused because they were no rank's, or too many."""
+        return self._sockets.refused_connections
 
     def close(self) -> None:
         """Tell the other ranks, and close the sockets."""
@@ -223,14 +318,15 @@ class ZeroMqMailbox(Mailbox):
         # Outside the lock, which the receiving thread may need to end.
         self._sockets.close()
 
-    def receive(self, parts: Sequence[memoryview]) -> None:
-        """Handle a frame from anywhere; called by the receiving thread."""
+    def receive(self, src: int, parts: Sequence[memoryview]) -> None:
+        """Handle a frame of a rank; called by the receiving thread, which no frame may end."""
         try:
             found = parse(parts, run=self._run, epoch=self._epoch, dst=self._rank)
-        except DamagedError as error:
-            self._fail(CommError(f"rank {self._rank}: {error}; something between the ranks changes bytes"))
+        except Exception as error:
+            self._fail(CommError(f"rank {self._rank}, from rank {src}: {error}; something between them changes bytes"))
             return
-        if found is None or found[0].src not in self._edges:
+        # Nobody sends in the name of another rank.
+        if found is None or found[0].src != src or src not in self._edges:
             self.foreign_frames += 1
             return
         header, content = found
@@ -267,7 +363,7 @@ class ZeroMqMailbox(Mailbox):
             checksum=zlib.crc32(data),
         )
         self._sockets.connect(dst, self._addresses[dst])
-        return self._sockets.send(dst, [header.pack(), data] if data.nbytes else [header.pack()])
+        return self._sockets.send(dst, [header.pack(), *split(data)])
 
     def _check_peers(self, src: Sequence[int]) -> None:
         super()._check_peers(src)
@@ -282,12 +378,13 @@ class ZeroMqMailbox(Mailbox):
                 )
 
 
-def _exchange_addresses(comm: Comm, port: int, device: torch.device) -> tuple[int, list[str]]:
-    """All-gather where each rank receives; also returns the run's secret number, which is rank 0's."""
-    row_bytes = secrets.token_bytes(8) + endpoint(own_address(), port).encode()
+def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.device) -> Directory:
+    """All-gather where each rank receives, and its public key; secret keys stay where they were made."""
+    row_bytes = secrets.token_bytes(8) + public_key + endpoint(own_address(), port).encode()
     row = torch.frombuffer(bytearray(row_bytes.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
     rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
-    addresses = [row[8:].rstrip(b"\0").decode() for row in rows]
+    keys = [row[8 : 8 + _KEY_BYTES] for row in rows]
+    addresses = [row[8 + _KEY_BYTES :].rstrip(b"\0").decode() for row in rows]
     # The loopback is right if all ranks are on one machine, and a mistake if only some report it.
     local = [rank for rank, address in enumerate(addresses) if "//127." in address or "//[::1]" in address]
     if 0 < len(local) < len(rows):
@@ -295,17 +392,19 @@ def _exchange_addresses(comm: Comm, port: int, device: torch.device) -> tuple[in
             f"rank {local[0]} is reached at {addresses[local[0]]}, which is its own machine only; set "
             "GLOO_SOCKET_IFNAME to the interface on which the ranks reach each other"
         )
-    return int.from_bytes(rows[0][:8], "big"), addresses
+    return Directory(int.from_bytes(rows[0][:8], "big"), addresses, keys)
 
 
 def _import_zmq() -> ModuleType:
     """ZeroMQ for Python.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or cannot encrypt.
     """
     try:
         import zmq
     except ImportError as error:
         raise ConfigError("messages between processes need pyzmq; pip install 'thinwire[async]'") from error
+    if not zmq.has("curve"):
+        raise ConfigError("this pyzmq was built without CURVE (libsodium); pip install --force-reinstall pyzmq")
     return zmq
