@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm
@@ -56,11 +58,41 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         return
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group(backend, timeout=timeout)
-    except dist.DistError as error:
+        if _is_local(os.environ["MASTER_ADDR"]):
+            store = _loopback_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    except (dist.DistError, OSError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         first = str(error).splitlines()[0][:200]
         raise CommTimeoutError(
             f"rank {os.environ['RANK']}: not all workers connected to {address} in time ({first})"
         ) from error
+
+
+def _is_local(address: str) -> bool:
+    """Whether rank 0 hosts the store for this machine only."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _loopback_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """A store that listens on the loopback; torch's own listens on every interface, and serves anyone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=size) if rank == 0 else None
+    return TCPStore(
+        address,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
