@@ -56,6 +56,10 @@ def test_a_deadline_ends_the_run():
         Emulate(tuple(SLEEP), workers=2, timeout=0.2)()
 
 
+def test_a_command_has_a_deadline_unless_one_is_given():
+    assert Emulate(tuple(SLEEP)).timeout == 86_400
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -63,6 +67,8 @@ def test_a_deadline_ends_the_run():
         ({"slow": "9:3x"}, "no worker '9'"),
         ({"stall": "often"}, "stall 'often'"),
         ({"workers": 0}, "--workers 0"),
+        ({"timeout": 0.0}, "--timeout 0: must be positive"),
+        ({"timeout": float("nan")}, "--timeout nan"),
         ({"command": ()}, "write it after --"),
         ({"command": ("no-such-program",)}, "'no-such-program'"),
     ],

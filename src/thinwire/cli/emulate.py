@@ -48,7 +48,7 @@ class Emulate:
         stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, separated by commas; with 0.15:200ms
             every worker pauses for 200 ms in 15 % of its steps. Works where --slow does.
         seed: random seed that decides which steps stall.
-        timeout: stop all workers after so many seconds; they may run for ever unless given.
+        timeout: stop all workers after so many seconds; a day unless given.
         json: print the table as JSON, and the workers' lines to the standard error.
     """
 
@@ -58,13 +58,15 @@ class Emulate:
     slow: str | None = None
     stall: str | None = None
     seed: int = 0
-    timeout: float | None = None
+    timeout: float = 86_400.0
     json: bool = False
 
     def __call__(self) -> int:
         """Run the workers; returns 0, or 1 when one of them failed."""
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        if not self.timeout > 0:
+            raise ConfigError(f"--timeout {self.timeout:g}: must be positive seconds; a day is 86400")
         if not self.command:
             raise ConfigError("there is no command to run; write it after --, such as -- python train.py")
         parse_stragglers(self.slow, self.stall, workers=self.workers, seed=self.seed)

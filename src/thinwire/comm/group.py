@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
-from thinwire.comm.roll_call import RollCall
+from thinwire.comm.roll_call import RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
@@ -45,7 +45,7 @@ class GroupComm(Comm):
         timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
 
     Raises:
-        CommError: not all ranks of the group make their comm within the timeout.
+        CommError: not all ranks of the group make their comm within the timeout, or the rendezvous store is silent.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class GroupComm(Comm):
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         members = dist.get_process_group_ranks(group or _world())
-        store = _own_store(members)
+        store = _own_store(members, timeout)
         self._roll_call = RollCall(store, members, self.rank)
         self._inflight: dict[int, Handles] = {}
         self._fault: CommError | None = None
@@ -75,12 +75,16 @@ class GroupComm(Comm):
         if self._gloo_devices and self.size > 1:
             start = time.monotonic()
             try:
-                backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
+                limit = timedelta(seconds=timeout)
+                # Its own limit does not hold where the process that hosts the store has stopped.
+                backend = within(timeout, lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit))
                 # A backend has the calls of a group, but torch's stubs do not say so.
                 self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
                 problem = None
             except RuntimeError as error:
                 problem = _first_sentence(error)
+            except TimeoutError:
+                problem = "timed out"
             # Raised outside the handler: a traceback would keep the half-opened group alive.
             if problem is not None:
                 raise self._failed("connecting", problem, time.monotonic() - start)
@@ -294,16 +298,35 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _own_store(members: Sequence[int]) -> Store:
+def _own_store(members: Sequence[int], timeout: float) -> Store:
     """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
-    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
-    try:
-        calls = store.add(f"{name}/calls/{dist.get_rank()}", 1)
-    except RuntimeError as error:
-        raise PeerLostError(f"the rendezvous store is gone, and the process that hosts it ({error})") from error
     # A store keeps its keys, so a second comm over the same ranks needs keys of its own.
-    return PrefixStore(f"{name}/{calls}", store)
+    return PrefixStore(f"{name}/{count_in_store(f'{name}/calls/{dist.get_rank()}', timeout)}", _store())
+
+
+def count_in_store(key: str, timeout: float) -> int:
+    """Add one to a number in the default group's rendezvous store, and return it.
+
+    PyTorch's `Store.add` waits for ever where the process that hosts the store has stopped.
+
+    Raises:
+        CommTimeoutError: the store did not answer within so many seconds.
+        PeerLostError: the process that hosts it has ended.
+    """
+    host = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    where = f"rank {dist.get_rank()}, before step 0"
+    try:
+        return within(timeout, lambda: _store().add(key, 1))
+    except TimeoutError:
+        problem = f"no answer within {timeout:g} s from the rendezvous store; {host}, which hosts it, is not answering"
+        raise CommTimeoutError(f"{where}: {problem}") from None
+    except RuntimeError as error:
+        raise PeerLostError(f"{where}: the rendezvous store is gone, and {host}, which hosted it ({error})") from error
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def _try_wait(handles: Handles, seconds: float | None) -> str:
@@ -350,4 +373,4 @@ def comm_for(group: Group = None, *, timeout: float = 60.0) -> Comm:
     return single_worker()
 
 
-__all__ = ["Group", "GroupComm", "comm_for"]
+__all__ = ["Group", "GroupComm", "comm_for", "count_in_store"]

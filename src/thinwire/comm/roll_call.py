@@ -59,9 +59,9 @@ class RollCall:
         try:
             # The first rank to fail sets the cause for all; "late" and "lost" are the stored words.
             cause = "late" if timed_out else "lost"
-            timed_out = _within(_STORE_SECONDS, lambda: self._store.compare_set("reason", "", cause) == b"late")
+            timed_out = within(_STORE_SECONDS, lambda: self._store.compare_set("reason", "", cause) == b"late")
             close_connections()
-            return timed_out, _within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
+            return timed_out, within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
         except TimeoutError:
             timed_out = True  # the process that hosts the store is alive, and does not answer
         except (RuntimeError, OSError):
@@ -103,7 +103,7 @@ class RollCall:
         return f"rank {rank}" if member == rank else f"rank {rank} (rank {member} of the whole job)"
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
+def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of a call that may never return.
 
     Raises:
@@ -119,7 +119,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=body, daemon=True, name="thinwire-roll-call")
+    thread = threading.Thread(target=body, daemon=True, name="thinwire-store")
     thread.start()
     thread.join(seconds)
     if errors:

@@ -19,6 +19,7 @@ from thinwire.emulate.worker import Lines, OnLine, Stream, Worker, WorkerExit
 from thinwire.errors import CommTimeoutError, ConfigError
 
 POLL_SECONDS = 0.1
+DAY_SECONDS = 86_400.0
 # From SIGTERM to SIGKILL.
 TERMINATE_SECONDS = 2.0
 # A worker's child may hold its output open after it has ended; it is read for this long.
@@ -80,7 +81,7 @@ class Workers:
         environment: variables that replace inherited ones and those that are set here.
         on_line: called with the rank, `stdout` or `stderr`, and each line.
         grace_seconds: seconds the others have to end by themselves once a worker has failed.
-        timeout: seconds after which the workers are stopped; None is no limit.
+        timeout: seconds after which the workers are stopped; None is no limit, for workers whose own waits have one.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -95,7 +96,7 @@ class Workers:
         environment: Mapping[str, str] | None = None,
         on_line: OnLine = ignore_line,
         grace_seconds: float = 5.0,
-        timeout: float | None = None,
+        timeout: float | None = DAY_SECONDS,
     ) -> None:
         _check(command, workers, network)
         self.workers = workers
@@ -291,7 +292,7 @@ def run_workers(
     environment: Mapping[str, str] | None = None,
     on_line: OnLine = ignore_line,
     grace_seconds: float = 5.0,
-    timeout: float | None = None,
+    timeout: float | None = DAY_SECONDS,
 ) -> list[WorkerExit]:
     """Run workers to their end; the arguments are those of `Workers`.
 

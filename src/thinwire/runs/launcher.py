@@ -69,6 +69,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
                 environment=environment,
                 on_line=output.add_line,
                 grace_seconds=_GRACE_SECONDS,
+                timeout=None,  # a run may take weeks, and each of its workers' waits has a timeout
             )
         )
         stops = parse_stops(settings.stop, workers=settings.workers)

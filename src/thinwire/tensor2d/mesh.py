@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.comm.base import Comm
-from thinwire.comm.group import GroupComm
+from thinwire.comm.group import GroupComm, count_in_store
 from thinwire.comm.threads import Hub, ThreadComm, run_threads
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.panels import Panels
@@ -183,6 +183,7 @@ def mesh_2d(
 
     Raises:
         ConfigError: the shape does not match the number of processes, or the `DeviceMesh` does not have two dimensions.
+        CommError: not all ranks take part within the timeout.
     """
     if not isinstance(shape, DeviceMesh):
         rows, columns = shape
@@ -190,6 +191,7 @@ def mesh_2d(
             raise ConfigError(
                 f"a {rows}x{columns} mesh needs {rows * columns} processes; there are {dist.get_world_size()}"
             )
+        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait for ever for a store that does not answer
         shape = init_device_mesh(device, (rows, columns), mesh_dim_names=("row", "column"))
     if shape.ndim != 2:
         raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name two dimensions, as in mesh['row', 'column']")
@@ -218,6 +220,7 @@ def mesh_3d(
     Raises:
         ConfigError: the shape does not match the number of processes, or the `DeviceMesh` does not have three
             dimensions.
+        CommError: not all ranks take part within the timeout.
     """
     names = ("data", "row", "column")
     if not isinstance(shape, DeviceMesh):
@@ -227,6 +230,7 @@ def mesh_3d(
                 f"{copies} copies on {rows}x{columns} meshes need {copies * rows * columns} processes; there are "
                 f"{dist.get_world_size()}"
             )
+        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait for ever for a store that does not answer
         shape = init_device_mesh(device, (copies, rows, columns), mesh_dim_names=names)
     if shape.ndim != 3 or shape.mesh_dim_names is None:
         raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name three dimensions, copies, rows and columns")
