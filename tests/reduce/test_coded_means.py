@@ -440,6 +440,15 @@ def test_a_payload_that_does_not_fit_is_described(change: Callable[[Tensor, Head
     assert words in unseal(change(seal(torch.zeros(9, dtype=torch.uint8), header), header), header)[2]
 
 
+def test_every_flipped_bit_of_a_message_is_seen() -> None:
+    header = Header(codec_number("OneBit()", 9), 3, squared_norm=2.0)
+    message = seal(torch.arange(9, dtype=torch.uint8), header)
+    for bit in range(8 * message.numel()):
+        flipped = message.clone()
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert unseal(flipped, header)[2] in ("is no payload of a codec", "is damaged: its checksum does not fit")
+
+
 class Tampered(ThreadComm):
     """A comm that changes one byte of what this rank sends in one kind of call."""
 

@@ -1,4 +1,8 @@
-"""The header of 16 bytes in front of a payload: its codec, step and stage, whether it is valid, and a checksum."""
+"""The header of 16 bytes in front of a payload: its codec, step and stage, whether it is valid, and a checksum.
+
+The checksum is a CRC-32 of the header and the payload; on a GPU of the header alone, as the payload would have to be
+copied to the host. It finds every error of one bit, and all but one in 2^32 of the others.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from torch import Tensor
 from thinwire.kernels import bytes_of, join
 
 HEADER_BYTES = 16
-_MAGIC = 0x636C
-_FIELDS = struct.Struct("<HHIBBHf")
+_MAGIC = 0xC7
+_FIELDS = struct.Struct("<BBHIf")
+_CHECK = struct.Struct("<I")
 _MAX_SQUARED_NORM = 3.0e38  # it is stored in fp32
-_NON_FINITE, _REJECTED, _SECOND_STAGE, _HAS_CHECKSUM = 1, 2, 4, 8
+_NON_FINITE, _REJECTED, _SECOND_STAGE, _PAYLOAD_IS_CHECKED = 1, 2, 4, 8
 
 
 class Header(NamedTuple):
@@ -26,7 +31,8 @@ class Header(NamedTuple):
         codec: a number for the codec and the size of the vector, from `codec_number`.
         step: the training step.
         second_stage: whether the payload is of the second stage, in which sums are sent back.
-        non_finite: the sender's vector is not finite; the payload means nothing.
+        non_finite: the sender's vector, or in the second stage one that it received, is not finite; the payload means
+            nothing.
         rejected: the sender could not decode a payload that it received.
         squared_norm: the sum of squares of the sender's vector; in the second stage, of all ranks' vectors.
     """
@@ -47,9 +53,7 @@ def codec_number(recipe: str, n: int) -> int:
 def seal(payload: Tensor, header: Header) -> Tensor:
     """Prepend the header to a payload; uint8 on the payload's device."""
     payload = payload.contiguous().view(torch.uint8)
-    # On a GPU a checksum would cost a copy to the host for every message.
-    packed = _packed(header, _checksum(payload) if payload.device.type == "cpu" else None)
-    front = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(payload.device)
+    front = torch.frombuffer(bytearray(_packed(header, payload)), dtype=torch.uint8).to(payload.device)
     return join([front, payload])
 
 
@@ -83,11 +87,13 @@ def unseal_all(
 
 def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, Tensor, str]]:
     """`unseal` of each message. All headers are read at once, as on a GPU each reading waits for the device."""
-    if_meta = _packed(expected, None) * len(messages)
+    if_meta = _packed(expected, torch.empty(0, device="meta")) * len(messages)
     fronts = bytes_of(join([message[:HEADER_BYTES] for message in messages]), if_meta=if_meta)
     opened: list[tuple[Header, Tensor, str]] = []
-    for message, fields in zip(messages, _FIELDS.iter_unpack(fronts), strict=True):
-        magic, codec, step, flags, _, checksum, squared_norm = fields
+    for i, message in enumerate(messages):
+        front = fronts[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
+        fields, (checksum,) = front[: _FIELDS.size], _CHECK.unpack(front[_FIELDS.size :])
+        magic, flags, codec, step, squared_norm = _FIELDS.unpack(fields)
         payload = message[HEADER_BYTES:].clone()  # in memory of its own, so that fp32 scales are aligned to four bytes
         header = Header(
             codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
@@ -95,26 +101,31 @@ def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, 
         problem = ""
         if magic != _MAGIC:
             problem = "is no payload of a codec"
+        elif checksum != _checksum(fields, payload if flags & _PAYLOAD_IS_CHECKED else None):
+            problem = "is damaged: its checksum does not fit"
         elif header.second_stage != expected.second_stage:
             problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
         elif step != expected.step & 0xFFFFFFFF:
             problem = f"is of step {step}, not of step {expected.step}"
         elif codec != expected.codec:
             problem = "is of another codec, or of a vector of another size"
-        elif flags & _HAS_CHECKSUM and payload.device.type == "cpu" and checksum != _checksum(payload):
-            problem = "is damaged: its checksum does not fit"
         opened.append((header, payload, problem))
     return opened
 
 
-def _packed(header: Header, checksum: int | None) -> bytes:
-    """The header's bytes; without a checksum where that is None."""
+def _packed(header: Header, payload: Tensor) -> bytes:
+    """The header's bytes, for this payload."""
     flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
-    flags |= _HAS_CHECKSUM * (checksum is not None)
+    on_host = payload.device.type == "cpu"
     # A NaN does not equal itself.
     squared_norm = min(header.squared_norm, _MAX_SQUARED_NORM) if header.squared_norm == header.squared_norm else 0.0
-    return _FIELDS.pack(_MAGIC, header.codec, header.step & 0xFFFFFFFF, flags, 0, checksum or 0, squared_norm)
+    fields = _FIELDS.pack(
+        _MAGIC, flags | _PAYLOAD_IS_CHECKED * on_host, header.codec, header.step & 0xFFFFFFFF, squared_norm
+    )
+    return fields + _CHECK.pack(_checksum(fields, payload if on_host else None))
 
 
-def _checksum(payload: Tensor) -> int:
-    return zlib.crc32(payload.numpy().data) & 0xFFFF
+def _checksum(fields: bytes, payload: Tensor | None) -> int:
+    """CRC-32 of a header's fields and of the payload's bytes, where it is on the host."""
+    start = zlib.crc32(fields)
+    return start if payload is None or payload.device.type != "cpu" else zlib.crc32(payload.numpy().data, start)

@@ -178,18 +178,20 @@ def _two_stage_mean(
     gathered = comm.all_gather(seal(payload, flags))
     yield
 
-    all_finite = yield finite
-    if all_finite and residuals and not problem:
+    # The verdict, before anyone changes its residuals or its vector: all ranks read the same flags of all servers.
+    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype)
+    del gathered
+    reports = (f"rank {rank} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
+    if problem := problem or damage or next(reports, ""):
+        where = f"rank {comm.rank}, step {header.step}, compressed mean"
+        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+    all_finite = yield not any(each.non_finite for each in headers)
+    if all_finite and residuals:
         residuals[0].copy_(updated)
         residuals[1].copy_(mean)
     yield
 
     # Decode the means of all pieces.
-    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype)
-    reports = (f"rank {rank} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
-    if problem := problem or damage or next(reports, ""):
-        where = f"rank {comm.rank}, step {header.step}, compressed mean"
-        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
     if not all_finite:
         return x.fill_(torch.nan)
     server.decode_pieces_(payloads, updated, cuts, keys.means)
