@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import stat
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -187,6 +187,8 @@ def test_vectors_and_payloads_may_begin_anywhere(skipped: int) -> None:
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "problems", {})
+    native.warn_of_slow_path.cache_clear()
     if native.library("probe", b"long thinwire_one(void) { return 1; }", []) is None:
         pytest.skip("no C compiler")
     return tmp_path / "cache" / "native"
@@ -210,6 +212,67 @@ def test_another_source_and_other_flags_are_another_library(cache_folder: Path) 
     assert len(list(cache_folder.iterdir())) == 3
 
 
+SOURCE = b"long thinwire_one(void) { return 1; }"
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "foreign", "one bit", "link", "writable"])
+def test_a_library_that_is_not_what_was_compiled_is_never_loaded_and_made_anew(
+    damage: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = cache_folder.iterdir()
+    whole = made.read_bytes()
+    other = native.library("other", b"long thinwire_other(void) { return 3; }", [])
+    assert other is not None
+    changed = {
+        "half": whole[: len(whole) // 2],
+        "empty": b"",
+        "foreign": Path(other._name).read_bytes(),
+        "one bit": whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:],
+    }
+    made.unlink()  # another file: this process has the first one loaded
+    made.write_bytes(changed.get(damage, whole))
+    if damage == "link":
+        made.rename(tmp_path / "elsewhere.so")
+        made.symlink_to(tmp_path / "elsewhere.so")
+    made.chmod(0o722 if damage == "writable" else 0o700, follow_symlinks=True)
+    loaded, load = list[str](), native.ctypes.CDLL
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: (loaded.append(made.read_bytes()), load(path))[1])
+    found = native.library("probe", SOURCE, [], symbols=["thinwire_one"])
+    assert found is not None and found.thinwire_one() == 1
+    assert loaded == [whole]
+    assert made.is_file() and not made.is_symlink() and not made.stat().st_mode & 0o022
+
+
+def test_a_library_without_a_function_is_not_used(cache_folder: Path) -> None:
+    (made,) = cache_folder.iterdir()
+    other = native.library("other", b"long thinwire_other(void) { return 3; }", [])
+    assert other is not None
+    # Under a name that fits its bytes.
+    foreign = made.with_name(f"{made.stem.rpartition('-')[0]}-{Path(other._name).stem.rpartition('-')[2]}.so")
+    made.unlink()
+    Path(other._name).rename(foreign)
+    found = native.library("probe", SOURCE, [], symbols=["thinwire_one"])
+    assert found is not None and found.thinwire_one() == 1
+
+
+def test_a_filled_cache_needs_no_compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = native.library("probe", SOURCE, [], symbols=["thinwire_one"])
+    assert found is not None and found.thinwire_one() == 1
+    next(cache_folder.iterdir()).write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="there is no C compiler; install gcc or clang"):
+        assert native.library("probe", SOURCE, [], symbols=["thinwire_one"]) is None
+
+
+def test_the_slow_path_is_told_once_with_its_reason(cache_folder: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"kernels are not used \(the compiler \S+ failed: .*error.*thinwire tools"):
+        assert native.library("broken", b"this is not C", []) is None
+    with warnings.catch_warnings(action="error"):
+        assert native.library("broken", b"this is not C", []) is None
+    assert native.problems.pop("broken").startswith("the compiler")
+
+
 def test_several_may_compile_at_once(cache_folder: Path) -> None:
     source = b"long thinwire_one(void) { return 5; }"
     with ThreadPoolExecutor(6) as pool:
@@ -221,14 +284,17 @@ def test_several_may_compile_at_once(cache_folder: Path) -> None:
 
 def test_a_source_that_does_not_compile_is_ignored(cache_folder: Path) -> None:
     before = list(cache_folder.iterdir())
-    assert native.library("broken", b"this is not C", []) is None
+    with pytest.warns(RuntimeWarning, match="failed"):
+        assert native.library("broken", b"this is not C", []) is None
     assert list(cache_folder.iterdir()) == before
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(cache_folder: Path) -> None:
     for mode in (0o770, 0o707):
         cache_folder.chmod(mode)
-        assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is None
+        native.warn_of_slow_path.cache_clear()
+        with pytest.warns(RuntimeWarning, match="others may write to it"):
+            assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is None
     cache_folder.chmod(0o700)
     assert native.library("probe", b"long thinwire_one(void) { return 1; }", []) is not None
 
@@ -255,15 +321,23 @@ def test_the_cache_is_where_the_system_keeps_caches(
 
 def test_without_a_compiler_torch_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, payloads = special(500), list[Tensor]()
-    for path in (os.environ["PATH"], str(tmp_path)):
-        monkeypatch.setenv("PATH", path)
-        monkeypatch.delenv("CC", raising=False)
+
+    def quantize() -> None:
         base._compiled.cache_clear()
         payloads.append(nothing(kernels.quantized_nbytes(500, 4, 64)))
         kernels.quantize_(x, payloads[-1], bits=4, block=64, key=1)
+
+    quantize()
+    for name, value in {"PATH": tmp_path, "THINWIRE_CACHE": tmp_path / "empty"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("CC", raising=False)
+    native.warn_of_slow_path.cache_clear()
+    with pytest.warns(RuntimeWarning, match="there is no C compiler"):
+        quantize()
     assert base.compiled(x) is None
     assert payloads[0].equal(payloads[1])
     base._compiled.cache_clear()
+    native.problems.clear()
 
 
 def test_native_code_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def load(flags: list[str]) -> ctypes.CDLL | None:
-    """Return the kernels' library, compiled with these flags; None if there is no compiler."""
+    """Return the kernels' library, compiled with these flags; None if that is not possible."""
     return native.load("kernels", _SOURCES, flags, _ARGUMENTS, _RETURN_INT64)
 
 
@@ -136,7 +136,12 @@ def on_gpu(x: Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    if find_spec("triton") is not None:
+        return True
+    native.warn_of_slow_path(
+        "thinwire's kernels for GPUs need Triton, which is not installed: PyTorch computes the same, slower"
+    )
+    return False
 
 
 def as_fp32(x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Sockets:
     """
 
     def __init__(self, address: str, *, ranks: int, queue: int) -> None:
-        self._zmq = _import_zmq()
+        self._zmq = import_zmq()
         self._context = self._zmq.Context(io_threads=1)
         self._queue = queue
         self._max_connections = max_connections(ranks)
@@ -395,7 +395,7 @@ def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.
     return Directory(int.from_bytes(rows[0][:8], "big"), addresses, keys)
 
 
-def _import_zmq() -> ModuleType:
+def import_zmq() -> ModuleType:
     """ZeroMQ for Python.
 
     Raises:

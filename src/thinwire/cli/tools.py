@@ -1,0 +1,99 @@
+"""`thinwire tools`: what runs natively here, and what is missing."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import warnings
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from rich.table import Table
+
+from thinwire.cli.console import out
+
+
+@dataclass(frozen=True)
+class Tools:
+    """List which implementation each part uses on this machine, and why it is not the fast one.
+
+    Example: thinwire tools
+
+    Args:
+        json: print the list as JSON.
+    """
+
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Print the list; returns 0 also where something is missing, since all of it is optional."""
+        rows = [_codes(), _coresets(), _on_gpus(), _messages(), _links()]
+        if self.json:
+            out.print_json(json_text.dumps(rows))
+            return 0
+        table = Table("what for", "what runs")
+        table.add_column("details", overflow="fold")
+        for row in rows:
+            table.add_row(row["for"], row["runs"], row["details"])
+        out.print(table)
+        return 0
+
+
+def _codes() -> dict[str, str]:
+    from torch import empty
+
+    from thinwire.kernels import base, native
+
+    with warnings.catch_warnings(action="ignore"):
+        found = base.compiled(empty(0))
+    return _kernels("codes, sketches, arrays of models", found and found._name, native.problems.get("kernels"))
+
+
+def _coresets() -> dict[str, str]:
+    from torch import empty
+
+    from thinwire.kernels import native, nearest
+
+    with warnings.catch_warnings(action="ignore"):
+        found = nearest.compiled(empty(0))
+    return _kernels("selection of coresets", found and found._name, native.problems.get("nearest"))
+
+
+def _kernels(purpose: str, path: str | None, problem: str | None) -> dict[str, str]:
+    if path is not None:
+        return _row(purpose, "C", path)
+    if os.environ.get("THINWIRE_NATIVE") == "0":
+        problem = "THINWIRE_NATIVE=0"
+    return _row(purpose, "PyTorch, slower", problem or "not on this kind of processor")
+
+
+def _on_gpus() -> dict[str, str]:
+    from torch import cuda
+
+    if not cuda.is_available():
+        return _row("the same on GPUs", "nothing", "PyTorch finds no GPU")
+    if find_spec("triton") is None:
+        return _row("the same on GPUs", "PyTorch, slower", "pip install triton")
+    return _row("the same on GPUs", "Triton", cuda.get_device_name())
+
+
+def _messages() -> dict[str, str]:
+    from thinwire.comm.mailbox.zeromq import import_zmq
+    from thinwire.errors import ConfigError
+
+    try:
+        zmq = import_zmq()
+    except ConfigError as error:
+        return _row("messages of asynchronous methods", "nothing", str(error))
+    return _row("messages of asynchronous methods", "ZeroMQ with CURVE", f"pyzmq {zmq.__version__}")
+
+
+def _links() -> dict[str, str]:
+    from thinwire.emulate import available
+
+    reason = available()
+    return _row("emulated links", "nothing" if reason else "network namespaces", reason or "limits and counts bytes")
+
+
+def _row(purpose: str, runs: str, details: str) -> dict[str, str]:
+    return {"for": purpose, "runs": runs, "details": details}
