@@ -8,6 +8,7 @@ import stat
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -135,6 +136,27 @@ def test_nan_and_infinity_give_the_same_by_c_and_by_torch(n: int) -> None:
     kernels.sketch_(with_nan(n), tables[0], key=n)
     sketched.sketch_(with_nan(n), tables[1], key=n, scale=1.0)
     assert same(tables[0], tables[1])
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("n", [5, 300])
+def test_scales_of_finite_numbers_whose_sums_overflow_are_finite_and_the_same(
+    norm: Literal["l1", "l2"], n: int
+) -> None:
+    x = torch.where(torch.arange(n) % 3 == 0, 3e38, special(n).nan_to_num(1.0, 1.0, 1.0))
+    for block in (8, n):
+        residuals, payloads = torch.zeros(2, n), nothing(2 * kernels.sign_nbytes(n, block)).view(2, -1)
+        kernels.encode_signs_(x, residuals[0], payloads[0], block=block, norm=norm)
+        signs.encode_signs_(x, residuals[1], payloads[1], block=block, norm=norm, scale_bytes=4)
+        assert payloads[0].equal(payloads[1]) and same_bits(residuals[0], residuals[1])
+        assert residuals.isfinite().all()
+    codes = nothing(2 * kernels.quantized_nbytes(n, 4, 8)).view(2, -1)
+    how = {"bits": 4, "block": 8, "key": 1, "norm": "l2"}
+    kernels.quantize_(x / 4, codes[0], **how)  # type: ignore[arg-type]
+    quantized.quantize_(x / 4, codes[1], shift=0.0, scale_bytes=4, **how)  # type: ignore[arg-type]
+    assert codes[0].equal(codes[1])
+    assert codes[0, : 4 * -(-n // 8)].clone().view(torch.float32).isfinite().all()
 
 
 @pytest.mark.usefixtures("by_c")

@@ -307,6 +307,45 @@ def test_means_of_different_steps_are_skipped_one_by_one() -> None:
     assert run_threads(2, body) == [[True, False]] * 2
 
 
+@pytest.mark.parametrize("codec", [OneBit(8), OneBit(8, norm="l2"), OneBit(whole=True, norm="l2")], ids=str)
+@pytest.mark.parametrize("huge", [2e19, 1e37])
+def test_a_huge_entry_is_averaged_and_leaves_finite_residuals(codec: Codec, huge: float) -> None:
+    xs = torch.ones(3, 2, 40)
+    xs[0, :, 17] = huge
+    for means, state in run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(codec))):
+        assert means.isfinite().all()
+        assert all(x.isfinite().all() for x in state.values())
+
+
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
+def test_codes_that_overflow_skip_the_step_and_leave_finite_residuals(codec: Codec) -> None:
+    xs = torch.ones(3, 2, 40)
+    xs[0, :, 17] = 3e38
+
+    def body(comm: Comm) -> tuple[list[bool], State]:
+        means, state = run(comm, xs, ErrorFeedback(codec))
+        return [bool(each.isfinite().all() or each.isnan().all()) for each in means], state
+
+    for whole, state in run_threads(2, body):
+        assert whole == [True] * 3
+        assert all(x.isfinite().all() for x in state.values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 39])
+def test_error_feedback_alone_forgets_a_vector_that_is_not_finite(bad: float, place: int) -> None:
+    for codec in (OneBit(8), OneBit(8, norm="l2"), Fp8(block=16), Quantize(4, 16)):
+        code, state, x = ErrorFeedback(codec), dict[str, Tensor](), torch.arange(40.0)
+        code.encode(x, state)
+        before = state["error"].clone()
+        y = x.clone()
+        y[place] = bad
+        code.encode(y, state)
+        assert torch.equal(state["error"], before)
+        code.encode(x, state)
+        assert state["error"].isfinite().all()
+
+
 def test_huge_but_finite_vectors_are_not_skipped() -> None:
     xs = torch.full((1, 2, 16), 1e30)
     assert run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(OneBit(8)))[0])[0].isfinite().all()

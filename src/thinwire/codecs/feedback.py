@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, State
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
+from thinwire.kernels import norm_if_finite
 from thinwire.registry import registered
 
 _RESIDUAL_NAME = re.compile(r"((?:.*/)?)(?:error|server_error/(\d+)-(\d+))")
@@ -81,12 +82,13 @@ class ErrorFeedback(Codec):
         return self.codec.alignment
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Encode `x` plus the residual with the codec, and update the residual."""
+        """Encode `x` plus the residual with the codec, and update the residual, unless it would not be finite."""
         residual = residual_of(state, x)
         updated = x.detach().to(torch.float32, copy=True)
         payload = self.codec.encode_with_residual_(updated, residual, key)
-        # Last, so that a failure in the codec leaves the residual as it was.
-        residual.copy_(updated)
+        # Last, so that a failure in the codec leaves the residual as it was, as does a vector that is not finite.
+        if norm_if_finite(updated)[0]:
+            residual.copy_(updated)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:

@@ -42,8 +42,14 @@ def _encode(
         total += tl.load(residual + start + at, mask=real, other=0.0)
     scale = tl.sum(total * total if SQUARED else tl.abs(total), axis=0)
     scale = tl.div_rn(scale, tl.cast(count, tl.float32))
+    # What overflows is taken again of numbers 2**96 times smaller.
+    small = total * 1.262177448353619e-29
+    again = tl.sum(small * small if SQUARED else tl.abs(small), axis=0)
+    again = tl.div_rn(again, tl.cast(count, tl.float32))
     if SQUARED:
         scale = tl.sqrt_rn(scale)
+        again = tl.sqrt_rn(again)
+    scale = tl.where(scale == float("inf"), again * 7.922816251426434e28, scale)
     if HALF:
         scale = scale.to(tl.bfloat16).to(tl.float32)
     tl.store(scales + tl.program_id(0), scale)

@@ -169,7 +169,10 @@ def _two_stage_mean(
         mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
         draw = keys.means[comm.rank]
         # `mean` becomes the server's new residual.
+        # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
+        finite = norm_if_finite(mean)[0]
         code = server.encode_with_residual_(mean, residuals[1], draw) if residuals else server.encode(mean, {}, draw)
+        finite = finite and norm_if_finite(mean)[0]
         payload[: code.nbytes].copy_(code.view(torch.uint8))
 
     # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.

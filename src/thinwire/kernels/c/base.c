@@ -196,3 +196,16 @@ static float tree_sum(const float *x, int64_t n, int squared) {
     if (i < n) tree_add(&sum, magnitude(load_some(x + i, n - i), squared), 0);
     return tree_total(&sum);
 }
+
+/* A scale from a sum of absolute values or squares over `count`. If it overflowed, it is taken again of numbers 2^96
+   times smaller. */
+static float block_scale(float sum, const float *x, int64_t n, float count, int squared) {
+    float mean = sum / count, scale = squared ? __builtin_sqrtf(mean) : mean;
+    if (scale != __builtin_inff()) return scale;
+    tree small = {.occupied = 0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) tree_add(&small, magnitude(load(x + i) * 0x1p-96f, squared), 0);
+    if (i < n) tree_add(&small, magnitude(load_some(x + i, n - i) * 0x1p-96f, squared), 0);
+    mean = tree_total(&small) / count;
+    return (squared ? __builtin_sqrtf(mean) : mean) * 0x1p96f;
+}

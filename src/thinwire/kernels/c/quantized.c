@@ -96,7 +96,7 @@ static float largest_size(const float *x, int64_t n) {
 }
 
 static float scale_of(const float *x, int64_t n, int squared, int scale_bytes) {
-    float scale = squared ? __builtin_sqrtf(tree_sum(x, n, 1)) : largest_size(x, n);
+    float scale = squared ? block_scale(tree_sum(x, n, 1), x, n, 1, 1) : largest_size(x, n);
     if (scale_bytes == 4) return scale;
     /* Rounded up to bf16: no element may exceed its scale. */
     uint32_t half = half_of(scale);

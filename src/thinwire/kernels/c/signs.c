@@ -67,8 +67,8 @@ void thinwire_encode_signs(
     for (int64_t b = 0; b < blocks; b++) {
         int64_t begin = b * block, count = smaller(block, n - begin);
         float *own = residual ? residual + begin : 0;
-        float mean = add_and_measure(x + begin, own, begin, count, stream, squared) / (float)count;
-        write_scale(out, b, squared ? __builtin_sqrtf(mean) : mean, scale_bytes);
+        float sum = add_and_measure(x + begin, own, begin, count, stream, squared);
+        write_scale(out, b, block_scale(sum, own ? own : x + begin, count, (float)count, squared), scale_bytes);
         /* The scale as the receiver reads it, after rounding. The block is still in the cache. */
         if (own) subtract_decoded(own, count, read_scale(out, b, scale_bytes));
     }

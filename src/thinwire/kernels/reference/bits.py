@@ -53,6 +53,22 @@ def tree_sums(rows: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
+def block_scales(rows: Tensor, counts: Tensor | float, *, squared: bool) -> Tensor:
+    """The sum of absolute values over `counts` of each row [m, n]; with `squared` the root of that of squares.
+
+    A sum of finite numbers that overflows is taken again of numbers 2**96 times smaller.
+    """
+
+    def measure(rows: Tensor) -> Tensor:
+        means = tree_sums(rows.square() if squared else rows.abs()) / counts
+        return exact_sqrt(means) if squared else means
+
+    scales = measure(rows)
+    if bool((scales == torch.inf).any()):
+        scales = torch.where(scales == torch.inf, measure(rows * 2.0**-96) * 2.0**96, scales)
+    return scales
+
+
 def exact_sqrt(x: Tensor) -> Tensor:
     """Return correctly rounded square roots; the last bit of torch's own in fp32 may be wrong."""
     return x.double().sqrt().float()

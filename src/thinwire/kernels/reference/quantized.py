@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.bits import (
+    block_scales,
     blocks_of,
-    exact_sqrt,
     in_blocks,
     pack_bits,
     read_scales,
     scale_per_element,
-    tree_sums,
     unpack_bits,
     write_scales,
 )
@@ -25,7 +24,7 @@ def quantize_(
     """Write the scales, then the bit planes of the codes."""
     n = x.numel()
     rows = in_blocks(x, block)
-    scales = rows.abs().amax(1) if norm == "max" else exact_sqrt(tree_sums(rows.square()))
+    scales = rows.abs().amax(1) if norm == "max" else block_scales(rows, 1.0, squared=True)
     # Encoder and decoder must use the same scales: those that are sent.
     if scale_bytes == 2:
         scales = _rounded_up(scales)

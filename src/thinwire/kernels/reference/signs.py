@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.bits import (
+    block_scales,
     blocks_of,
-    exact_sqrt,
     in_blocks,
     pack_bits,
     read_scales,
     scale_per_element,
-    tree_sums,
     unpack_bits,
     write_scales,
 )
@@ -25,9 +24,8 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
     rows = in_blocks(total, block)
     sizes = torch.full((len(rows),), float(block), device=x.device)
     sizes[-1] = n - (len(rows) - 1) * block
-    means = tree_sums(rows.abs() if norm == "l1" else rows.square()) / sizes
     head = len(rows) * scale_bytes
-    write_scales(means if norm == "l1" else exact_sqrt(means), out[:head], scale_bytes)
+    write_scales(block_scales(rows, sizes, squared=norm == "l2"), out[:head], scale_bytes)
     signs = torch.signbit(total)
     out[head:].copy_(pack_bits(signs))
     if residual is not None:
