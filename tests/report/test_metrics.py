@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.engine import attach, batches, steps
 from tests.report.samples import write_run
+from tests.report.test_page import Page
 from thinwire import (
     Comm,
     DecentLaM,
@@ -86,6 +88,37 @@ def test_metrics_survive_a_rewind_and_are_drawn(tmp_path: Path):
     kept = RunFolder(tmp_path).rewind(40)
     assert kept[39].metrics == {"consensus_distance": 2.5}
     assert kept[38].metrics == {}
+
+
+HOSTILE = [
+    '"><script>alert(1)</script>',
+    "x' onload='alert(1)",
+    "../../outside",
+    r"back\1slash\g<0>",
+    "two $x$ and $\\frac$ dollars",
+    "a b",
+    "a_b",
+]
+
+
+def test_a_metric_s_name_is_never_markup_nor_a_path(tmp_path: Path):
+    folder = tmp_path / "a" / "b" / "run"
+    write_run(folder, steps=20)
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "loss" in row:
+            row["metrics"] = dict.fromkeys(HOSTILE, 1.0 + row["step"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = write(folder)
+    page = Page(written.report.read_text())
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[\w.-]+", each) for each in ids)
+    plots = [path for path in written.plots if path.name.startswith("metrics-")]
+    assert len({*plots}) == len(HOSTILE)
+    assert all(path.parent == folder / "plots" and path.exists() for path in plots)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Figures are made and saved without pyplot, so no global state changes and no display is needed.
 """
 
+import hashlib
 import html
 import io
 import re
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from thinwire.report import units
@@ -30,7 +32,10 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, its file's stem, its title, a caption, and a description for screen readers."""
+    """A figure, its file's stem, its title, a caption, and a description for screen readers.
+
+    The name is also part of ids and of a file's path: what is no letter, digit, point, hyphen or underline is replaced.
+    """
 
     name: str
     figure: Figure
@@ -40,6 +45,11 @@ class Picture:
 
     def __post_init__(self) -> None:
         """Lay the figure out once, so that PNG and SVG are the same."""
+        object.__setattr__(self, "name", _plain_name(self.name))
+        for text in self.figure.findobj(Text):
+            # Names of runs and metrics are no formulas; matplotlib's own, such as powers of ten, are.
+            if "\\mathdefault" not in text.get_text():
+                text.set_parse_math("$" not in text.get_text())
         self.figure.draw_without_rendering()
         self.figure.set_layout_engine("none")
 
@@ -134,6 +144,12 @@ def _above(axes: Axes, words: str, points: float, colour: str, *, weight: str = 
         color=colour,
         fontweight=weight,
     )
+
+
+def _plain_name(name: str) -> str:
+    """A name without what has a meaning in HTML, in paths or in patterns; different names stay different."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80]
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _inlined(document: str, name: str, description: str) -> str:
