@@ -34,7 +34,7 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 class Picture:
     """A figure, its file's stem, its title, a caption, and a description for screen readers.
 
-    The name is also part of ids and of a file's path: all but alphanumerics, points, hyphens and underlines is replaced.
+    The name is also part of ids and of a path: all but alphanumerics, points, hyphens and underlines is replaced.
     """
 
     name: str
