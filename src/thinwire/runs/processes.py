@@ -86,7 +86,7 @@ def _is_local(address: str) -> bool:
 def _loopback_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
     """A store that listens on the loopback; torch's own listens on every interface, and serves anyone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=size) if rank == 0 else None
+    listener = socket.create_server((address, port), family=family, backlog=128) if rank == 0 else None
     return TCPStore(
         address,
         port,
