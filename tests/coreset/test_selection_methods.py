@@ -25,6 +25,7 @@ from thinwire.coreset.similarity import centred
 from thinwire.coreset.sparse import find_neighbours, recall
 from thinwire.coreset.streaming import _sifted, streaming
 from thinwire.kernels import nearest
+from thinwire.kernels.native import warn_of_slow_path
 
 DRAWING = ["stochastic", "sparse", "streaming", "greedi"]
 
@@ -343,7 +344,10 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkey
     folder.chmod(0o777)
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
     nearest._compiled.cache_clear()
-    assert nearest.compiled(torch.empty(0)) is None and not list(folder.iterdir())
+    warn_of_slow_path.cache_clear()
+    with pytest.warns(RuntimeWarning, match="others may write to it"):
+        assert nearest.compiled(torch.empty(0)) is None
+    assert not list(folder.iterdir())
     nearest._compiled.cache_clear()
 
 
@@ -351,8 +355,11 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path, monkeypatch: pyt
     x = points(80)
     whole = select(x, budget=10)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     nearest._compiled.cache_clear()
-    assert nearest.compiled(torch.empty(0)) is None
+    warn_of_slow_path.cache_clear()
+    with pytest.warns(RuntimeWarning, match="there is no C compiler"):
+        assert nearest.compiled(torch.empty(0)) is None
     assert alike(select(x, budget=10), whole)
     nearest._compiled.cache_clear()
