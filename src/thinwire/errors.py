@@ -124,3 +124,11 @@ class NonFiniteError(ThinwireError, ArithmeticError):
         >>> issubclass(NonFiniteError, ArithmeticError)
         True
     """
+
+
+def error_named(kind: str, text: str) -> ThinwireError:
+    """The error of the class with that name, as another process has reported it; ThinwireError if there is none."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, ThinwireError):
+        return found(text)
+    return ThinwireError(text)

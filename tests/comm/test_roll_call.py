@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from thinwire.comm import roll_call
-from thinwire.comm.roll_call import RollCall
+from thinwire.comm.roll_call import Failure, RollCall
 
 
 class DictStore:
@@ -24,6 +24,10 @@ class DictStore:
     def set(self, key: str, value: str) -> None:
         self.before(f"set {key}")
         self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.before(f"get {key}")
+        return self.values[key].encode()
 
     def check(self, keys: list[str]) -> bool:
         self.before(f"check {keys[0]}")
@@ -45,7 +49,12 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(store: DictStore, rank: int, members: list[int], *, timed_out: bool = False) -> tuple[bool, list[str]]:
-    return RollCall(store, members, rank).run(timed_out, lambda: None)
+    found = RollCall(store, members, rank).run(failure(rank, timed_out=timed_out), lambda: None)
+    return found.first.cause == "late", list(found.missing)
+
+
+def failure(rank: int, *, timed_out: bool = False) -> Failure:
+    return Failure("late" if timed_out else "lost", rank, step=5, call="all_reduce")
 
 
 def together(
@@ -91,8 +100,8 @@ def test_all_ranks_report_the_first_cause() -> None:
 def test_connections_are_closed_after_the_cause_is_stored_and_before_the_roll_call() -> None:
     calls: list[str] = []
     store = DictStore(calls.append)
-    RollCall(store, [0, 1], 1).run(False, lambda: calls.append("close"))
-    assert calls[:3] == ["compare reason", "close", "set here/1"]
+    RollCall(store, [0, 1], 1).run(failure(1), lambda: calls.append("close"))
+    assert calls[:3] == ["compare first", "close", "set here/1"]
 
 
 def test_the_host_of_the_store_stays_until_the_others_have_read_it() -> None:
@@ -110,7 +119,8 @@ def test_if_the_store_is_gone_the_first_rank_of_the_job_which_hosted_it_is_missi
     rank: int, members: list[int], missing: list[str]
 ) -> None:
     closed: list[bool] = []
-    assert RollCall(DictStore(gone), members, rank).run(False, lambda: closed.append(True)) == (False, missing)
+    found = RollCall(DictStore(gone), members, rank).run(failure(rank), lambda: closed.append(True))
+    assert (found.first, found.missing) == (failure(rank), missing)
     assert closed == [True]
 
 
@@ -122,8 +132,8 @@ def test_a_store_that_the_launcher_hosts_blames_no_rank(monkeypatch: pytest.Monk
 def test_if_the_store_does_not_answer_its_host_has_timed_out() -> None:
     closed: list[bool] = []
     with unresponsive() as block:
-        found = RollCall(DictStore(block), [0, 1], 1).run(False, lambda: closed.append(True))
-    assert found == (True, ["rank 0"])
+        found = RollCall(DictStore(block), [0, 1], 1).run(failure(1), lambda: closed.append(True))
+    assert (found.first.cause, found.missing) == ("late", ["rank 0"])
     assert closed == [True]
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.work import Meter, Work, completed, nbytes_of
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ThinwireError
 
 T = TypeVar("T")
 
@@ -107,6 +107,38 @@ class Comm(ABC):
         if not dst and not src:
             return completed([])
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
+
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found by itself; calls of all other ranks raise it too.
+
+        The error's text should name this rank and the step. The other ranks' next wait, or the one that they are in,
+        raises an error of the same class, one of `thinwire.errors`, and text. If several ranks call this at the same
+        time, all raise the error of the first. The comm cannot be used afterwards. On NCCL the others' calls end with
+        its own timeout.
+
+        Args:
+            error: such as a NonFiniteError.
+
+        Raises:
+            ThinwireError: the error; or what another rank has reported before.
+
+        Example:
+            >>> import torch
+            >>> from thinwire import Comm, NonFiniteError, run_threads
+            >>> def work(comm: Comm) -> None:
+            ...     if comm.rank == 1:
+            ...         comm.raise_on_all(NonFiniteError("rank 1, step 0: the loss is nan"))
+            ...     try:
+            ...         comm.all_reduce_(torch.ones(2)).wait()
+            ...     except NonFiniteError as error:
+            ...         print(error)
+            >>> try:
+            ...     run_threads(2, work)
+            ... except NonFiniteError:
+            ...     pass
+            rank 1, step 0: the loss is nan
+        """
+        raise error
 
     def duplicate(self) -> Comm:
         """A second comm over the same ranks, with connections of its own, for CPU tensors; all ranks call it together.

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
-from thinwire.comm.roll_call import RollCall, within
+from thinwire.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
-from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
+from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError, ThinwireError, error_named
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -64,7 +64,7 @@ class GroupComm(Comm):
         store = _own_store(members, timeout)
         self._roll_call = RollCall(store, members, self.rank)
         self._inflight: dict[int, Handles] = {}
-        self._fault: CommError | None = None
+        self._fault: ThinwireError | None = None
         self._group = group or _world()
         self._shared = _Connections(self._group, timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -175,25 +175,38 @@ class GroupComm(Comm):
 
         return Work(finish)
 
-    def _failed(self, operation: str, problem: str, waited: float) -> CommError:
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the calls of all others."""
+        if self.size == 1 or self._fault is not None:
+            raise error
+        own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
+        found = self._roll_call.run(own, self._close_connections)
+        self._fault = error if found.first == own else self._fault_of(found, "raise_on_all", "")
+        raise self._fault from (None if self._fault is error else error)
+
+    def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
         """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
         if self._fault is not None:
             return self._closed(self._fault)
         # Gloo's text does not always name a timeout, so the time waited counts too.
         timed_out = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
-        timed_out, missing = self._roll_call.run(timed_out, self._close_connections)
-        where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(missing)
-        be = "is" if len(missing) == 1 else "are"
-        if timed_out:
-            names = f"; {who} {be} not answering" if missing else ""
-            self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names} ({problem})")
-        else:
-            names = f"{who} {be} lost" if missing else "a connection was closed"
-            self._fault = PeerLostError(f"{where}: {names} ({problem})")
+        own = Failure("late" if timed_out else "lost", self.rank, self.step, operation, waited)
+        self._fault = self._fault_of(self._roll_call.run(own, self._close_connections), operation, problem)
         return self._fault
 
+    def _fault_of(self, found: Findings, operation: str, problem: str) -> ThinwireError:
+        """The error of what the roll call has found."""
+        if found.first.cause == "error":
+            return error_named(found.first.error, found.first.text)
+        where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(found.missing)
+        be, problem = "is" if len(found.missing) == 1 else "are", f" ({problem})" if problem else ""
+        if found.first.cause == "late":
+            names = f"; {who} {be} not answering" if found.missing else ""
+            return CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names}{problem}")
+        return PeerLostError(f"{where}: {f'{who} {be} lost' if found.missing else 'a connection was closed'}{problem}")
+
     @staticmethod
-    def _closed(fault: CommError) -> CommError:
+    def _closed(fault: ThinwireError) -> ThinwireError:
         return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
 
     def _close_connections(self) -> None:

@@ -1,18 +1,21 @@
-"""Finds out which ranks are missing after a failure, over the rendezvous store."""
+"""Finds out after a failure what went wrong first and which ranks are missing, over the rendezvous store."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, Protocol, TypeVar
 
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
 _LINGER_SECONDS = 1.0
+_NAMED_SECONDS = 10.0  # nobody is presumed dead then, but a rank may compute for a while before it calls
 
 
 class Store(Protocol):
@@ -22,6 +25,10 @@ class Store(Protocol):
         """Store a value."""
         ...
 
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that has one."""
+        ...
+
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys have a value."""
         ...
@@ -29,6 +36,57 @@ class Store(Protocol):
     def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
         """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
         ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank's training ended.
+
+    Attributes:
+        cause: "lost", a closed connection; "late", no answer within the timeout; or "error", which this rank has found
+            by itself and tells the others.
+        rank: in the group.
+        step: the training step.
+        call: what the rank was doing, such as "all_reduce".
+        seconds: how long it had waited in that call.
+        error: the class of an error that the rank tells the others.
+        text: of that error.
+    """
+
+    cause: Literal["lost", "late", "error"]
+    rank: int
+    step: int
+    call: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    text: str = ""
+
+    @classmethod
+    def read(cls, stored: bytes) -> Failure:
+        """What another rank has stored.
+
+        Raises:
+            ValueError: it is not of this form.
+        """
+        try:
+            return cls(**json.loads(stored))
+        except TypeError as error:
+            raise ValueError(f"{stored!r}: not a rank's failure ({error})") from error
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a roll call has found.
+
+    Attributes:
+        first: the first failure of any rank, the cause of all others.
+        missing: names of the ranks that did not answer.
+        answers: how the ranks that did answer have ended, by rank.
+    """
+
+    first: Failure
+    missing: Sequence[str]
+    answers: dict[int, Failure]
 
 
 class RollCall:
@@ -45,29 +103,37 @@ class RollCall:
         self._members = members
         self._rank = rank
 
-    def run(self, timed_out: bool, close_connections: Callable[[], None]) -> tuple[bool, list[str]]:
-        """Agree on the cause of the failure, close the connections, and find the missing ranks.
+    def run(self, own: Failure, close_connections: Callable[[], None]) -> Findings:
+        """Agree on the first failure, close the connections, and find the missing ranks.
 
         Args:
-            timed_out: whether this rank's failure was a timeout, rather than a closed connection.
-            close_connections: called once the cause is in the store. The others' calls then fail at once, and they
-                must read that cause and not take the closed connection for one.
-
-        Returns:
-            Whether the first failure of any rank was a timeout, and the missing ranks, for the error.
+            own: how this rank has failed.
+            close_connections: called once the first failure is in the store. The others' calls then fail at once, and
+                they must read it and not take the closed connection for the cause.
         """
+        first, answers = own, {self._rank: own}
         try:
-            # The first rank to fail sets the cause for all; "late" and "lost" are the stored words.
-            cause = "late" if timed_out else "lost"
-            timed_out = within(_STORE_SECONDS, lambda: self._store.compare_set("reason", "", cause) == b"late")
+            # The first rank to fail sets the cause for all.
+            stored = within(
+                _STORE_SECONDS, lambda: self._store.compare_set("first", "", json.dumps(asdict(own), sort_keys=True))
+            )
+            with suppress(ValueError):
+                first = Failure.read(stored)
             close_connections()
-            return timed_out, within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, self._missing)
+            if first.cause == "error":
+                within(_NAMED_SECONDS + 2 * _LINGER_SECONDS, self._let_all_read)
+                return Findings(first, [], answers)
+            missing = within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, lambda: self._missing(own, answers))
+            return Findings(first, missing, answers)
         except TimeoutError:
-            timed_out = True  # the process that hosts the store is alive, and does not answer
+            late = True  # the process that hosts the store is alive, and does not answer
         except (RuntimeError, OSError):
-            pass  # the process that hosts the store has ended
+            late = False  # the process that hosts the store has ended
         close_connections()
-        return timed_out, [self._name(rank) for rank in self._host()]
+        if first.cause == "error":
+            return Findings(first, [], answers)
+        first = replace(first, cause="late") if late else first
+        return Findings(first, [self._name(rank) for rank in self._host()], answers)
 
     def _host(self) -> list[int]:
         """The rank that hosts the store, if it is another one of this group."""
@@ -75,15 +141,29 @@ class RollCall:
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return [0] if hosted and self._members[0] == 0 and self._rank != 0 else []
 
-    def _missing(self) -> list[str]:
-        others = [rank for rank in range(len(self._members)) if rank != self._rank]
-        self._store.set(f"here/{self._rank}", "1")
-        missing = self._unset("here", others, _ROLL_CALL_SECONDS)
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._members)) if rank != self._rank]
+
+    def _let_all_read(self) -> None:
+        """All ranks are alive: the process that hosts the store waits until they have read the first failure."""
         with suppress(RuntimeError, OSError):
+            self._store.set(f"done/{self._rank}", "1")
+            if self._members[self._rank] == 0:
+                self._unset("done", self._others, _NAMED_SECONDS)
+
+    def _missing(self, own: Failure, answers: dict[int, Failure]) -> list[str]:
+        self._store.set(f"here/{self._rank}", json.dumps(asdict(own)))
+        missing = self._unset("here", self._others, _ROLL_CALL_SECONDS)
+        with suppress(RuntimeError, OSError):
+            for rank in self._others:
+                if rank not in missing:
+                    with suppress(ValueError):
+                        answers[rank] = Failure.read(self._store.get(f"here/{rank}"))
             self._store.set(f"done/{self._rank}", "1")
         if self._members[self._rank] == 0:
             # This process hosts the store, which the others may still be reading.
-            self._unset("done", [rank for rank in others if rank not in missing], _LINGER_SECONDS)
+            self._unset("done", [rank for rank in self._others if rank not in missing], _LINGER_SECONDS)
         return [self._name(rank) for rank in missing]
 
     def _unset(self, prefix: str, ranks: list[int], seconds: float) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work, describe
-from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError, ThinwireError, error_named
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -51,6 +51,11 @@ class Hub:
     Args:
         size: the number of threads.
         delay: delays mailbox messages by whole steps; None delivers them at once.
+
+    Attributes:
+        lost: the first rank that has failed, and why.
+        shared: an error that a rank has found, and that all are to raise.
+        duplicates: hubs of further comms for the same threads.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -61,6 +66,8 @@ class Hub:
         self.collectives: dict[int, Collective] = {}
         self.messages: dict[tuple[int, int, int], Tensor] = {}
         self.lost: tuple[int, BaseException] | None = None
+        self.shared: ThinwireError | None = None
+        self.duplicates: list[Hub] = []
 
     def report_failure(self, rank: int, reason: BaseException) -> None:
         """Record that `rank` has failed, so that the waits of all others fail too."""
@@ -68,13 +75,29 @@ class Hub:
             # The first failure is the cause of the later ones.
             self.lost = self.lost or (rank, reason)
             self.changed.notify_all()
+            duplicates = list(self.duplicates)
+        for hub in duplicates:
+            hub.report_failure(rank, reason)
+
+    def share(self, rank: int, error: ThinwireError) -> ThinwireError:
+        """Let all waits raise an error that `rank` has found; returns the first such error of any rank."""
+        with self.changed:
+            first = self.shared = self.shared or error
+            duplicates = list(self.duplicates)
+        for hub in duplicates:
+            hub.share(rank, first)
+        self.report_failure(rank, first)
+        return first
 
     def check_lost(self, step: int) -> None:
         """Raise if a rank has failed.
 
         Raises:
             PeerLostError: naming the first that did.
+            ThinwireError: the error that a rank shares with all.
         """
+        if self.shared is not None:
+            raise error_named(type(self.shared).__name__, str(self.shared))
         if self.lost is not None:
             rank, reason = self.lost
             raise PeerLostError(f"rank {rank} was lost at step {step} ({type(reason).__name__}: {reason})")
@@ -165,9 +188,22 @@ class ThreadComm(Comm):
             raise MismatchError(f"rank {peer} sent {describe(message)}, rank {self.rank} expects {describe(like)}")
         return message
 
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the waits of all others."""
+        first = self._hub.share(self.rank, error)
+        if first is error:
+            raise error
+        raise error_named(type(first).__name__, str(first)) from error
+
     def duplicate(self) -> Comm:
         """A comm over another hub for the same threads."""
-        hub = self._join("duplicate", None, lambda _: Hub(self.size)).wait()
+
+        def make(_: list[None]) -> Hub:
+            hub = Hub(self.size)
+            self._hub.duplicates.append(hub)
+            return hub
+
+        hub = self._join("duplicate", None, make).wait()
         return ThreadComm(hub, self.rank, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
@@ -278,6 +314,7 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
 
     with ThreadPoolExecutor(size, thread_name_prefix="thinwire-rank") as pool:
         futures = [pool.submit(body, rank) for rank in range(size)]
-    if hub.lost is not None:
+    # An error that one rank has shared may have been handled by all of them.
+    if hub.lost is not None and any(future.exception() for future in futures):
         raise hub.lost[1]
     return [future.result() for future in futures]

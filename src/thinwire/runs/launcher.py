@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from thinwire import errors
 from thinwire.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
-from thinwire.errors import PeerLostError, ThinwireError
+from thinwire.errors import PeerLostError, ThinwireError, error_named
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.recipes import modules_of, parse_recipe
 from thinwire.runs.settings import Settings
@@ -146,9 +145,7 @@ def failure_of(workers: Workers, output: WorkerOutput, home: RunFolder) -> Thinw
 
 
 def _as_error(event: Fields) -> ThinwireError:
-    kind = getattr(errors, event["kind"], ThinwireError)
-    error: ThinwireError = kind(event["message"])
-    return error
+    return error_named(str(event["kind"]), str(event["message"]))
 
 
 def _how_to_resume(home: RunFolder) -> str:
