@@ -77,7 +77,7 @@ def test_buckets_are_sent_last_first_whatever_order_their_gradients_are_ready_in
     assert recorder.parts == [(6, 10), (5, 6), (2, 5), (0, 2)]
 
 
-def test_a_bucket_is_sent_as_soon_as_it_and_those_before_it_are_final() -> None:
+def test_a_bucket_is_sent_as_soon_as_it_and_those_before_it_are_final_and_the_last_at_the_end() -> None:
     backward, recorder, parameters, _ = watched([2, 3, 1, 4])
     seen: list[int] = []
     parameters[0].register_post_accumulate_grad_hook(lambda _: seen.append(len(recorder.parts)))
@@ -86,7 +86,8 @@ def test_a_bucket_is_sent_as_soon_as_it_and_those_before_it_are_final() -> None:
     for parameter in parameters[1:]:
         total = torch.tanh(total + parameter.sum())
     total.backward()
-    assert seen == [1, 4]
+    assert seen == [1, 3]
+    assert len(recorder.parts) == 4
     assert all(bucket.work is None for bucket in backward.buckets)
 
 

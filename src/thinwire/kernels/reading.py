@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 
 def all_finite(x: Tensor) -> bool:
     """Whether no element is NaN or infinite; True for a meta tensor."""
-    return x.is_meta or bool(x.isfinite().all())
+    # A sum with such an element is not finite either. Only where the sum overflows are the elements read again.
+    if x.is_meta:
+        return True
+    return isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()) or bool(x.isfinite().all())
 
 
 def norm_if_finite(x: Tensor) -> tuple[bool, float]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.work import Work
+from thinwire.errors import CommError, ConfigError, MismatchError
+from thinwire.kernels import all_finite
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded, local, whole_like
@@ -34,6 +38,7 @@ class Bucket:
         part: where the bucket lies in `replica.g`.
         missing: parameters whose gradient is not final yet in this pass.
         work: the exchange, while it is in flight.
+        culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
     """
 
     replica: Replica
@@ -42,9 +47,11 @@ class Bucket:
     part: slice
     missing: int = 0
     work: Work[Tensor] | None = None
+    culprit: int = -1
 
     def gather(self) -> None:
         """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero."""
+        self.culprit = -1
         with torch.no_grad():
             found: list[tuple[Tensor, Tensor]] = []
             for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
@@ -56,6 +63,22 @@ class Bucket:
             moved = [(view, grad) for view, grad in found if view.data_ptr() != grad.data_ptr()]
             if moved:
                 copy_each_([view for view, _ in moved], [grad for _, grad in moved])
+            if len(moved) < len(found) and not all_finite(self.replica.g[self.part]):
+                # The exchange will write over these gradients.
+                self.culprit = self.find_culprit()
+
+    def find_culprit(self) -> int:
+        """The first parameter whose gradient on this rank is not finite, by its place in the bucket; -1 for none."""
+        if self.culprit >= 0:
+            return self.culprit
+        gradients = [parameter.grad for parameter in self.parameters]
+        finite = [grad is None or all_finite(local(grad).to_dense()) for grad in gradients]
+        return finite.index(False) if False in finite else -1
+
+    def in_use(self) -> bool:
+        """Whether gradients that are being computed lie in the memory that the bucket is sent from."""
+        pairs = zip(self.gradients, self.parameters, strict=True)
+        return any(p.grad is not None and local(p.grad).data_ptr() == view.data_ptr() for view, p in pairs)
 
     def expose(self) -> None:
         """Make every parameter's `grad` its part of the flat vector."""
@@ -93,25 +116,66 @@ def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segme
     return buckets
 
 
+class NonFinite(NamedTuple):
+    """A gradient that is NaN or infinite.
+
+    Attributes:
+        rank: whose gradient it was; -1 where every rank's was finite and only their mean is not.
+        parameter: its name.
+    """
+
+    rank: int
+    parameter: str
+
+
+class _PassEnd:
+    """The callback at the end of a backward pass.
+
+    The autograd engine holds the only reference, so that a pass that has ended without it, by an exception, is known by
+    its being gone. Passes within passes, as of checkpointed activations, do not end the outer one.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+
+    def __call__(self) -> None:
+        self._flush()
+
+
+# What a rank reports of its backward pass where the mean of the gradients is not finite.
+_ENDED, _FAILED, _FAILED_IN_USE, _FAILED_AND_STEPPED = range(4)
+
+
 @dataclass
 class Backward:
     """Observes backward passes and hands each bucket to `exchange` when all its gradients are final.
 
+    A pass that fails leaves the other ranks waiting for the rest of its buckets. They are sent before anything else, as
+    NaN: every rank then sees a mean that is not finite, and only then do the ranks tell each other why. Where all have
+    failed, the pass is forgotten; otherwise all raise.
+
     Attributes:
         buckets: in the order in which they are sent.
         exchange: the strategy's `on_gradient`.
+        names: of the parameters, in the order of the buckets.
         find_unused: whether parameters without a gradient on any rank keep none.
+        skips_steps: a rank may leave out a pass, and no others wait for it.
         syncing: False while gradients accumulate locally.
         unused: parameters that had no gradient on this rank in the last pass.
+        nonfinite: why the mean of the last pass is not finite, the same on all ranks; None if it is.
     """
 
     buckets: list[Bucket]
     exchange: Exchange
+    names: Sequence[str] = ()
     find_unused: bool = False
+    skips_steps: bool = False
     syncing: bool = True
     unused: list[Tensor] = field(default_factory=list[Tensor])
+    nonfinite: NonFinite | None = None
     _launched: int = 0
-    _watching: bool = False
+    _end: ref[_PassEnd] | None = None
+    _interrupted: bool = False
 
     def watch(self) -> Iterator[RemovableHandle]:
         """Register a hook on every parameter; yields the handles that remove them."""
@@ -120,25 +184,31 @@ class Backward:
                 yield parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        # The last bucket is sent at the end of the pass, as a pass that fails must have something left to send.
+        early = len(self.buckets) - 1
+
         def ready(_: Tensor) -> None:
             if not self.syncing:
                 return
-            if not self._watching:
+            if self._end is None or self._end() is None:
                 self._begin()
             bucket.missing -= 1
             if bucket.missing == 0:
                 # A complete bucket still waits for the ones before it: the order is the same on every rank.
-                while self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
+                while self._launched < early and self.buckets[self._launched].missing <= 0:
                     self._launch(self.buckets[self._launched])
 
         return ready
 
     def _begin(self) -> None:
-        self._watching, self._launched = True, 0
+        self.end_failed()
+        self._launched = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
+        end = _PassEnd(self.flush)
+        self._end = ref(end)
         # DDP and FSDP use the autograd engine's end-of-backward callback too; there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(self.flush)  # pyright: ignore
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
@@ -149,28 +219,129 @@ class Backward:
         """Send the remaining buckets, wait for all of them, and put the exchanged gradients in place.
 
         Called at the end of each backward pass; and by a rank without data, to take part in the others' exchange.
+
+        Raises:
+            MismatchError: on all ranks, if the pass has failed on some.
         """
-        if not self._watching:
+        self.end_failed()
+        if self._end is None:
             self._launched = 0
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self.unused = [p for p in parameters if p.grad is None]
-        while self._launched < len(self.buckets):
-            self._launch(self.buckets[self._launched])
-        used = self._count_users(parameters) if self.find_unused else None
+        self._finish(_ENDED)
+
+    def end_failed(self, *, stepped: bool = False) -> None:
+        """Where the last pass has failed, send what the other ranks wait for, and forget the pass if all have failed.
+
+        Args:
+            stepped: the optimizer was about to use its gradients.
+
+        Raises:
+            MismatchError: on all ranks, if the pass has failed on some and not on others.
+            ConfigError: on all ranks, if the failed pass's gradients would be used.
+            CommError: the last pass was interrupted while it waited for other ranks.
+        """
+        if self._interrupted and not self.skips_steps:
+            for bucket in self.buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()  # where connections are closed, this says why
+            raise CommError(
+                f"{self._here}: a backward pass was interrupted while it waited for other ranks; start anew"
+            )
+        if self._end is None or self._end() is not None:
+            return
+        state = _FAILED
+        if stepped:
+            state = _FAILED_AND_STEPPED
+        elif any(bucket.in_use() for bucket in self.buckets):
+            state = _FAILED_IN_USE
+        if self.skips_steps:
+            self._end = None
+        else:
+            self._finish(state)
+        if state != _FAILED:
+            raise self._refusal({self.buckets[0].replica.comm.rank: state})
+
+    def _finish(self, state: int) -> None:
+        """Send the remaining buckets and wait for all; where their mean is not finite, all ranks find out why."""
+        # Not by way of `_end`, which a traceback may keep alive.
+        self._end, self._interrupted, self.nonfinite = None, True, None
+        for bucket in self.buckets[self._launched :]:
+            if state == _ENDED:
+                bucket.gather()
+            else:
+                bucket.replica.g[bucket.part].fill_(torch.nan)
+            bucket.work = self.exchange(bucket.replica, bucket.part)
+        self._launched = len(self.buckets)
+        used = self._count_users() if self.find_unused else None
+        place, culprit, mean = 0, -1, -1
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+                if not all_finite(bucket.replica.g[bucket.part]):
+                    if culprit < 0 and (found := bucket.find_culprit()) >= 0:
+                        culprit = place + found
+                    finite = [all_finite(gradient) for gradient in bucket.gradients]
+                    mean = place + finite.index(False) if mean < 0 else mean
             bucket.work = None
-            bucket.expose()
-        self._watching = False
+            if state == _ENDED:
+                bucket.expose()
+            place += len(bucket.parameters)
         if used is not None:
-            for parameter, count in zip(parameters, used.wait().tolist(), strict=True):
-                if not count:
-                    parameter.grad = None
+            self._drop_unused(used.wait(), state)
+        self._interrupted = False
+        if mean >= 0 and not self.skips_steps:
+            self._explain(state, culprit, mean)
 
-    def _count_users(self, parameters: Sequence[Tensor]) -> Work[Tensor]:
+    def _explain(self, state: int, culprit: int, mean: int) -> None:
+        """Tell all ranks whether the pass has failed here, and which gradient was not finite before it was sent."""
+        comm, device = self.buckets[0].replica.comm, self.buckets[0].replica.g.device
+        mine = torch.tensor([state, culprit], dtype=torch.int64, device=device)
+        reports = [(int(theirs[0]), int(theirs[1])) for theirs in comm.all_gather(mine).wait()]
+        failed = {rank: state for rank, (state, _) in enumerate(reports) if state != _ENDED}
+        if 0 < len(failed) < comm.size or any(state != _FAILED for state in failed.values()):
+            raise self._refusal(failed)
+        if not failed:
+            guilty = ((rank, place) for rank, (_, place) in enumerate(reports) if place >= 0)
+            rank, place = next(guilty, (-1, mean))
+            self.nonfinite = NonFinite(rank, self.names[place])
+
+    def _refusal(self, failed: dict[int, int]) -> MismatchError | ConfigError:
+        """The error of a backward pass that did not end on these ranks."""
+        size = self.buckets[0].replica.comm.size
+        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+        if _FAILED_AND_STEPPED in failed.values():
+            rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)
+            return ConfigError(
+                f"{self._here}: rank {rank} called optimizer.step() after a backward pass that an exception had "
+                "stopped, so that gradients were missing; leave out the step too, on all ranks"
+            )
+        if len(failed) < size:
+            return MismatchError(
+                f"{self._here}: the backward pass of {ranks} was stopped by an exception that was caught, while other "
+                "ranks went on; leave out a batch on all ranks or on none, or let the exception end the run"
+            )
+        return ConfigError(
+            f"{self._here}: the backward pass of {ranks} was stopped by an exception, and gradients of the next one "
+            "were added to the same memory; call optimizer.zero_grad(set_to_none=True) after the exception"
+        )
+
+    @property
+    def _here(self) -> str:
+        replica = self.buckets[0].replica
+        return f"rank {replica.comm.rank}, step {replica.step}"
+
+    def _count_users(self) -> Work[Tensor]:
         """On how many ranks each parameter has a gradient."""
         replica = self.buckets[0].replica
         missing = {id(p) for p in self.unused}
+        parameters = (p for bucket in self.buckets for p in bucket.parameters)
         mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=replica.g.device)
         return replica.comm.all_reduce_(mine)
+
+    def _drop_unused(self, counts: Tensor, state: int) -> None:
+        """Leave parameters without a gradient that have none on any rank."""
+        parameters = (p for bucket in self.buckets for p in bucket.parameters)
+        for parameter, count in zip(parameters, counts.tolist(), strict=True):
+            if not count and state == _ENDED:
+                parameter.grad = None

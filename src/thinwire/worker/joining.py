@@ -37,6 +37,7 @@ def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[],
     try:
         while True:
             batch = next(iterator, _END)
+            worker.end_failed_pass()
             if known:
                 active = sum(step < n for n in lengths)
             else:

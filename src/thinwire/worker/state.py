@@ -60,6 +60,11 @@ class WorkerState:
         for replica in self.replicas:
             replica.wait_pending()
 
+    def end_failed_pass(self, *, stepped: bool = False) -> None:
+        """Where the last backward pass has failed, let all ranks agree on it; `Backward.end_failed` says how."""
+        if self.backward is not None:
+            self.backward.end_failed(stepped=stepped)
+
     def own_folder(self, folder: str | Path) -> Path:
         """The subfolder for checkpoints of the ranks that hold the same part of the model as this one."""
         return Path(folder) / (self.block or shard_folder(p for parameters, _ in self.layouts for p in parameters))

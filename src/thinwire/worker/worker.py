@@ -72,6 +72,7 @@ class Worker(WorkerState):
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
+            self.end_failed_pass(stepped=True)
             self._note_gradients()
             self._hooks_before()
             return None
@@ -84,6 +85,7 @@ class Worker(WorkerState):
         def evaluate() -> Any:
             nonlocal calls
             loss, calls = closure(), calls + 1
+            self.end_failed_pass(stepped=True)
             self._note_gradients()
             if self.strategy.reads_gradient:
                 if calls > 1:
@@ -195,6 +197,7 @@ class Worker(WorkerState):
         workers, and others are rank 0's. An optimizer whose result differs from the parameters it trains (it has a
         method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored.
         """
+        self.end_failed_pass()
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             self.wait_pending()
@@ -256,6 +259,7 @@ class Worker(WorkerState):
             CheckpointError: a file cannot be written, or `extra` holds something that is neither a tensor nor JSON.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
         """
+        self.end_failed_pass()
         return checkpoint.save(self, self.own_folder(folder), dict(extra or {}))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -429,7 +433,18 @@ def _register_hooks(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> 
             for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
             for bucket in cut(replica, parameters, segments, bucket_bytes)
         ]
-        worker.backward = Backward(buckets, strategy.on_gradient, find_unused)
+        names = {
+            id(p): segment.name
+            for parameters, segments in worker.layouts
+            for p, segment in zip(parameters, segments, strict=True)
+        }
+        worker.backward = Backward(
+            buckets,
+            strategy.on_gradient,
+            [names[id(p)] for bucket in buckets for p in bucket.parameters],
+            find_unused=find_unused,
+            skips_steps=strategy.skips_steps,
+        )
         for handle in worker.backward.watch():
             worker.undo.callback(handle.remove)
     before, after = worker._before_step, worker._after_step  # pyright: ignore[reportPrivateUsage]
