@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from functools import cache
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,16 @@ def check_field_types(recipe: Any) -> None:
         if not _fits(value, hint):
             fix = f"; write {value.__name__}()" if isinstance(value, type) else ""
             raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_describe(hint)}{fix}")
+
+
+def check_number(name: str, value: object, *, whole: bool = False) -> None:
+    """Check that an argument is a number; those of numpy are numbers, True and False are not.
+
+    Raises:
+        ConfigError: naming the argument, its value and what it must be.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise ConfigError(f"{name}={value!r}: must be {_DESCRIPTIONS[int if whole else float]}")
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from tests.battery.cases import FAULTS, STRATEGIES
@@ -25,7 +25,7 @@ from tests.battery.runs import (
     together,
     with_,
 )
-from tests.problems import distance, flat
+from tests.problems import Regression, distance, flat
 from thinwire import Comm, ConfigError, Worker
 from thinwire.plan.traffic import DryRun
 
@@ -143,6 +143,44 @@ def test_accumulated_gradients_are_those_of_one_big_batch(each: Case) -> None:
         assert distance(together(setting), together(whole)) < (1e-12 if each.exact else 2e-5)
     else:
         assert together(setting).isfinite().all()
+
+
+class Empty(nn.Module):
+    """A model with parameters of no elements before and after its own."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+        self.inner = inner
+        self.after = nn.ParameterList([torch.empty(0, dtype=dtype)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.before.sum().to(x.dtype) + self.after[0].sum().to(x.dtype)
+
+
+class WithEmpty(Regression):
+    """The battery's problem with such a model."""
+
+    empty_dtype = torch.float64
+
+    def model(self) -> nn.Module:
+        return Empty(super().model(), self.empty_dtype)
+
+
+class WithEmptyOfAnotherDtype(WithEmpty):
+    empty_dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize("problem", [WithEmpty, WithEmptyOfAnotherDtype])
+@every()
+def test_parameters_without_elements_change_nothing(each: Case, problem: type[Regression]) -> None:
+    setting, with_empty = with_(each, size=smallest(each)), with_(each, size=smallest(each))
+    with_empty.__dict__["problem"] = problem(setting.size, setting.steps, setting.dtype)
+    found = together(with_empty)
+    if each.reproducible:
+        assert torch.equal(found, together(setting))
+    else:
+        assert found.isfinite().all()
 
 
 # -- what is agreed on, saved and sent ---------------------------------------------------------------------------------

@@ -63,6 +63,19 @@ X = points(12)
         ({"budget": 3, "labels": torch.arange(11)}, r"labels \[11\]: there are 12 points"),
         ({"budget": 3, "labels": torch.zeros(12, 2)}, r"labels \[12, 2\]"),
         ({"budget": 3, "labels": torch.tensor([0.0] * 11 + [torch.nan])}, "row 11 has none"),
+        ({"budget": 2.5}, "budget=2.5: must be a whole number"),
+        ({"budget": True}, "budget=True: must be a whole number"),
+        ({"budget": "3"}, "budget='3': must be a whole number"),
+        ({"fraction": "0.1"}, "fraction='0.1': must be a number"),
+        ({"cover": "x"}, "cover='x': must be a number"),
+        ({"budget": 3, "seed": 2.5}, "seed=2.5: must be a whole number"),
+        ({"budget": 3, "eps": "x"}, "eps='x': must be a number"),
+        ({"budget": 3, "method": "sparse", "neighbours": 2.5}, "neighbours=2.5: must be a whole number"),
+        ({"budget": 3, "method": "greedi", "parts": 2.5}, "parts=2.5: must be a whole number"),
+        ({"budget": 3, "labels": [None] * 12}, "one number or one text for each point"),
+        ({"budget": 3, "labels": ["a", 1, None] * 4}, "one number or one text for each point"),
+        ({"budget": 3, "labels": [[1], [2, 3]]}, "one number or one text for each point"),
+        ({"budget": 3, "warm": 3}, "warm=3: must be a Coreset"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_in_words(arguments: dict[str, object], words: str) -> None:
@@ -82,6 +95,13 @@ def test_arguments_that_cannot_work_are_refused_in_words(arguments: dict[str, ob
         ),
         (torch.where(torch.arange(12)[:, None] == 4, torch.inf, X), "row 4"),
         (X.to(torch.complex64), "real numbers"),
+        (X.double() * 1e300, "12 of 12 rows hold numbers above 1e37, the first is row 0; divide"),
+        (np.array([["a", "b"]]), "features of <U1: distances need numbers"),
+        (np.array([[1, None]]), "features of object: distances need numbers"),
+        (np.zeros((3, 2), dtype="datetime64[s]"), r"features of datetime64\[s\]: distances need numbers"),
+        (np.zeros(3, dtype=[("a", "f4")]), "distances need numbers"),
+        ([[1.0, 2.0]], r"features are a list: .* np\.asarray"),
+        (None, "features are a NoneType"),
     ],
 )
 def test_features_that_cannot_be_used_are_refused_in_words(features: Tensor, words: str) -> None:
@@ -103,8 +123,30 @@ def test_methods_that_need_coordinates_say_so(method: str) -> None:
             select(X, budget=3, comm=comm, labels=torch.arange(12) if comm.rank else None)
         with pytest.raises(ConfigError, match="columns, by rank"):
             select(X[:, : 3 + comm.rank], budget=3, comm=comm)
+        # One rank's mistake is an error on both, at once.
+        with pytest.raises(ConfigError, match="need one number" if comm.rank else "whole number for each row"):
+            select(X, budget=3, comm=comm, labels=[None] * 12 if comm.rank else [0] * 12)
+        with pytest.raises(ConfigError, match="are a list" if comm.rank else "features of rank 1 are invalid"):
+            select([[1.0]] if comm.rank else X, budget=3, comm=comm)
 
     thinwire.run_threads(2, work, timeout=20)
+
+
+def test_numbers_of_numpy_and_arrays_of_any_layout_are_taken() -> None:
+    array = X.double().numpy()
+    wanted = select(X.double(), budget=3)
+    for features in (array[::-1][::-1], array.astype(">f8"), array.astype(np.longdouble), np.asfortranarray(array)):
+        assert same(select(features, budget=np.int64(3), seed=np.int32(0)), wanted)  # type: ignore[arg-type]
+
+
+def test_constant_columns_and_single_points_have_no_gradient_error() -> None:
+    for features in (torch.full((1, 3), 1.1), torch.full((20, 3), 1.1)):
+        found = quality(features, torch.tensor([0]), torch.tensor([float(len(features))], dtype=torch.float64))
+        assert (found.mean_distance, found.gradient_error) == (0.0, 0.0)
+    column = torch.full((12, 1), 1.1)
+    own = [quality(each, torch.tensor([0, 5]), torch.full((2,), 6.0).double()) for each in (X, X.repeat(1, 2))]
+    assert np.isfinite(quality(torch.cat([X, column], 1), torch.tensor([0]), torch.ones(1).double()).gradient_error)
+    assert all(np.isfinite(each.gradient_error) for each in own)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16, np.int64, np.uint8, bool])
@@ -205,6 +247,13 @@ def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.
         (["--data", "x.npy", "--fraction", "2"], "fraction=2.0"),
         (["--data", "x.npy", "--fraction", "0.1", "--budget", "3"], "one of budget"),
         (["--data", "objects.npy"], "cannot be read"),
+        (["--data", "empty.npy"], "cannot be read"),
+        (["--data", "empty.npz"], "cannot be read"),
+        (["--data", "archive.npy"], "give it a name that ends in .npz"),
+        (["--data", "texts.npy"], "features of <U1: distances need numbers"),
+        (["--data", "number.npy"], "need a matrix [n, d]"),
+        (["--data", "x.npy", "--labels", "number.npy"], "need one number for each point"),
+        (["--data", "x.npy", "--labels", "empty.npy"], "cannot be read"),
     ],
 )
 def test_the_command_refuses_in_one_message(
@@ -220,11 +269,23 @@ def test_the_command_refuses_in_one_message(
     Path("broken.npy").write_bytes(b"\x93NUMPY")
     np.savez("two.npz", a=np.zeros((2, 2)), b=np.zeros((2, 2)))
     np.save("objects.npy", np.array([{}]), allow_pickle=True)
+    np.save("texts.npy", np.array([["a", "b"]]))
+    np.save("number.npy", np.array(3.0))
+    Path("empty.npy").touch()
+    Path("empty.npz").write_bytes(b"PK\x03\x04 no archive")
+    Path("archive.npy").write_bytes(Path("two.npz").read_bytes())
     assert main(["select", *arguments, "--out", "out"]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("thinwire:") == 1 and words in " ".join(printed.err.split())
     assert "Traceback" not in printed.err
     assert not Path("out").exists()
+
+
+def test_one_point_is_selected_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "one.npy", np.full((1, 3), 1.1))
+    assert main(["select", "--data", str(tmp_path / "one.npy"), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert "1 of 1 points" in printed.out and "nan" not in printed.out and "Warning" not in printed.err
 
 
 def test_columns_of_parquet_are_features_but_for_the_labels(tmp_path: Path) -> None:

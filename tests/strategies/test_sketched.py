@@ -207,9 +207,11 @@ def test_without_masking_updating_everything_is_heavy_ball() -> None:
     assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
 
 
-def test_small_tensors_keep_the_momentum_of_plain_sgd() -> None:
+@pytest.mark.parametrize("recovery", ["sketch", "gather", "auto"])
+def test_small_tensors_keep_the_momentum_of_plain_sgd(recovery: str) -> None:
     problem = Regression(3, 12, DOUBLE)
-    strategy = SketchedSGD(0.5, 1, momentum=0.9, dense_below=1000, recovery="sketch")
+    # All tensors are small: nothing is left to sketch or to gather.
+    strategy = SketchedSGD(0.5, 1, momentum=0.9, dense_below=1000, recovery=recovery)  # type: ignore[arg-type]
     wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
     assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
 

@@ -73,20 +73,24 @@ class Select:
 
         from thinwire.coreset import select
         from thinwire.coreset.matrices import read_matrix
+        from thinwire.coreset.selection import classes_of
+        from thinwire.coreset.similarity import checked
 
         features, labels = read_matrix(self.data, self.labels)
+        rows = checked(features)
+        classes = None if labels is None else torch.from_numpy(classes_of(labels, len(rows)))
         if self.per_class and labels is None:
             raise ConfigError(
                 f"--per-class: {self.data} gives no labels; name where they are, such as --labels FILE.npy"
             )
         start = time.perf_counter()
-        with _progress(f"select from {len(features):,} points") as listener:
+        with _progress(f"select from {len(rows):,} points") as listener:
             chosen = select(
-                features,
+                rows,
                 fraction=0.1 if self.fraction is self.budget is self.cover is None else self.fraction,
                 budget=self.budget,
                 cover=self.cover,
-                labels=labels if self.per_class else None,
+                labels=classes if self.per_class else None,
                 method=self.method,
                 seed=self.seed,
                 neighbours=self.neighbours,
@@ -94,8 +98,7 @@ class Select:
                 on_progress=listener,
             )
         seconds = time.perf_counter() - start
-        rows = torch.from_numpy(features)
-        summary = self._summary(rows, _classes(labels), chosen, seconds)
+        summary = self._summary(rows, classes, chosen, seconds)
         folder = self.out or Path("runs") / f"select-{self.data.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         _write(folder, chosen, summary)
         report = _report(folder, rows, chosen, summary)
@@ -144,14 +147,6 @@ def _progress(label: str) -> Generator[Callable[[float], None] | None]:
     with Progress(*columns, console=err, transient=True, refresh_per_second=4) as live:
         bar = live.add_task(label, total=1.0)
         yield lambda fraction: live.update(bar, completed=fraction)
-
-
-def _classes(labels: Any) -> Tensor | None:
-    """Labels of any kind as class numbers from 0."""
-    import numpy as np
-    import torch
-
-    return None if labels is None else torch.from_numpy(np.unique(labels, return_inverse=True)[1])
 
 
 def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:

@@ -10,6 +10,8 @@ all-reduced with it, $4md$ bytes. At the end k numbers are all-reduced for the w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ from thinwire.comm.base import Comm
 from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for
 from thinwire.coreset.greedy import pick_among
 from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, greedy, in_distances, norm_of
-from thinwire.coreset.similarity import Features, centre_of, checked, power_above
+from thinwire.coreset.similarity import Distances, Features, centre_of, checked, power_above
 from thinwire.errors import ConfigError
 
 _BLOCK = 64  # candidates of one all-reduce
@@ -84,7 +86,7 @@ class SharedFacility(Facility):
         return self._comm.all_reduce_(rows).wait()
 
 
-def centred_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
+def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, list[int]]:
     """This rank's rows, float32 and centred at the mean of all ranks' rows, and the number of rows of each rank.
 
     Raises:
@@ -92,6 +94,10 @@ def centred_rows(features: Features, comm: Comm) -> tuple[Tensor, list[int]]:
     """
     problem: ConfigError | None = None
     try:
+        if isinstance(features, Distances):
+            raise ConfigError(
+                "features: with comm give a rank's own rows; distances between points of two ranks need them"
+            )
         rows = checked(features)
     except ConfigError as error:
         # All ranks must learn of it: the others would wait for this one.
@@ -135,7 +141,7 @@ class Shards:
 
     Args:
         features: this rank's rows.
-        labels: this rank's classes; None on all ranks or on none.
+        labels: returns this rank's classes, or raises ConfigError; None on all ranks or on none.
         comm: the ranks.
 
     Attributes:
@@ -147,11 +153,9 @@ class Shards:
         ConfigError: on all ranks, where the features of any cannot be used or labels do not fit.
     """
 
-    def __init__(self, features: object, labels: NDArray[np.generic] | None, comm: Comm) -> None:
-        if not isinstance(features, (Tensor, np.ndarray)):
-            raise ConfigError(
-                "features: with comm give a rank's own rows; distances between points of two ranks need them"
-            )
+    def __init__(
+        self, features: Features | Distances, labels: Callable[[], NDArray[np.generic] | None], comm: Comm
+    ) -> None:
         self._comm = comm
         self._rows, counts = centred_rows(features, comm)
         self._start = sum(counts[: comm.rank])
@@ -194,13 +198,20 @@ class Shards:
         picks, sizes = greedy(make, inner, settings, settings.generator(group), warm, parts)
         return in_distances(picks, sizes, unit)
 
-    def _classes(self, labels: NDArray[np.generic] | None, counts: list[int]) -> list[Tensor]:
+    def _classes(self, read: Callable[[], NDArray[np.generic] | None], counts: list[int]) -> list[Tensor]:
         # All ranks raise together: one that went on alone would wait for the others.
-        fits = labels is None or (len(labels) == len(self._rows) and labels.dtype.kind in "biu")
+        labels, problem = None, None
+        try:
+            labels = read()
+        except ConfigError as error:
+            problem = error
+        fits = problem is None and (labels is None or (len(labels) == len(self._rows) and labels.dtype.kind in "biu"))
         kinds = torch.tensor([labels is not None, fits], dtype=torch.int64, device=self._rows.device)
         facts = torch.stack(self._comm.all_gather(kinds).wait()).cpu()
         if not bool(facts[:, 1].all()) or len(facts[:, 0].unique()) > 1:
-            raise ConfigError("labels: with comm give a whole number for each row on every rank, or labels on none")
+            raise problem or ConfigError(
+                "labels: with comm give a whole number for each row on every rank, or labels on none"
+            )
         if labels is None:
             return [torch.arange(self.n)]
         own = torch.from_numpy(labels.astype(np.int64)).to(self._rows.device)

@@ -50,9 +50,10 @@ def _npy(path: Path, labels: str | None) -> tuple[Array, Array | None]:
 
 def _npz(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here: of a broken archive, numpy leaves the file open.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except Exception as error:  # broken files end in errors of many kinds
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     matrices = [name for name, array in arrays.items() if array.ndim == 2]
     if len(matrices) != 1:
@@ -98,7 +99,10 @@ def _libsvm(path: Path, labels: str | None) -> tuple[Array, Array | None]:
 
 def _array(path: Path) -> Array:
     try:
-        array: Array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        with path.open("rb") as opened:
+            array: Array = np.load(opened, allow_pickle=False)
+    except Exception as error:  # broken files end in errors of many kinds
         raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{path}: cannot be read (it is an archive of arrays); give it a name that ends in .npz")
     return array

@@ -15,6 +15,7 @@ from thinwire.coreset.similarity import Distances, power_above
 from thinwire.coreset.sparse import sparse
 from thinwire.coreset.streaming import streaming
 from thinwire.errors import ConfigError
+from thinwire.validation import check_number
 
 Method: TypeAlias = Literal["lazy", "naive", "stochastic", "sparse", "streaming", "greedi"]
 EXACT = ("lazy", "naive")
@@ -37,6 +38,9 @@ class MethodSettings:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ConfigError(f"method={self.method!r}: must be one of {', '.join(get_args(Method))}")
+        check_number("eps", self.eps)
+        for name in ("seed", "neighbours", "parts"):
+            check_number(name, getattr(self, name), whole=True)
         if not 0 < self.eps < 1:
             raise ConfigError(f"eps={self.eps}: must lie between 0 and 1; 0.01 is usual, 0.9 hardly beats random")
         if self.neighbours < 1:
@@ -47,7 +51,7 @@ class MethodSettings:
     def generator(self, group: int) -> torch.Generator:
         """The random generator of one class."""
         # A generator for each class: classes may be selected in parallel.
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + group)
+        return torch.Generator().manual_seed(int(self.seed) * 1_000_003 + group)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, 
 def _gradient_error(
     rows: Tensor, indices: Tensor, weights: Tensor, labels: Tensor | None, draws: torch.Generator
 ) -> float:
-    # Constant columns have no deviation to divide by.
-    x = rows / rows.std(0).clamp_min(torch.finfo(rows.dtype).tiny)
+    # Constant columns, which all are where there is one point, have no deviation to divide by but that of rounding.
+    deviation = rows.std(0, correction=min(1, len(rows) - 1))
+    constant = deviation <= 1e-6 * rows.abs().amax(0)
+    x = torch.where(constant, 0.0, rows / torch.where(constant, 1.0, deviation))
     everything = torch.ones(len(rows), dtype=torch.float64)
     errors: list[float] = []
     for _ in range(_MODELS):

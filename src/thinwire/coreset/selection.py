@@ -22,6 +22,7 @@ from thinwire.coreset.methods import EXACT, ClassSelection, Method, MethodSettin
 from thinwire.coreset.similarity import Distances, Features, among, centred, checked
 from thinwire.coreset.subset import Coreset
 from thinwire.errors import ConfigError
+from thinwire.validation import check_number
 
 Labels: TypeAlias = Tensor | NDArray[np.generic] | Sequence[int]
 
@@ -43,6 +44,8 @@ class Size:
         if len(given) != 1:
             words = ", ".join(f"{name}={value}" for name, value in given.items()) or "no size"
             raise ConfigError(f"{words}: give one of budget, fraction and cover, such as fraction=0.1")
+        for name, value in given.items():
+            check_number(name, value, whole=name == "budget")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction={self.fraction}: must be above 0 and at most 1; 0.1 is usual")
         if self.cover is not None and not 0 <= self.cover < float("inf"):
@@ -122,14 +125,14 @@ def select(
     )
     size = Size(budget, fraction, cover)
     if comm is not None and comm.size > 1:
-        shards = Shards(features, _plain(labels), comm)
+        shards = Shards(features, lambda: _plain(labels), comm)
         goals = _goals(size, shards.sizes, on_progress)
         earlier = _earlier(warm, shards.members, shards.n, settings)
         found = [shards.solve(i, goal, settings, earlier[i]) for i, goal in enumerate(goals)]
         return _joined(found, shards.members, shards.n, settings)
-    points = centred(checked(features)) if isinstance(features, (Tensor, np.ndarray)) else features
+    points = features if isinstance(features, Distances) else centred(checked(features))
     n = len(points) if isinstance(points, Tensor) else points.n
-    members = _classes(_plain(labels), n)
+    members = members_of(labels, n)
     goals, earlier = _goals(size, [len(each) for each in members], on_progress), _earlier(warm, members, n, settings)
 
     def one(i: int, threads: int) -> ClassSelection:
@@ -151,11 +154,16 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
     """Labels as an array.
 
     Raises:
-        ConfigError: not one for each point, or one is missing.
+        ConfigError: not one for each point, one is missing, or they are of several types.
     """
     if labels is None:
         return None
-    array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    try:
+        array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+        if array.dtype.kind == "O":
+            np.unique(array)
+    except (TypeError, ValueError):
+        raise ConfigError("labels: need one number or one text for each point, [n], all of one type") from None
     if array.ndim != 1:
         raise ConfigError(f"labels {list(array.shape)}: need one number for each point, [n]")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -164,13 +172,28 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
     return array
 
 
-def _classes(labels: NDArray[np.generic] | None, n: int) -> list[Tensor]:
+def classes_of(labels: Labels, n: int) -> NDArray[np.intp]:
+    """Each point's class, numbered from 0 in the order of labels.
+
+    Args:
+        labels: one for each point: numbers or texts.
+        n: the number of points.
+
+    Raises:
+        ConfigError: not one for each point, one is missing, or they are of several types.
+    """
+    array = _plain(labels)
+    assert array is not None
+    if len(array) != n:
+        raise ConfigError(f"labels [{len(array)}]: there are {n} points, and each needs one")
+    return np.unique(array, return_inverse=True)[1]
+
+
+def members_of(labels: Labels | None, n: int) -> list[Tensor]:
     """The points of each class, ascending, in the order of labels; without labels all in one."""
     if labels is None:
         return [torch.arange(n)]
-    if len(labels) != n:
-        raise ConfigError(f"labels [{len(labels)}]: there are {n} points, and each needs one")
-    _, codes = np.unique(labels, return_inverse=True)
+    codes = classes_of(labels, n)
     order = np.argsort(codes, kind="stable")
     return [torch.from_numpy(part) for part in np.split(order, np.cumsum(np.bincount(codes))[:-1])]
 
@@ -200,6 +223,8 @@ def _class_callbacks(sizes: list[int], on_progress: Progress | None) -> list[Pro
 
 def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: MethodSettings) -> list[WarmStart | None]:
     """An earlier selection class by class, as numbers within the class."""
+    if warm is not None and not isinstance(warm, Coreset):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"warm={warm!r}: must be a Coreset, as `select` returns it")
     if warm is None or warm.n != n or settings.method not in EXACT or warm.method not in EXACT:
         return [None] * len(members)
     # Interleaved classes are separated again; each keeps its greedy order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from thinwire.errors import ConfigError
 
 Features: TypeAlias = Tensor | NDArray[np.floating] | NDArray[np.integer]
 _CHUNK_ELEMENTS = 1 << 22
+# Distances are computed from fp32 numbers.
+_LARGEST = 1e37
 
 
 @runtime_checkable
@@ -89,9 +91,10 @@ def checked(features: Features) -> Tensor:
     """Features as a matrix of floats, [n, d].
 
     Raises:
-        ConfigError: not a matrix with at least one row and column, or a value is NaN or infinite.
+        ConfigError: not a matrix of numbers with at least one row and column, or a value is NaN, infinite, or so large
+            that distances would overflow.
     """
-    matrix = features if isinstance(features, Tensor) else torch.from_numpy(np.ascontiguousarray(features))
+    matrix = features if isinstance(features, Tensor) else _tensor_of(features)
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ConfigError(
             f"features {list(matrix.shape)}: need a matrix [n, d] with a row for each point; reshape it, x.flatten(1)"
@@ -101,14 +104,39 @@ def checked(features: Features) -> Tensor:
     matrix = matrix.detach()
     matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float64)
     # Rows rather than a yes or no: the error says which to look at.
-    bad = ~torch.isfinite(matrix).all(1)
-    if bool(bad.any()):
-        first = int(bad.to(torch.uint8).argmax())
-        raise ConfigError(
-            f"features: {int(bad.sum())} of {len(matrix)} rows hold NaN or infinity, the first is row {first}; "
-            "drop or fill them before selecting"
-        )
+    for bad, what in (
+        (~torch.isfinite(matrix).all(1), "NaN or infinity, the first is row {}; drop or fill them before selecting"),
+        (
+            (matrix.abs() > _LARGEST).any(1),
+            "numbers above 1e37, the first is row {}; divide the features by a constant",
+        ),
+    ):
+        if bool(bad.any()):
+            words = what.format(int(bad.to(torch.uint8).argmax()))
+            raise ConfigError(f"features: {int(bad.sum())} of {len(matrix)} rows hold {words}")
     return matrix
+
+
+def _tensor_of(features: object) -> Tensor:
+    """An array as a tensor.
+
+    Raises:
+        ConfigError: it is no array of numbers.
+    """
+    if not isinstance(features, np.ndarray):
+        raise ConfigError(
+            f"features are a {type(features).__name__}: need a matrix [n, d] as a tensor or an array; convert them, "
+            "np.asarray(x)"
+        )
+    array: NDArray[Any] = features
+    if array.dtype.kind not in "biufc":
+        raise ConfigError(
+            f"features of {array.dtype}: distances need numbers; convert them, x.astype(float), or leave columns out"
+        )
+    if not array.dtype.isnative or array.dtype.itemsize > 16 or array.dtype == np.longdouble:
+        # Numbers that torch has no dtype for.
+        array = array.astype(np.float64 if array.dtype.kind != "c" else np.complex128)
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def centred(matrix: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class ReplicaView:
     @property
     def has_first_parameter(self) -> bool:
         """Whether the optimizer's first parameter is here; the one replica that has it decides for all."""
-        first = next(p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad)
+        everything = (p for group in self.optimizer.param_groups for p in group["params"])
+        # One without elements is in no replica.
+        first = next(p for p in everything if p.requires_grad and p.numel())
         return any(parameter is first for parameter in self.parameters)
 
     @property

@@ -16,13 +16,14 @@ from thinwire.tensor2d.module import placed
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name, in the model's order.
+    """The parameters that the optimizer updates, by name, in the model's order; without those of no elements.
 
     Raises:
         ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad}
+    # There is nothing to send of a parameter without elements, and a dtype that only such have needs no vector.
+    named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad and p.numel()}
     foreign = len(held - {id(p) for p in model.parameters()})
     if foreign:
         raise ConfigError(f"the optimizer holds {foreign} parameters that are not the model's; attach their model")

@@ -111,7 +111,7 @@ class BackupWorkers(Strategy):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters of several kinds: their steps could have different members."""
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
         kinds = {(str(p.dtype), str(p.device)) for p in trained}
         if self.backups and len(kinds) > 1:
             raise ConfigError(
