@@ -26,7 +26,7 @@ from tests.battery.runs import (
     with_,
 )
 from tests.problems import Regression, distance, flat
-from thinwire import Comm, ConfigError, Worker
+from thinwire import AcSA, Comm, ConfigError, Worker
 from thinwire.plan.traffic import DryRun
 
 
@@ -181,6 +181,61 @@ def test_parameters_without_elements_change_nothing(each: Case, problem: type[Re
         assert torch.equal(found, together(setting))
     else:
         assert found.isfinite().all()
+
+
+@every()
+def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
+    setting = with_(each, size=smallest(each), dtype=torch.float32)
+
+    def body(comm: Comm) -> bool:
+        model = setting.problem.model()
+        optimizer, before, moved = setting.make_optimizer(model), flat(model), list[bool]()
+
+        def note(*_: Any) -> None:
+            before.copy_(flat(model))
+
+        def compare(*_: Any) -> None:
+            moved.append(not torch.equal(flat(model), before))
+
+        # Hooks run in the order in which they are registered: these before the worker's, and those below after them.
+        handles = [optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(note)]
+        worker = thinwire.attach(model, optimizer, setting.case.strategy, comm=comm, bucket_bytes=BUCKET_BYTES)
+        handles += [optimizer.register_step_pre_hook(compare), optimizer.register_step_post_hook(compare)]
+        go_on(worker, setting)
+        worker.detach()
+        for handle in handles:
+            handle.remove()
+        return any(moved)
+
+    moved = any(thinwire.run_threads(setting.size, body, timeout=20))
+    # Whether a worker is late, or an average arrives while there still are steps, is not decided here.
+    assert moved == each.strategy.moves_parameters or each.strategy.timing_dependent
+
+
+@every()
+def test_it_trains_under_an_optimizer_that_computes_the_parameters_from_its_state_or_is_refused(each: Case) -> None:
+    setting = with_(each, size=smallest(each), dtype=torch.float32)
+
+    def body(comm: Comm) -> str | Tensor:
+        model = setting.problem.model()
+        try:
+            worker = thinwire.attach(model, AcSA(model.parameters(), 0.05), setting.case.strategy, comm=comm)
+        except ConfigError as error:
+            return str(error)
+        go_on(worker, setting)
+        worker.detach()
+        return flat(worker.model)
+
+    found = thinwire.run_threads(setting.size, body, timeout=20)
+    words, ends = ([each for each in found if isinstance(each, kind)] for kind in (str, Tensor))
+    assert not words or not ends, "all ranks refuse, or none"
+    if each.strategy.moves_parameters:
+        assert words
+    elif words:
+        assert "AcSA" in words[0]
+        assert "would undo" not in words[0]
+    elif each.strategy.needs_equal_start:
+        assert alike(ends, ends[:1] * setting.size)
 
 
 # -- what is agreed on, saved and sent ---------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ class Strategy(ABC):  # noqa: B024
         limits: what it assumes, and when not to use it.
         sends_gradients: gradients are sent during the backward pass, through `on_gradient`.
         reads_gradient: `before_step` needs `r.g`, and may change it.
-        moves_parameters: a hook before or after the optimizer's step may change `r.x` or the gradient. An optimizer
-            that computes the parameters from its own state at every step would undo such a change.
+        moves_parameters: a hook before or after the optimizer's step may change `r.x`, and leave the optimizer's state
+            as it is. An optimizer that computes the parameters from that state would undo such a change.
         skips_steps: a worker that is late skips steps, and continues at the step where the others are.
         timing_dependent: results depend on which message arrives first, so that two runs differ.
         data_dependent_bytes: how many bytes are sent depends on the numbers that are sent.
@@ -47,6 +47,8 @@ class Strategy(ABC):  # noqa: B024
         steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
         needs_equal_start: nothing in it makes parameters equal that started apart, so that `attach(init="own")` refuses
             workers that do.
+        local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
+            else may move the parameters in between, as a local step does.
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
@@ -89,6 +91,7 @@ class Strategy(ABC):  # noqa: B024
     has_period: ClassVar[bool] = False
     steady_from: ClassVar[int] = 0
     needs_equal_start: ClassVar[bool] = False
+    local_rounds: ClassVar[bool] = False
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
 
     def gradient_buffer(self, x: Tensor) -> Tensor:

@@ -59,6 +59,9 @@ class Wrapper(Strategy):
     has_period = trait(lambda self: self.base.has_period)
     steady_from = trait(lambda self: self.base.steady_from)
     needs_equal_start = trait(lambda self: self.base.needs_equal_start)
+    local_rounds = trait(lambda self: self.base.local_rounds)
+    # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
+    # as a round that ends, and must not be replaced by a plain mean of the parameters.
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""

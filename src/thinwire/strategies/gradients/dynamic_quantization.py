@@ -90,6 +90,7 @@ class DQSGD(Strategy):
     sends_gradients = True
     data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
     needs_equal_start = True
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the types and the block."""

@@ -96,6 +96,7 @@ class FetchSGD(Strategy):
 
     reads_gradient = True
     needs_equal_start = True
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -101,6 +101,7 @@ class CompressedMomentum(Strategy):
     data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
     steady_from = trait(lambda self: self.warmup_steps or 0)
     needs_equal_start = True
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -106,6 +106,7 @@ class SketchedSGD(Strategy):
 
     reads_gradient = True
     needs_equal_start = True
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

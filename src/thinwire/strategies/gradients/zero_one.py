@@ -78,6 +78,7 @@ class ZeroOne(Strategy):
     reads_gradient = True
     steady_from = trait(lambda self: self._widest_from)
     needs_equal_start = True
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

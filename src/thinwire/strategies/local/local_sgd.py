@@ -71,6 +71,7 @@ class Local(Strategy):
     limits = "workers drift apart, because nothing averages them"
 
     moves_parameters = False
+    local_rounds = True
     elementwise = True
 
     def holds_average(self, size: int) -> bool:
@@ -139,6 +140,7 @@ class LocalSGD(Strategy):
     limits = "workers drift further apart the longer the period is and the more their data differ"
 
     elementwise = True
+    local_rounds = True
     has_period = True
     steady_from = trait(lambda self: self.warmup_steps)
 

@@ -28,7 +28,7 @@ class SlowMo(OuterStep):
 
     `momentum=0` is the base with exact averages; `period=1` under SGD is AllReduce with heavy-ball momentum.
     Traffic: the base's, and per period its exact average: one all-reduce of what it sends. State: `anchor` ($x_0$) and
-    `slow` ($u$), like the parameters, and `lr_sum`, like the learning rate.
+    `slow` ($u$), like the parameters, and of the round `lr_sum`, like the learning rate, and its steps `num_steps`.
 
     Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643, Algorithm 1.
 

@@ -59,6 +59,8 @@ class Streaming(Wrapper):
     waits = "as its base, for one fragment at a time"
     limits = "each message pays the latency of the link; the whole model is never averaged at one step"
 
+    local_rounds = False
+
     def __post_init__(self) -> None:
         """Check the types, and that the base works on fragments."""
         period = period_of(self.base)

@@ -88,6 +88,8 @@ class BackupWorkers(Strategy):
     needs_equal_start = True
     timing_dependent = True
     skips_steps = trait(lambda self: self.backups > 0)
+    # A late worker takes a member's parameters together with the whole state of its optimizer.
+    moves_parameters = False
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""

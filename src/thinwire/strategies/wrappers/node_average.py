@@ -3,10 +3,9 @@
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested
-from thinwire.strategies.local.local_sgd import Local, LocalSGD, check_period
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.local.local_sgd import LocalSGD, check_period
 from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
-from thinwire.strategies.local.outer_step import OuterStep, Placed
 from thinwire.strategies.wrapper import Wrapper, period_of
 
 
@@ -57,6 +56,7 @@ class NodeAverage(Wrapper):
     limits = "pays if links within a node are faster than those between nodes"
 
     moves_parameters = True
+    local_rounds = False  # the nodes' averages are communication of its own
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the base averages over all workers now and then, of what may be moved between."""
@@ -64,12 +64,7 @@ class NodeAverage(Wrapper):
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
         longer = period_of(self.base)
-        kinds = (Local, LocalSGD, OuterStep, Placed)
-        if (
-            longer is None
-            or not self.base.averages_at(longer)
-            or not all(isinstance(each, kinds) for each in nested(self.base))
-        ):
+        if longer is None or not self.base.averages_at(longer) or not self.base.local_rounds:
             raise ConfigError(
                 f"base={self.base}: must be local steps with averages over all workers; use LocalSGD(), or SlowMo() or "
                 "DiLoCo() around LocalSGD() or Local()"

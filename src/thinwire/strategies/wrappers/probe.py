@@ -12,7 +12,6 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.local.local_sgd import Local, LocalSGD
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.strategies.wrappers.heterogeneity import NAMES, estimate
 
@@ -72,20 +71,23 @@ class Probe(Wrapper):
         "estimates are meaningful"
     )
 
+    local_rounds = False  # a node's average would pass for steps of this worker
+
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
         if self.every < 2:
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
             raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
-        if isinstance(self.base, LocalSGD) and self.base.weights != "equal":
+        if getattr(self.base, "weights", "equal") != "equal":
             raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
         if self.base.sends_gradients and self.base.reads_gradient:
             raise ConfigError(
                 f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
                 "AllReduce() for some steps instead"
             )
-        if isinstance(self.base, Probe) or not (self.base.sends_gradients or isinstance(self.base, LocalSGD | Local)):
+        averages = self.base.local_rounds and not isinstance(self.base, Wrapper)
+        if isinstance(self.base, Probe) or not (self.base.sends_gradients or averages):
             raise ConfigError(
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
                 "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
