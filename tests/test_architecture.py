@@ -49,6 +49,8 @@ NEIGHBOURS = {
     # A world of one process needs no sockets.
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.roll_call"),
+    ("comm.group", "comm.rendezvous"),
+    ("comm.rendezvous", "comm.roll_call"),
     ("comm.group", "comm.mailbox.zeromq"),
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),
 }
@@ -64,7 +66,7 @@ MADE_OF = {
     ("strategies.wrappers.probe", "strategies.local.local_sgd"),
 }
 MOST_LOOSE_FILES = 4
-TALKERS = {"comm/group.py", "replica/shards.py", "tensor2d/mesh.py"}
+TALKERS = {"comm/group.py", "comm/rendezvous.py", "replica/shards.py", "tensor2d/mesh.py"}
 
 
 @cache

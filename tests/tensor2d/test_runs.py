@@ -96,6 +96,19 @@ def test_what_cannot_be_cut_is_refused_before_any_worker_is_started(more: dict[s
         settings(4, **more)
 
 
+def test_the_model_is_of_the_first_size_that_the_mesh_divides() -> None:
+    chosen = {mesh: settings(4, tensor_parallel=mesh, model=None).model for mesh in ("2x2", "4x1", "1x4")}
+    assert chosen == {"2x2": "1m", "4x1": "0.5m", "1x4": "1m"}
+    assert settings(3, tensor_parallel="1x3", model=None).model == "0.5m"
+
+
+def test_a_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model='0.5m': blocks.0.attention with heads=3: .*; use --model-size 1m or 6m"
+    ):
+        settings(4, tensor_parallel="2x2")
+
+
 def test_a_shape_is_read_and_a_recipe_is_for_the_copies() -> None:
     assert parse_mesh(None, 3) == (1, 1)
     assert parse_mesh(" 2x3 ", 12) == (2, 3)

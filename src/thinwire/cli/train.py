@@ -58,8 +58,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def __call__(self) -> int:
         """Train; returns 0."""
+        from thinwire.comm.rendezvous import started_by_torchrun
         from thinwire.runs import launch
-        from thinwire.runs.processes import started_by_torchrun
 
         if started_by_torchrun():
             return self._work()

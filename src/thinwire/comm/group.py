@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import re
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
+from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
 from thinwire.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
@@ -362,28 +364,42 @@ def _first_sentence(error: RuntimeError) -> str:
     return line.partition(". ")[0][:200]
 
 
-def comm_for(group: Group = None, *, timeout: float = 60.0) -> Comm:
+def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device | None = None) -> Comm:
     """The comm of a process group, of a one-dimensional `DeviceMesh`, or of one worker alone.
 
     Args:
-        group: None is the default group if there is one, and one worker alone otherwise.
-        timeout: how long one wait may last, in seconds.
+        group: None is the default group. Where there is none yet, but torchrun's variables name several workers (RANK,
+            WORLD_SIZE, MASTER_ADDR, MASTER_PORT), it is made from them, and destroyed when the process ends.
+            Otherwise one worker alone.
+        timeout: how long one wait may last, in seconds; also for the other workers to come.
+        device: of the tensors to send; a group that is made here uses NCCL for CUDA, otherwise Gloo.
 
     Raises:
-        ConfigError: several workers were started but no process group exists, or the mesh has several dimensions.
+        ConfigError: several workers were started without torchrun's variables, or the mesh has several dimensions.
+        CommTimeoutError: not all workers connected in time.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ConfigError(f"a mesh of shape {tuple(group.shape)}: name one dimension, as in mesh['replicate']")
         group = group.get_group()
-    if group is not None or dist.is_initialized():
-        return GroupComm(group, timeout=timeout)
-    workers = int(os.environ.get("WORLD_SIZE", "1"))
-    if workers > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={workers} but no process group: call torch.distributed.init_process_group() before attach"
-        )
-    return single_worker()
+    if group is None and not dist.is_initialized():
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        if workers <= 1:
+            return single_worker()
+        if not started_by_torchrun():
+            raise ConfigError(
+                f"WORLD_SIZE={workers} but no process group: start with torchrun, which sets MASTER_ADDR and RANK too, "
+                "or call torch.distributed.init_process_group() before attach"
+            )
+        init_process_group("cpu" if device is None else device.type, timeout)
+        atexit.register(_destroy, _world())
+    return GroupComm(group, timeout=timeout)
+
+
+def _destroy(made: dist.ProcessGroup) -> None:
+    """Destroy the default group, where it is still the one that was made here."""
+    if dist.group.WORLD is made:
+        dist.destroy_process_group()
 
 
 __all__ = ["Group", "GroupComm", "comm_for", "count_in_store"]

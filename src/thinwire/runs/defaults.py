@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.runs.coreset import check_policy
 from thinwire.runs.recipes import describe, parse_recipe
 from thinwire.runs.settings import Settings, parse_mesh
-from thinwire.runs.tensor import check_tensor_parallel
+from thinwire.runs.tensor import check_tensor_parallel, size_for
 from thinwire.tasks import Task, load
 
 _STEPS = 200
@@ -89,8 +89,9 @@ def _check_environment(given: Mapping[str, Any]) -> None:
 def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:
     defaults = task.defaults_for(given["optimizer"]) if "optimizer" in given else task.defaults
     own = {name: getattr(defaults, name) for name in ("optimizer", "lr", "batch_size", "momentum", "weight_decay")}
+    mesh = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
     filled: dict[str, Any] = {
-        "model": task.default_size,
+        "model": task.default_size if mesh == (1, 1) else size_for(task, *mesh),
         "threads": default_threads(given.get("workers", 1)),
         **own,
         **given,

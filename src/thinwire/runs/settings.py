@@ -34,6 +34,7 @@ class Settings:
         workers: number of processes that train together.
         tensor_parallel: rows and columns of the mesh of workers over which each copy of a language model is split, such
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
+            The model is then of the first size that the mesh divides, unless one is named.
         steps: optimizer steps.
         seconds: a budget of training time; set-up and evaluation do not count.
         target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.

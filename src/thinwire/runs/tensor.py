@@ -49,11 +49,29 @@ def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> Non
             f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly; "
             f"use {-(-settings.batch_size // rows) * rows}"
         )
+    problem = _why_not(task, settings.model, rows, columns)
+    if problem is not None:
+        fitting = [size for size in task.sizes if _why_not(task, size, rows, columns) is None]
+        fix = f"; use --model-size {' or '.join(fitting)}" if fitting else ""
+        raise ConfigError(f"{here} with model={settings.model!r}: {problem}{fix}")
+
+
+def size_for(task: Task, rows: int, columns: int) -> str:
+    """The first size of a task's models that a mesh divides; the default one where there is none."""
+    return next((size for size in task.sizes if _why_not(task, size, rows, columns) is None), task.default_size)
+
+
+def _why_not(task: Task, size: str, rows: int, columns: int) -> str | None:
+    """Why a mesh cannot split a task's model; None if it can."""
     with torch.device("meta"):
-        model = task.model(settings.model, seed=settings.seed)
+        model = task.model(size, seed=0)
     if not isinstance(model, GPT):
-        raise ConfigError(f"{here} with task={task.name!r}: only language models are cut; use text or shakespeare")
-    parallelize_2d(model, Mesh2D(CountingComm(0, columns), CountingComm(0, rows), CountingComm(0, rows * columns)))
+        return f"only language models are cut, and task {task.name!r} has none; use text or shakespeare"
+    try:
+        parallelize_2d(model, Mesh2D(CountingComm(0, columns), CountingComm(0, rows), CountingComm(0, rows * columns)))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 class TensorParallel:

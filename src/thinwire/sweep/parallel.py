@@ -312,7 +312,7 @@ def attach_array(
         [[0.4, 0.8], [0.4, 0.8]]
     """
     _refuse_mixing(strategy)
-    comm = comm or comm_for(group, timeout=timeout)
+    comm = comm or comm_for(group, timeout=timeout, device=next(array.parameters()).device)
     settings = {"seed": seed, "bucket_bytes": bucket_bytes}
     worker = _attach(array, optimizer, strategy, comm, init, **settings)
     if scaler is not None and scaler.enabled and comm.size > 1 and not strategy.sends_gradients:

@@ -304,7 +304,9 @@ def attach(
         model: already on its device. Frozen parameters are compared and sent once, from rank 0.
         optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
         strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`).
-        group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all.
+        group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
+            there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
+            CUDA, otherwise Gloo), and destroyed when the process ends.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
         mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
         init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's, and refuses
@@ -319,6 +321,7 @@ def attach(
 
     Raises:
         ConfigError: the recipe cannot serve this model, this optimizer or this number of workers.
+        CommTimeoutError: not all ranks connected in time.
         MismatchError: ranks were started with different models, recipes, versions or seeds.
 
     Example:
@@ -339,7 +342,8 @@ def attach(
     strategy = check_arguments(model, optimizer, strategy)
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
-    comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout)
+    device = next(iter(named.values())).device
+    comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
     settings = {
         "the number of workers": comm.size,
@@ -352,7 +356,6 @@ def attach(
     }
     check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
     facts = facts_of(model, optimizer, named, settings)
-    device = next(iter(named.values())).device
     # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
     # waiting for a rank that has raised.
     agree(comm, facts, device)

@@ -1,0 +1,87 @@
+"""Make the default process group from the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from thinwire.comm.roll_call import within
+from thinwire.errors import CommTimeoutError
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# PyTorch's own limit comes first, since its error names the address; a store whose host has stopped has no limit.
+_LINGER_SECONDS = 5.0
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun, or something that sets the same variables, started this process."""
+    return set(_NAMES) <= os.environ.keys()
+
+
+def init_process_group(device: str, timeout: float) -> None:
+    """Make the default process group from the environment; without torchrun's variables, one of this process alone.
+
+    Args:
+        device: "cpu" for Gloo; "cuda" for NCCL, with Gloo for tensors on the CPU.
+        timeout: how long the ranks wait for each other, now and in each wait, in seconds.
+
+    Raises:
+        CommTimeoutError: not all ranks connected in time.
+    """
+    # What is not trained stays on the CPU, so CUDA runs need Gloo too.
+    backend, limit = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout)
+    if not started_by_torchrun():
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        within(timeout + _LINGER_SECONDS, lambda: _connect(backend, limit))
+    except (RuntimeError, OSError) as error:
+        rank, size, host, port = (os.environ[name] for name in _NAMES)
+        first = (str(error) or "timed out").splitlines()[0][:200]
+        raise CommTimeoutError(
+            f"rank {rank}: not all {size} workers connected to {host}:{port} in {timeout:g} s ({first}); see what "
+            "the other ranks print, and whether this one can reach that address"
+        ) from error
+
+
+def _connect(backend: str, timeout: timedelta) -> None:
+    address = os.environ["MASTER_ADDR"]
+    if not _is_local(address):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _loopback_store(address, int(os.environ["MASTER_PORT"]), rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _is_local(address: str) -> bool:
+    """Whether rank 0 hosts the store for this machine only."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _loopback_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """A store that listens on the loopback; torch's own listens on every interface, and serves anyone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=128) if rank == 0 else None
+    return TCPStore(
+        address,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
