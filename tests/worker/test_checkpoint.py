@@ -370,16 +370,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(kind: str, t
     run_threads(2, work)
 
 
-def test_a_checkpoint_of_another_number_of_workers_is_refused(tmp_path: Path) -> None:
-    run_threads(3, lambda comm: steps(other(comm), batches(comm.rank, 3)).save(tmp_path))
-
-    def work(comm: Comm) -> None:
-        with pytest.raises(CheckpointError, match="the number of workers is 3 in the checkpoint and 2 in this run"):
-            other(comm).load(tmp_path)
-
-    run_threads(2, work)
-
-
 def test_the_state_of_another_rank_is_refused() -> None:
     states = run_threads(2, lambda comm: steps(other(comm), batches(comm.rank, 3)).state_dict())
 
@@ -428,4 +418,5 @@ def test_a_checkpoint_is_read_without_the_library_that_wrote_it(tmp_path: Path) 
     worker = steps(thinwire.attach(model := net(), momentum(model), LocalSGD(2)), batches(0, 3))
     home = worker.save(tmp_path)
     tensors = load_file(next(home.glob("*.safetensors")))
-    assert torch.equal(tensors["/state/replicas/0/x"], worker.replicas[0].x)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(tensors[f"/state/parameters/{name}"], parameter)

@@ -131,18 +131,11 @@ def test_with_the_same_number_it_is_bitwise_the_uninterrupted_run(tmp_path: Path
     assert torch.equal(whole["x after"], parts["x after"])
 
 
-def test_the_number_of_workers_cannot_change_where_their_parameters_differ(tmp_path: Path) -> None:
-    case = (LocalSGD(period=5), SGD, nothing)
-    stage(2, case, tmp_path, 0, 8, resume=False)
-    with pytest.raises(CheckpointError, match="parameters differ between workers at step 8"):
-        stage(4, case, tmp_path, 8, 9, resume=True)
-
-
 def test_a_missing_file_is_one_error(tmp_path: Path) -> None:
     case = CASES["SGD"]
     stage(4, case, tmp_path, 0, 2, resume=False)
     (tmp_path / "step-00000002" / "rank-0003.json").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint whose parts every rank can see"):
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint for ranks \[0, 1\].* every rank must see all parts"):
         stage(2, case, tmp_path, 2, 3, resume=True)
 
 

@@ -139,6 +139,23 @@ def server_residual_of(state: State, x: Tensor, own: slice, offset: int, size: i
     return state[name]
 
 
+def residual_sizes(name: str, sizes: Sequence[int]) -> list[int] | None:
+    """The sizes that the state of that name may have; None if it is no residual.
+
+    Args:
+        name: in a replica's state.
+        sizes: of the vectors that are sent.
+
+    Example:
+        >>> residual_sizes("base/error", [7]), residual_sizes("server_error/2-5", [7]), residual_sizes("anchor", [7])
+        ([7], [3], None)
+    """
+    match = _RESIDUAL_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return list(sizes) if match[2] is None else [int(match[3]) - int(match[2])]
+
+
 def resize_errors(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """Distribute the residuals of error feedback over another number of workers; their effect on the mean is kept.
 
@@ -179,3 +196,39 @@ def resize_errors(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
     # Fresh copies for every rank, since each updates its own in place.
     others = {name: x for name, x in states[0].items() if name not in found}
     return [{name: x.clone() for name, x in {**others, **resized}.items()} for _ in range(size)]
+
+
+def resize_alike(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+    """One state for all of `size` new workers, of the same mean: that of strategies which say nothing else.
+
+    Args:
+        states: of all old ranks, in their order.
+        size: the number of new ranks.
+
+    Returns:
+        One state for each new rank, all equal: what was equal on all ranks; the residuals as in `resize_errors`; and
+        the means of other floating-point tensors. Counters that differed, and what some ranks did not have or had in
+        another size, are left out.
+
+    Example:
+        >>> import torch
+        >>> states = [{"momentum": torch.tensor([1.0]), "steps": torch.tensor(3), "own": torch.tensor(rank)}
+        ...           for rank in range(2)]
+        >>> states[1]["momentum"] *= 5
+        >>> resize_alike(states, size=3)[2]
+        {'momentum': tensor([3.]), 'steps': tensor(3)}
+    """
+    residuals = [{name: x for name, x in state.items() if _RESIDUAL_NAME.fullmatch(name)} for state in states]
+    found = resize_errors(residuals, 1)[0]
+    for name in states[0].keys() - residuals[0].keys():
+        xs = [state[name] for state in states if name in state]
+        first = xs[0]
+        if len(xs) < len(states) or any(x.shape != first.shape or x.dtype != first.dtype for x in xs):
+            continue
+        if all(torch.equal(x, first) for x in xs):
+            found[name] = first
+        elif first.is_floating_point():
+            found[name] = torch.stack([x.double() for x in xs]).mean(0).to(first.dtype)
+    # In the order in which they were saved, and copies for every rank, since each updates its own in place.
+    names = [name for name in states[0] if name in found] + [name for name in found if name not in states[0]]
+    return [{name: found[name].clone() for name in names} for _ in range(size)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from thinwire.replica.replica import Replica
 
@@ -27,6 +28,32 @@ def write_log(r: Replica, members: Sequence[int]) -> None:
     bits = sum(1 << rank for rank in members)
     log[r.step - 1] = torch.tensor(list(bits.to_bytes(log.shape[1], "little")), dtype=torch.uint8)
     r.state[USED][list(members)] += 1
+
+
+def resize_log(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """A log for another number of ranks: new ones were never members, and those that are no more are left out.
+
+    Args:
+        state: that holds the log.
+        size: the number of ranks.
+
+    Example:
+        >>> import torch
+        >>> state = {LOG: torch.tensor([[0b101], [0b110]], dtype=torch.uint8), USED: torch.tensor([1, 1, 2])}
+        >>> {name: x.tolist() for name, x in resize_log(state, 2).items()}
+        {'members': [[1], [2]], 'used': [1, 1]}
+        >>> {name: list(x.shape) for name, x in resize_log(state, 9).items()}
+        {'members': [2, 2], 'used': [9]}
+    """
+    used = torch.zeros(size, dtype=torch.int64)
+    kept = min(size, len(state[USED]))
+    used[:kept] = state[USED][:kept]
+    log = torch.zeros(len(state[LOG]), -(-size // 8), dtype=torch.uint8)
+    width = min(log.shape[1], state[LOG].shape[1])
+    log[:, :width] = state[LOG][:, :width]
+    if size % 8:
+        log[:, -1] &= (1 << size % 8) - 1
+    return {LOG: log, USED: used}
 
 
 def memberships(r: Replica, first: int = 0) -> Iterator[tuple[int, ...]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.work import Interval
-from thinwire.worker import resizing
 from thinwire.worker.worker import Worker
 
 
@@ -160,7 +159,7 @@ class ThinwireEngine:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Continue from the newest checkpoint, which another number of workers may have written."""
-        return resizing.load(self.worker, folder)
+        return self.worker.load(folder)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,10 +149,6 @@ class TensorParallelEngine(ThinwireEngine):
         for comm in self._comms:
             comm.step = self.step
         loss.backward()
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Continue from the newest checkpoint of this rank's block, which as many copies must have written."""
-        return self.worker.load(folder)
 
     def trace(self, on: bool) -> None:
         """Switch the recording of intervals on or off."""

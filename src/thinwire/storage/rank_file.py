@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire._version import __version__
 from thinwire.errors import CheckpointError
 from thinwire.storage.files import rename_into_place, write_atomically, write_temporary
 from thinwire.storage.tree import pack, unpack
+
+T = TypeVar("T")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class RankFile:
         tree, tensors = pack(value)
         content = to_bytes(tensors)
         checksum = hashlib.sha256(content).hexdigest()
-        file = self.home / f"{self.name}-{checksum[:16]}.safetensors"
+        file = self.home / self._tensors_name(checksum)
         self.home.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
         body = {"thinwire": __version__, "rank": self.rank, "tensors": file.name, "checksum": checksum, "tree": tree}
@@ -87,30 +92,68 @@ class RankFile:
     def _files(self) -> list[Path]:
         return list(self.home.glob(f"*{self.name}[.-]*"))
 
+    def outline(self) -> Any:
+        """What was written, as JSON in which tensors are only named; without reading them.
+
+        Raises:
+            CheckpointError: naming the file and what is wrong with it.
+        """
+        return self._checked(lambda: self._body()["tree"])
+
     def read(self) -> Any:
         """What was written, bit for bit.
 
         Raises:
             CheckpointError: naming the file and what is wrong with it.
         """
+        return self._checked(self._content)
+
+    def _checked(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Whatever a parser of damaged or forged bytes raises, down to its recursion limit.
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path}: cannot be read ({reason[:200]}); {self._fix}") from error
+
+    @property
+    def _fix(self) -> str:
+        return f"remove {self.home} to go on from the checkpoint before it"
+
+    def _body(self) -> dict[str, Any]:
+        body = json.loads(_bytes_of(self.path))
+        if body.pop("seal") != _seal(body):
+            raise CheckpointError(f"{self.path}: is damaged, its checksum is not the one written; {self._fix}")
+        if body["rank"] != self.rank:
+            raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}; {self._fix}")
+        return body
+
+    def _content(self) -> Any:
         from safetensors.torch import load as from_bytes
 
-        fix = f"remove {self.home} to go on from the checkpoint before it"
-        damaged = f"is damaged, its checksum is not the one written; {fix}"
-        try:
-            body = json.loads(self.path.read_bytes())
-            if body.pop("seal") != _seal(body):
-                raise CheckpointError(f"{self.path}: {damaged}")
-            if body["rank"] != self.rank:
-                raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}; {fix}")
-            # Only the name: a path in the JSON must not lead out of the folder.
-            file = self.home / Path(body["tensors"]).name
-            content = file.read_bytes()
-            if hashlib.sha256(content).hexdigest() != body["checksum"]:
-                raise CheckpointError(f"{file}: {damaged}")
-            return unpack(body["tree"], from_bytes(content))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error}); {fix}") from error
+        body = self._body()
+        # A path in the JSON must not lead out of the folder.
+        file = self.home / self._tensors_name(body["checksum"])
+        if body["tensors"] != file.name:
+            raise CheckpointError(f"{self.path}: names tensors {body['tensors']!r} that are not its own; {self._fix}")
+        content = _bytes_of(file)
+        if hashlib.sha256(content).hexdigest() != body["checksum"]:
+            raise CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._fix}")
+        return unpack(body["tree"], from_bytes(content))
+
+    def _tensors_name(self, checksum: str) -> str:
+        if not _CHECKSUM.fullmatch(checksum):
+            raise CheckpointError(f"{self.path}: holds no checksum of its tensors; {self._fix}")
+        return f"{self.name}-{checksum[:16]}.safetensors"
+
+
+def _bytes_of(path: Path) -> bytes:
+    # A pipe or a device in a file's place would be read for ever.
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is not a file")
+    return path.read_bytes()
 
 
 def _seal(body: dict[str, Any]) -> str:

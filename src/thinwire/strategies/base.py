@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.codecs.feedback import resize_alike
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
@@ -50,6 +51,10 @@ class Strategy(ABC):  # noqa: B024
         local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
             else may move the parameters in between, as a local step does.
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
+        restarts_on_resize: with another number of workers it begins anew at `resume_point`, since its state and its
+            messages in flight belong to single workers or to the graph between them.
+        growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
+            training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
@@ -93,6 +98,8 @@ class Strategy(ABC):  # noqa: B024
     needs_equal_start: ClassVar[bool] = False
     local_rounds: ClassVar[bool] = False
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
+    restarts_on_resize: ClassVar[bool] = False
+    growing: ClassVar[tuple[str, ...]] = ()
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
@@ -173,17 +180,26 @@ class Strategy(ABC):  # noqa: B024
         """The vector to evaluate and export, equal on all ranks; `r` is not changed."""
         return mean_(r.comm, r.x.clone()).wait()
 
+    def resume_point(self, r: Replica) -> Tensor:
+        """The parameters from which another number of workers goes on, equal on all ranks; `r` is not changed.
+
+        A collective call of the workers that were, with their state and messages in flight as they were saved.
+        """
+        return self.consensus(r)
+
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The state of each of `size` workers, from the state that every worker of an earlier run saved.
 
+        Here what is equal on all workers stays; of the rest each new worker gets the mean, so that what a mean over
+        workers would find is kept: momenta, residuals of error feedback (`resize_errors`), points where workers were.
+        What the result lacks is as `start` makes it at the parameters of `resume_point`.
+
         Returns:
-            None where the state cannot be redistributed; here, unless it is the same on all workers.
+            None where the state cannot be redistributed.
         """
-        names = states[0].keys()
-        alike = all(state.keys() == names for state in states) and all(
-            torch.equal(state[name], states[0][name]) for state in states for name in names
-        )
-        return [dict(states[0]) for _ in range(size)] if alike else None
+        if self.restarts_on_resize:
+            return [{} for _ in range(size)]
+        return resize_alike(states, size)
 
 
 def nested(strategy: Strategy) -> Iterator[Strategy]:

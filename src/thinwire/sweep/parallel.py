@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +24,10 @@ from thinwire.fusion.schedules import Schedules
 from thinwire.fusion.store import Selection, owner_of
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
-from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.recipe import brief
-from thinwire.worker import checkpoint, resizing
-from thinwire.worker.handshake import agree, gather_texts
+from thinwire.worker import checkpoint, resizing, snapshot
+from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
 from thinwire.worker.worker import Worker, attach
 
@@ -181,13 +179,11 @@ class ParallelArray:
         worker = self.worker
         outline = outline_of(self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
         content = {
-            "state": checkpoint.state_of(worker),
+            "state": snapshot.state_of(worker),
             "extra": {"array": outline, "own": dict(extra or {})},
             "random": outline["random"],
         }
-        part = RankFile(_step_folder(Path(folder), worker.step), worker.comm.rank)
-        checkpoint.write_together(worker, part, content, keep=max(keep, 1))
-        return part.home
+        return checkpoint.write_together(worker, Path(folder), content, keep=max(keep, 1))
 
     def load(
         self, folder: str | Path, *, schedules: Schedules | None = None, scaler: GradScaler | None = None
@@ -195,9 +191,8 @@ class ParallelArray:
         """Load the newest complete checkpoint in `folder`, bit for bit; returns its `extra`. A collective call.
 
         The array may have another number of models: it is resized to the saved number. The number of workers may differ
-        too, if all workers held the same parameters when they saved, as they do after averaging. Then state that was
-        equal on all ranks is loaded on every rank, buffers become the mean over ranks, random generators are not
-        changed, and `extra` is rank 0's; every rank must be able to read the files of all ranks.
+        too, as in `Worker.load`; schedules and scaler must be equal on all workers. Random generators are then not
+        changed, and `extra` is rank 0's.
 
         Args:
             folder: the folder that `save` wrote to.
@@ -209,8 +204,8 @@ class ParallelArray:
                 ranks raise it with the first difference, and nothing was changed.
         """
         worker = self.worker
-        home, contents = _newest(worker, Path(folder))
-        first, same_size = contents[0], _world_size(contents[0]) == worker.comm.size
+        home, contents = checkpoint.newest(worker, Path(folder))
+        first, same_size = contents[0], contents[0]["save"]["size"] == worker.comm.size
 
         def checked() -> dict[str, Any]:
             if "array" not in first["extra"]:
@@ -233,7 +228,7 @@ class ParallelArray:
             for follower in (schedules, scaler):
                 if follower is not None:
                     follower.select(kept)
-        checkpoint.restore(self.worker, state)  # `select` has replaced the worker
+        resizing.put_back(self.worker, state, same_size=same_size)  # `select` has replaced the worker
         separate_step_counters(self.optimizer)
         restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
         found: dict[str, Any] = first["extra"]["own"]
@@ -432,36 +427,6 @@ def _overwrite(vector: Tensor, by: Tensor, layout: Layout, index: int) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def _newest(worker: Worker, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The newest step that every rank can load, with its own file, or the files of all ranks of another world size."""
-    rank, size = worker.comm.rank, worker.comm.size
-    # A rank that did not exist before sees only the files of others; rank 0's are there in any case.
-    seen = {step for other in {rank, 0} for step in checkpoint.whole_steps(folder, other)}
-    # Every rank goes through the same steps and makes the same collective calls, whatever it sees itself.
-    for step in sorted(set[int]().union(*_gather_json(worker, sorted(seen))), reverse=True):
-        home = _step_folder(folder, step)
-        parts = [part for part in (RankFile(home, rank), RankFile(home, 0)) if part.path.exists()]
-        available = checkpoint.together(worker, home, partial(_read, parts[:1]))
-        saved_size = _world_size(available[0]) if available else 0
-        ranks = [rank] if saved_size == size else list(range(saved_size))
-        needed = [RankFile(home, other) for other in ranks]
-        if all(_gather_json(worker, bool(needed) and all(part.path.exists() for part in needed))):
-            is_read = needed == parts[:1]
-            others = checkpoint.together(worker, home, partial(_read, [] if is_read else needed))
-            return home, available if is_read else others
-    raise CheckpointError(
-        f"{folder} holds no checkpoint that every rank can read; look for step-* folders and the files of all ranks"
-    )
-
-
-def _read(parts: Sequence[RankFile]) -> list[dict[str, Any]]:
-    return [part.read() for part in parts]
-
-
-def _world_size(content: Mapping[str, Any]) -> int:
-    return int(content["state"]["identity"]["the number of workers"])
-
-
 def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, Any]:
     """This rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
     for name in ("rates", "schedules", "scaler"):
@@ -473,13 +438,3 @@ def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, An
                 f"{len(contents)} workers"
             )
     return resizing.resized([content["state"] for content in contents], worker)
-
-
-def _step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def _gather_json(worker: Worker, value: object) -> list[Any]:
-    """All-gather a JSON value."""
-    texts = gather_texts(worker.comm, json.dumps(value).encode(), worker.replicas[0].x.device)
-    return [json.loads(text) for text in texts]

@@ -2,204 +2,91 @@
 
 A checkpoint is a folder `step-NNNNNNNN` with one `RankFile` per rank. Every rank first writes its file to disk under a
 temporary name; when all have done so, each renames its own. A checkpoint is complete when every rank's file has its
-name. Ranks need not share a disk.
+name. Each part holds the step, the number of parts, and an id that rank 0 draws for every save, so that parts of two
+runs never load together. Ranks need not share a disk.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.work import completed
-from thinwire.errors import CheckpointError, NonFiniteError
-from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.storage.rank_file import RankFile
-from thinwire.strategies.recipe import brief
-from thinwire.worker.handshake import describe_tensor, gather_texts
+from thinwire.worker.handshake import gather_texts
+from thinwire.worker.snapshot import is_count, mapping_of, state_of
 from thinwire.worker.state import WorkerState
 
 T = TypeVar("T")
-_FOLDER = re.compile(r"step-(\d{8,})")
+Content = dict[str, Any]
+_FOLDER = re.compile(r"step-([0-9]{8,18})")
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def state_of(worker: WorkerState) -> dict[str, Any]:
-    """The whole state of one rank, as nested dicts of tensors and JSON values."""
-    worker.wait_pending()
-    worker.shards.read()
-    return {
-        "identity": _identity(worker),
-        "replicas": [
-            {
-                "x": replica.x.detach().clone(),
-                "step": replica.step,
-                "state": {name: x.clone() for name, x in replica.state.items()},
-                # Saved as what was received: the resumed run collects it as if it had just arrived.
-                "inflight": {name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items()},
-            }
-            for replica in worker.replicas
-        ],
-        "others": {name: x.clone() for name, x in _others(worker).items()},
-        "optimizer": deepcopy(unwrap_dtensors(worker.optimizer.state_dict())),
-    }
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """Restore what `state_of` returned; one of another run is refused before anything is changed."""
-    _check_identity(worker, state)
-    worker.wait_pending()
-    with torch.no_grad():
-        for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
-            fresh = dict(replica.state)
-            replica.x.copy_(saved["x"])
-            replica.step = saved["step"]
-            states = {
-                name: x.clone().to(_device_for(fresh.get(name), x, replica.x)) for name, x in saved["state"].items()
-            }
-            received = {
-                name: completed([x.clone().to(replica.x.device) for x in tensors])
-                for name, tensors in saved["inflight"].items()
-            }
-            # In place, because parts of the replica are views of these mappings; and in one call, because a message of
-            # a rank that trains already may be handled meanwhile.
-            for mapping, new in ((replica.state, states), (replica.inflight, received)):
-                mapping.update(new)
-                for name in mapping.keys() - new.keys():
-                    del mapping[name]
-        worker.shards.write()
-        for name, x in _others(worker).items():
-            x.copy_(state["others"][name])
-    # Optimizers keep the tensors they are given and change them in place; the caller's state must stay as it is.
-    worker.optimizer.load_state_dict(deepcopy(state["optimizer"]))
-    rewrap_(worker.optimizer)
-    worker.comm.step = worker.step
-
-
-def _others(worker: WorkerState) -> dict[str, Tensor]:
-    """The model's buffers, and the parameters that the optimizer does not update, by name."""
-    flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
-    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in flat}
-    return parameters | {name: buffer.detach() for name, buffer in worker.model.named_buffers()}
-
-
-def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
-    """The device on which a strategy allocates this state tensor, which may be the CPU; else that of the parameters."""
-    return fresh.device if fresh is not None and fresh.shape == saved.shape else x.device
-
-
-def _identity(worker: WorkerState) -> dict[str, str]:
-    """What must be equal in a checkpoint and in the run that loads it."""
-    groups = [len(group["params"]) for group in worker.optimizer.param_groups]
-    return {
-        "the strategy": brief(worker.strategy),
-        "the number of workers": str(worker.comm.size),
-        "the rank": str(worker.comm.rank),
-        "the seed": str(worker.seed),
-        "the optimizer": f"{type(worker.optimizer).__name__} over groups of {groups} parameters",
-        **{
-            f"parameter {segment.name}": describe_tensor(parameter)
-            for parameters, segments in worker.layouts
-            for parameter, segment in zip(parameters, segments, strict=True)
-        },
-        **{f"{name}, which is not trained,": describe_tensor(x) for name, x in _others(worker).items()},
-    }
-
-
-def _check_identity(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    ours, theirs = _identity(worker), state["identity"]
-    for name in {**ours, **theirs}:
-        if name not in theirs or name not in ours:
-            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
-        if ours[name] != theirs[name]:
-            raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
-
-
-def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int = 3) -> Path:
-    """Write a checkpoint of all ranks; keep the newest `keep` checkpoints."""
-    content = {"state": state_of(worker), "extra": extra, "random": _random_state()}
+def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int | None = 3) -> Path:
+    """Write a checkpoint of all ranks; keep the newest `keep` complete ones, or all of them."""
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep={keep}: must be at least 1 checkpoint; None keeps all of them")
+    content = {"state": state_of(worker), "names": _names_in_state_dict(worker), "extra": extra, "random": _random()}
     _refuse_non_finite(worker)
-    file = RankFile(folder / f"step-{worker.step:08d}", worker.comm.rank)
-    write_together(worker, file, content, keep=keep)
-    return file.home
+    return write_together(worker, folder, content, keep=keep)
 
 
-def write_together(worker: WorkerState, file: RankFile, content: dict[str, Any], *, keep: int) -> None:
-    """Write every rank's file, then commit all of them; keep the newest `keep` steps."""
+def write_together(worker: WorkerState, folder: Path, content: Mapping[str, Any], *, keep: int | None) -> Path:
+    """Write every rank's part, then commit all of them; keep the newest `keep` checkpoints. Returns this one's folder.
+
+    Raises:
+        CheckpointError: ranks are at different steps, or one of them cannot write.
+    """
+    rank, step = worker.comm.rank, worker.step
+    rows = gathered(worker, {"id": secrets.token_hex(16), "step": step})
+    for other, row in enumerate(rows):
+        if row["step"] != rows[0]["step"]:
+            raise CheckpointError(
+                f"rank {other} saves step {row['step']} and rank 0 step {rows[0]['step']}; let all ranks save "
+                "after the same step"
+            )
+    file = RankFile(folder / f"step-{step:08d}", rank)
+    facts = {"id": rows[0]["id"], "step": step, "size": worker.comm.size, "rank": rank}
     try:
         # Two phases: no rank renames its file before all ranks have theirs on disk, so a full disk or a killed writer
         # leaves the previous checkpoint the newest one on every rank.
-        aside = together(worker, file.home, lambda: file.stage(content))
+        aside = together(worker, file.home, lambda: file.stage({"save": facts, **content}))
         together(worker, file.home, lambda: file.commit(aside))
     finally:
         # A file that cannot be removed is no reason to fail; the next call tries again.
         with suppress(OSError, ValueError, LookupError):
             file.remove_stale()
-            complete = whole_steps(file.home.parent, file.rank)
-            for step, home in _steps(file.home.parent):
-                if step < min(complete[-keep:], default=0):
-                    RankFile(home, file.rank).remove()
+    _prune(worker, folder, step, keep)
+    return file.home
 
 
-def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
-    """Restore the newest checkpoint that is complete on every rank."""
-    comm, device = worker.comm, worker.replicas[0].x.device
-    mine = whole_steps(folder, comm.rank)
-    # Without a shared disk, ranks may see different steps.
-    everyone = [set(json.loads(row)) for row in gather_texts(comm, json.dumps(mine).encode(), device)]
-    common = set.intersection(*everyone)
-    if not common:
-        lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
-        raise CheckpointError(f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders")
-    file = RankFile(folder / f"step-{max(common):08d}", comm.rank)
-
-    def read() -> dict[str, Any]:
-        content = file.read()
-        _check_identity(worker, content["state"])
-        return content
-
-    # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
-    content = together(worker, file.home, read)
-    restore(worker, content["state"])
-    _restore_random_state(content["random"])
-    return content["extra"]
-
-
-def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, complete or not, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name)))
-
-
-def whole_steps(folder: Path, rank: int) -> list[int]:
-    """Steps of which this rank's file was committed, oldest first."""
-    return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
-
-
-def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
-    """Do `work` on every rank and return this rank's result; an error on any rank is raised on all of them.
-
-    Raises:
-        CheckpointError: naming the rank, and the first error where several failed.
-    """
-    rank, results, problem = worker.comm.rank, list[T](), ""
-    try:
-        results.append(work())
-    except (OSError, CheckpointError) as error:
-        place = "" if str(home) in str(error) else f"{home}: "
-        problem = f"rank {rank}: {place}{error}"
-    texts = gather_texts(worker.comm, problem.encode(), worker.replicas[0].x.device)
-    first = next((text.decode() for text in texts if text), None)
-    if first:
-        raise CheckpointError(first)
-    return results[0]
+def _prune(worker: WorkerState, folder: Path, step: int, keep: int | None) -> None:
+    """Remove this rank's parts of checkpoints before the newest `keep` that all ranks have; never that of `step`."""
+    mine = list[int]()
+    with suppress(OSError):
+        mine = whole_steps(folder, worker.comm.rank)
+    complete = sorted(set[int].intersection(*(set(row) for row in gathered(worker, mine))))
+    if keep is None or not complete:
+        return
+    # Also what unfinished saves have left behind. Later steps are of a run that went another way; they stay.
+    first = min(step, complete[-keep:][0])
+    with suppress(OSError, ValueError, LookupError):
+        for old, home in _steps(folder):
+            if old < first:
+                RankFile(home, worker.comm.rank).remove()
 
 
 def _refuse_non_finite(worker: WorkerState) -> None:
@@ -210,22 +97,188 @@ def _refuse_non_finite(worker: WorkerState) -> None:
         for segment in segments
         if not torch.isfinite(segment.of(replica.x)).all()
     ]
-    device = worker.replicas[0].x.device
     # Shared, so that all ranks refuse together: one that went on to write would wait for this one.
-    everyone = [json.loads(row) for row in gather_texts(worker.comm, json.dumps(bad).encode(), device)]
-    for rank, names in enumerate(everyone):
+    for rank, names in enumerate(gathered(worker, bad)):
         if names:
             raise NonFiniteError(f"rank {rank}: parameter {names[0]} is not finite; the last good checkpoint is kept")
 
 
-def _random_state() -> dict[str, Any]:
+def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
+    """For each name in the model's `state_dict`, that of the parameter or buffer; None for what is neither."""
+    model = worker.model
+    names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    found: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    # An optimizer may train at other parameters than those of its result; only itself can put that in their place.
+    result = not hasattr(worker.optimizer, "evaluating")
+    return {name: names.get(id(x)) if result else None for name, x in found.items()}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
+    """The newest complete checkpoint: this rank's part, or all parts where another number of ranks has written it.
+
+    Returns:
+        Its folder, and the parts. They are of one save, on all ranks, at the step that the folder names. Nothing else
+        of them has been checked.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or its parts do not belong together.
+    """
+    comm = worker.comm
+    mine = together(worker, folder, lambda: _visible_steps(folder, comm.rank))
+    everyone = gathered(worker, mine)
+    # Without a shared disk, ranks may see different steps. All go through the same ones, and make the same calls.
+    for step in sorted(set[int]().union(*everyone), reverse=True):
+        home = folder / f"step-{step:08d}"
+        seen = together(worker, home, partial(_survey, home, comm.rank))
+        rows = gathered(worker, seen)
+        sizes = {row["size"] for row in rows if row["size"] is not None}
+        if sizes == {comm.size}:
+            ranks = [comm.rank] if all(row["own"] for row in rows) else []
+        else:
+            ranks = list(range(*sizes)) if len(sizes) == 1 and all(row["all"] for row in rows) else []
+        if ranks:
+            contents = together(worker, home, partial(read_parts, home, ranks, step, *sizes))
+            _check_one_save(worker, home, contents)
+            return home, contents
+    lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
+    raise CheckpointError(
+        f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders, which must hold the part of "
+        "every rank, and where another number of workers has written them every rank must see all parts"
+    )
+
+
+def read_parts(home: Path, ranks: Sequence[int], step: int, size: int) -> list[Content]:
+    """Some ranks' parts of a checkpoint, of one save."""
+    contents = [mapping_of(RankFile(home, rank).read(), "a part") for rank in ranks]
+    found = [facts_of(content) for content in contents]
+    for rank, facts in zip(ranks, found, strict=True):
+        wanted = {"id": found[0]["id"], "step": step, "size": size, "rank": rank}
+        for name, value in wanted.items():
+            if facts[name] != value:
+                what = "another save" if name == "id" else f"{name} {facts[name]}, not {value}"
+                raise CheckpointError(f"{RankFile(home, rank).path}: is of {what}; {_FIX.format(home=home)}")
+    return contents
+
+
+_FIX = "parts that were not written together do not belong together: remove {home}"
+
+
+def facts_of(content: object) -> dict[str, Any]:
+    """What a part says of the save that it is of: its id, the step, the number of ranks and the rank.
+
+    Raises:
+        CheckpointError: it does not say so.
+    """
+    parts = mapping_of(content, "a part")
+    if "save" not in parts:
+        raise CheckpointError(
+            "was written by an earlier development version of thinwire, without an id; go on from it with that version"
+        )
+    facts = mapping_of(parts["save"], "the save")
+    counts = all(is_count(facts.get(name)) for name in ("step", "size", "rank"))
+    if not counts or not isinstance(facts.get("id"), str) or not _ID.fullmatch(facts["id"]):
+        raise CheckpointError("does not say of which save, step and rank it is")
+    return facts
+
+
+def _check_one_save(worker: WorkerState, home: Path, contents: Sequence[Content]) -> None:
+    rows = gathered(worker, contents[0]["save"]["id"])
+    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+    if other is not None:
+        raise CheckpointError(f"{home}: the parts of ranks 0 and {other} are of two saves; {_FIX.format(home=home)}")
+
+
+def _survey(home: Path, rank: int) -> dict[str, Any]:
+    """What this rank sees of a checkpoint: its own part, how many there should be, and whether all are there."""
+    parts = [part for part in (RankFile(home, 0), RankFile(home, rank)) if part.path.exists()]
+    size = facts_of(parts[0].outline())["size"] if parts else None
+    # One file is looked for after the other, so that a size that is made up costs nothing.
+    whole = size is not None and all(RankFile(home, other).path.exists() for other in range(size))
+    return {"own": RankFile(home, rank).path.exists(), "size": size, "all": whole}
+
+
+def _visible_steps(folder: Path, rank: int) -> list[int]:
+    """Steps of which this rank's part or rank 0's was committed: a rank that is new sees only those of others."""
+    return sorted({step for other in {rank, 0} for step in whole_steps(folder, other)})
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder, complete or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name))]
+    return sorted((step, path) for step, path in found if path.name == f"step-{step:08d}")
+
+
+def step_of(home: Path) -> int | None:
+    """The step of a folder that is one checkpoint by its name; None if it is not."""
+    match = _FOLDER.fullmatch(home.resolve().name)
+    return None if match is None else int(match[1])
+
+
+def whole_steps(folder: Path, rank: int) -> list[int]:
+    """Steps of which this rank's part was committed, oldest first."""
+    return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
+
+
+# -- on all ranks ------------------------------------------------------------------------------------------------------
+
+
+def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
+    """Do `work` on every rank and return this rank's result; an error on any rank is raised on all of them.
+
+    Raises:
+        CheckpointError: naming the rank, and the first error where several failed.
+    """
+    rank, results, problem, cause = worker.comm.rank, list[T](), "", None
+    try:
+        results.append(work())
+    except Exception as error:
+        cause = error
+        # Any error: a rank that raised another one alone would leave the others waiting for it.
+        known = isinstance(error, OSError | CheckpointError | ConfigError)
+        text = str(error) if known else f"does not fit ({type(error).__name__}: {error})"
+        problem = f"rank {rank}: {'' if str(home) in text else f'{home}: '}{text}"
+    texts = gather_texts(worker.comm, problem.encode(errors="replace"), worker.replicas[0].x.device)
+    first = next((text.decode() for text in texts if text), None)
+    if first:
+        raise CheckpointError(first) from cause
+    return results[0]
+
+
+def gathered(worker: WorkerState, value: object) -> list[Any]:
+    """All-gather a JSON value."""
+    texts = gather_texts(worker.comm, json.dumps(value).encode(), worker.replicas[0].x.device)
+    return [json.loads(text) for text in texts]
+
+
+# -- torch's random generators -----------------------------------------------------------------------------------------
+
+
+def _random() -> dict[str, Any]:
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _restore_random_state(state: Mapping[str, Tensor]) -> None:
+def check_random(state: object) -> None:
+    """Refuse what torch would not take as the state of its random generators."""
+    for name, x in mapping_of(state, "the random generators' state").items():
+        if name not in ("cpu", "cuda") or not isinstance(x, Tensor) or x.dtype != torch.uint8:
+            raise CheckpointError(f"the random generators' state holds {name!r}, which is none")
+    states = cast(Mapping[str, Tensor], state)
+    try:
+        torch.Generator().set_state(states["cpu"])
+    except (RuntimeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"the state of the random generator cannot be used ({error})") from error
+
+
+def restore_random(state: Mapping[str, Tensor]) -> None:
+    """Set torch's random generators to a state that `check_random` has accepted."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

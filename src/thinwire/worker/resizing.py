@@ -1,128 +1,271 @@
-"""Resume from a checkpoint with another number of workers.
+"""Resume from a checkpoint, whatever number of workers wrote it.
 
-State that was equal on all ranks is given to every new rank. State that each rank had for itself, such as residuals of
-error feedback, is redistributed by the strategy, which knows what sum must be preserved.
+As many workers as before go on bit for bit. Another number goes on from what the workers that were had in common: the
+strategy's `resume_point` for the parameters, `Strategy.resized` for its own state, and means for what optimizers and
+buffers hold. What is found is checked as a whole before any rank changes anything.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from thinwire.comm.base import Comm
+from thinwire.comm.threads import run_threads
+from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
+from thinwire.replica.flat import Segment, flatten, views
+from thinwire.replica.replica import Replica
 from thinwire.storage.rank_file import RankFile
-from thinwire.worker import checkpoint
-from thinwire.worker.handshake import gather_texts
+from thinwire.strategies.base import Strategy, nested
+from thinwire.worker import checkpoint, snapshot
+from thinwire.worker.snapshot import RANK, SIZE, State
 from thinwire.worker.state import WorkerState
-
-_SIZE, _RANK = "the number of workers", "the rank"
 
 
 def saved_size(folder: Path) -> int | None:
     """How many workers wrote the newest checkpoint visible in a folder; None if there is none."""
     steps = checkpoint.whole_steps(folder, 0)
-    return None if not steps else _size(_file(folder, steps[-1], 0).read())
+    if not steps:
+        return None
+    return int(checkpoint.facts_of(RankFile(folder / f"step-{steps[-1]:08d}", 0).outline())["size"])
 
 
 def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
     """Resume from the newest complete checkpoint, whatever number of workers wrote it; returns its `extra`.
 
-    Raises:
-        CheckpointError: as `Worker.load`, and as `load_resized` where the number is another.
-    """
-    device = worker.replicas[0].x.device
-    seen = gather_texts(worker.comm, json.dumps(saved_size(folder)).encode(), device)
-    sizes = {json.loads(row) for row in seen}
-    if sizes & {None, worker.comm.size}:
-        return checkpoint.load(worker, worker.own_folder(folder))
-    return load_resized(worker, folder)
-
-
-def load_resized(worker: WorkerState, folder: Path) -> dict[str, Any]:
-    """Restore the newest complete checkpoint, whatever number of workers wrote it, and return its `extra`.
-
-    Parameters must have been equal on all ranks, as they are where gradients or momenta are exchanged at every step;
-    buffers become the mean over ranks. The state of torch's random generators is not restored, and data are divided
-    among the new number of workers. Every rank must see every rank's file.
-
-    Args:
-        worker: of the run that resumes.
-        folder: of checkpoints, as for `Worker.save`.
+    With another number, the state of torch's random generators is not restored, and every rank must see every part.
 
     Raises:
-        CheckpointError: there is no such step, a file is damaged or belongs to another run, workers had different
-            parameters, or the strategy cannot redistribute its state.
+        CheckpointError: there is none, parts are damaged or do not belong together, they belong to another run, or
+            something in them cannot be given to another number of workers. Nothing has changed then, on any rank.
     """
-    step = _newest_common_step(worker, folder)
-    first = _file(folder, step, 0).read()
-    contents = [first, *(_file(folder, step, rank).read() for rank in range(1, _size(first)))]
-    checkpoint.restore(worker, resized([content["state"] for content in contents], worker))
+    home, contents = checkpoint.newest(worker, folder)
+    same = contents[0]["save"]["size"] == worker.comm.size
+
+    def planned() -> State:
+        for content in contents:
+            snapshot.same_names("a part", content, ("save", "state", "names", "extra", "random"))
+            snapshot.mapping_of(content["extra"], "extra")
+            checkpoint.check_random(content["random"])
+            if content["state"]["step"] != content["save"]["step"]:
+                raise CheckpointError(f"holds step {content['state']['step']}, not that of its folder")
+        states = [content["state"] for content in contents]
+        state = states[0] if same else resized(states, worker)
+        snapshot.check_state(worker, state, ranks=same, finite=True)
+        return state
+
+    # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
+    state = checkpoint.together(worker, home, planned)
+    put_back(worker, state, same_size=same)
+    if same:
+        checkpoint.restore_random(contents[0]["random"])
+        return contents[0]["extra"]
     # A rank that existed before gets its own extra back; a new one gets rank 0's.
-    return {**first["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
+    return {**contents[0]["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
 
 
-def resized(states: Sequence[Mapping[str, Any]], worker: WorkerState) -> dict[str, Any]:
+def put_back(worker: WorkerState, state: State, *, same_size: bool) -> None:
+    """Restore a state that has been checked; one from `resized` on all ranks together."""
+    if same_size:
+        snapshot.put_back(worker, state)
+        return
+    snapshot.put_back_parameters(worker, state)
+    with torch.no_grad():
+        for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
+            replica.equal_start = True
+            snapshot.replace_state(replica, {}, {})
+            worker.strategy.start(replica)
+            # What could not be carried over is as the strategy begins with it at these parameters.
+            whole = {**replica.state, **saved["state"]}
+            keeps = not any(each.restarts_on_resize for each in nested(worker.strategy))
+            snapshot.replace_state(replica, whole, saved["inflight"] if keeps else None)
+    snapshot.put_back_rest(worker, state)
+    # Nobody trains, and sends messages, before all are here.
+    checkpoint.gathered(worker, None)
+
+
+# -- from the workers that were to those that are ----------------------------------------------------------------------
+
+
+def resized(states: Sequence[State], worker: WorkerState) -> State:
     """This rank's state for another number of workers, from the `Worker.state_dict` of every old rank.
 
     Raises:
-        CheckpointError: as `load_resized`.
+        CheckpointError: they are not states of one run of this recipe, or something cannot be redistributed.
     """
     first, size, rank = states[0], worker.comm.size, worker.comm.rank
-    replicas = [
-        _resized_replica([state["replicas"][i] for state in states], worker, size)[rank]
-        for i in range(len(first["replicas"]))
-    ]
-    if not all(same(state["optimizer"], first["optimizer"]) for state in states):
-        raise CheckpointError("what optimizers remember differs between workers, so their number cannot change here")
-    others = {name: _mean([state["others"][name] for state in states]) for name in first["others"]}
-    identity = {**first["identity"], _SIZE: str(size), _RANK: str(rank)}
-    return {**first, "identity": identity, "replicas": replicas, "others": others}
+    for old, state in enumerate(states):
+        identity = snapshot.mapping_of(state["identity"], "the identity")
+        snapshot.check_identity(worker, identity, ranks=False)
+        if (identity[SIZE], identity[RANK]) != (str(len(states)), str(old)) or state["step"] != first["step"]:
+            raise CheckpointError(f"part {old} is not that of rank {old} among {len(states)} at step {first['step']}")
+        snapshot.check_state(worker, state, ranks=False, finite=False)
+    vectors = [_resized_vector(states, worker, i) for i in range(len(worker.replicas))]
+    replicas = [_resized_replica([state["replicas"][i] for state in states], worker) for i in range(len(vectors))]
+    return {
+        "identity": {**first["identity"], SIZE: str(size), RANK: str(rank)},
+        "step": first["step"],
+        "parameters": {
+            segment.name: view
+            for x, (_, segments) in zip(vectors, worker.layouts, strict=True)
+            for segment, view in zip(segments, views(x, segments), strict=True)
+        },
+        "replicas": replicas,
+        "others": {name: _mean([state["others"][name] for state in states]) for name in first["others"]},
+        "optimizer": _merged_optimizer(
+            [state["optimizer"] for state in states],
+            {name: tuple(x.shape) for name, x in {**first["others"], **first["parameters"]}.items()},
+        ),
+    }
 
 
-def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState, size: int) -> list[dict[str, Any]]:
-    first = saved[0]
-    for name, what in (("x", "parameters"), ("inflight", "messages in flight")):
-        if not all(same(each[name], first[name]) for each in saved):
-            raise CheckpointError(
-                f"{what} differ between workers at step {first['step']}, so their number cannot change here; "
-                "save after a step at which all of them agree"
-            )
-    states = [each["state"] for each in saved]
-    shared = worker.strategy.resized(states, size)
-    if shared is None:
+def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Tensor:
+    """The parameters from which the new workers go on."""
+    replica, (_, segments) = worker.replicas[i], worker.layouts[i]
+    saved = [state["replicas"][i] for state in states]
+    xs = [flatten([state["parameters"][segment.name] for segment in segments], segments) for state in states]
+    # Equal vectors are not averaged: their mean could be rounded.
+    if all(torch.equal(x, xs[0]) for x in xs) and not any(s.restarts_on_resize for s in nested(worker.strategy)):
+        return xs[0]
+    rate = replica.lr
+    return resume_point(
+        worker.strategy,
+        xs,
+        saved,
+        segments,
+        step=states[0]["step"],
+        seed=worker.seed,
+        lr=rate.cpu() if isinstance(rate, Tensor) else rate,
+        timeout=worker.comm.timeout,
+    )
+
+
+def resume_point(
+    strategy: Strategy,
+    xs: Sequence[Tensor],
+    saved: Sequence[Mapping[str, Any]],
+    segments: Sequence[Segment],
+    *,
+    step: int,
+    seed: int,
+    lr: float | Tensor = 0.0,
+    timeout: float = 60.0,
+    consensus: bool = False,
+) -> Tensor:
+    """What the workers that were agree on, by the strategy itself: they meet once more, as threads.
+
+    Args:
+        strategy: of the run.
+        xs: the parameters of each of them.
+        saved: their state and messages in flight, as `snapshot.state_of` has them.
+        segments: where parameters lie in the vectors.
+        step: at which they were saved.
+        seed: of the run.
+        lr: the learning rate.
+        timeout: of their calls, in seconds.
+        consensus: whether what they would evaluate is meant, and not where they would go on.
+    """
+
+    def meet(comm: Comm) -> Tensor:
+        x, own = xs[comm.rank].clone(), saved[comm.rank]
+        r = Replica(x, x.new_empty(0), comm, lr=lambda: lr, seed=seed, segments=segments)
+        r.step = comm.step = step
+        r.state.update({name: y.clone() for name, y in own["state"].items()})
+        r.inflight.update({name: completed([y.clone() for y in ys]) for name, ys in own["inflight"].items()})
+        with torch.no_grad():
+            return (strategy.consensus if consensus else strategy.resume_point)(r).clone()
+
+    found = run_threads(len(xs), meet, timeout=timeout)[0]
+    if found.shape != xs[0].shape or found.dtype != xs[0].dtype:
+        raise CheckpointError(
+            f"{type(strategy).__name__}: the workers that were agree on no vector like the parameters"
+        )
+    return found
+
+
+def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState) -> dict[str, Any]:
+    states = worker.strategy.resized([each["state"] for each in saved], worker.comm.size)
+    if states is None:
         raise CheckpointError(
             f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
             f"number; resume with {len(saved)} workers"
         )
-    return [{**first, "state": state} for state in shared]
+    # What each worker received for itself cannot be given to others; what it was for is in the resume point.
+    alike = all(same(each["inflight"], saved[0]["inflight"]) for each in saved)
+    return {
+        "layout": saved[0]["layout"],
+        "state": states[worker.comm.rank],
+        "inflight": saved[0]["inflight"] if alike else {},
+    }
 
 
-def _newest_common_step(worker: WorkerState, folder: Path) -> int:
-    """The newest step of which every rank sees every file."""
-    mine = [
-        step
-        for step in checkpoint.whole_steps(folder, 0)
-        if all(_file(folder, step, rank).path.exists() for rank in range(_size(_file(folder, step, 0).read())))
-    ]
-    device = worker.replicas[0].x.device
-    everyone = [set(json.loads(row)) for row in gather_texts(worker.comm, json.dumps(mine).encode(), device)]
-    common: set[int] = set.intersection(*everyone)
-    if not common:
-        raise CheckpointError(f"{folder} holds no checkpoint whose parts every rank can see; look for step-* folders")
-    return max(common)
+# -- means -------------------------------------------------------------------------------------------------------------
 
 
-def _file(folder: Path, step: int, rank: int) -> RankFile:
-    return RankFile(folder / f"step-{step:08d}", rank)
+def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, ...]]) -> State:
+    """One optimizer's state for all: means of moments, and the most steps where their numbers differ.
+
+    Args:
+        states: of all workers that were.
+        shapes: of the parameters, by name.
+    """
+    first = states[0]
+    for name in first:
+        if name != "state" and not all(same(state.get(name), first[name]) for state in states):
+            raise CheckpointError(
+                f"the optimizer's {_difference([s[name] for s in states])} differs between workers, so their number "
+                "cannot change; let all use one schedule"
+            )
+    held = list(dict.fromkeys(name for state in states for name in state["state"]))
+    merged: State = {}
+    for parameter in held:
+        entries = [state["state"][parameter] for state in states if state["state"].get(parameter)]
+        names = list(dict.fromkeys(name for entry in entries for name in entry))
+        merged[parameter] = {
+            name: _merged_memory(
+                f"{name!r} of {parameter}", [entry.get(name) for entry in entries], shapes.get(parameter)
+            )
+            for name in names
+        }
+    return {**first, "state": merged}
 
 
-def _size(content: Mapping[str, Any]) -> int:
-    return int(content["state"]["identity"][_SIZE])
+def _merged_memory(what: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
+    # A worker whose parameter had no gradient yet remembers nothing of it; the others' mean is then that of fewer.
+    found = [value for value in values if value is not None]
+    if not found or all(same(value, found[0]) for value in found):
+        return found[0] if found else None
+    if all(isinstance(value, int | float) for value in found):
+        return max(found)
+    if all(isinstance(value, Tensor) and value.shape == found[0].shape for value in found):
+        tensors = cast(list[Tensor], found)
+        if tensors[0].numel() == 1:
+            return torch.stack(tensors).amax(0)
+        # What is not like the parameter, such as a table of samples, belongs to the worker's own data.
+        if tensors[0].is_floating_point() and shape is not None and snapshot.fits(tuple(tensors[0].shape), shape):
+            return _mean(tensors)
+    raise CheckpointError(
+        f"what optimizers remember as {what} differs between workers and has no mean, so their number cannot change; "
+        f"resume with {len(values)} workers, or begin anew from exported weights"
+    )
+
+
+def _difference(values: Sequence[Any]) -> str:
+    """The name of the first hyperparameter that differs between workers."""
+    groups = cast(list[list[dict[str, Any]]], values)
+    if all(isinstance(each, list) for each in values):
+        for mine, theirs in pairwise(groups):
+            for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+                for name in a:
+                    if not same(a[name], b.get(name)):
+                        return f"{name} of group {i}"
+    return "settings"
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ class WorkerState:
         seed: seed of the strategy's random draws, equal on all ranks.
         replicas: the flat vectors and their state, one for each (dtype, device).
         layouts: for each replica, its parameters and where they lie in its vector.
+        started: for each replica, the dtypes and shapes of the state that the strategy began with, by name.
         shards: the sharded parameters, of which this rank holds a part.
         backward: the gradient exchange during the backward pass; None where the strategy has none.
         scaler: the loop's GradScaler, if it uses one.
@@ -44,6 +45,7 @@ class WorkerState:
         self.seed = seed
         self.replicas: list[Replica] = []
         self.layouts: list[tuple[list[nn.Parameter], tuple[Segment, ...]]] = []
+        self.started: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
         self.shards = Shards(model, [])
         self.backward: Backward | None = None
         self.scaler: torch.amp.GradScaler | None = None

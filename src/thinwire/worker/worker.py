@@ -23,7 +23,7 @@ from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker import checkpoint, joining
+from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot
 from thinwire.worker.buckets import Backward, Bucket, cut
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -234,41 +234,96 @@ class Worker(WorkerState):
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to continue as if it had never stopped.
 
-        All parameters and buffers, the optimizer's state, the strategy's state, messages in flight (received, not yet
-        used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler and the position in
-        the data are the caller's: see `save`.
+        All parameters and buffers by name, the optimizer's state, the strategy's state, messages in flight (received,
+        not yet used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler and the
+        position in the data are the caller's: see `save`.
         """
-        return checkpoint.state_of(self)
+        return snapshot.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank.
 
         Raises:
-            CheckpointError: it belongs to another recipe, model or number of workers; names the first difference.
+            CheckpointError: it belongs to another recipe, model or number of workers, or is no such state; names the
+                first difference, and nothing has changed.
         """
-        checkpoint.restore(self, state)
+        snapshot.restore(self, state)
 
-    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
+
+        A run that continues from it ends with the same bits as one that was not stopped, but for methods whose results
+        depend on timing, of which no two runs are alike: `EagerPushSum`, `ADPSGD`, `AsyncLeaderSGD`, `BackupWorkers`
+        and `ParameterServer`.
 
         Args:
             folder: holds one checkpoint per saved step.
             extra: more to save: dicts of tensors and JSON values, such as a scheduler's `state_dict()`.
+            keep: how many complete checkpoints to keep, this one among them; older ones are removed when this one is
+                complete on all ranks. None keeps all.
 
         Raises:
-            CheckpointError: a file cannot be written, or `extra` holds something that is neither a tensor nor JSON.
+            CheckpointError: a file cannot be written, `extra` holds something that is neither a tensor nor JSON, or
+                ranks are at different steps.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
+            ConfigError: `keep` is less than 1.
+
+        Example:
+            >>> import tempfile, torch, thinwire
+            >>> def train(comm, folder):
+            ...     model = torch.nn.Linear(1, 1, bias=False)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            ...     worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=2), comm=comm)
+            ...     worker.save(folder, extra={"epoch": 3})
+            ...     return worker.load(folder)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     thinwire.run_threads(2, lambda comm: train(comm, folder))
+            [{'epoch': 3}, {'epoch': 3}]
         """
         self.end_failed_pass()
-        return checkpoint.save(self, self.own_folder(folder), dict(extra or {}))
+        return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from the newest complete checkpoint in `folder`; returns the `extra` saved with it.
 
+        Another number of workers may have written it, if every rank sees all parts: the parameters are then those that
+        the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
+        state is redistributed (`Strategy.resized`). Torch's random generators stay as they are, and data are to be
+        divided anew. A rank that was not there before gets rank 0's `extra`.
+
         Raises:
-            CheckpointError: there is none, it is damaged, or it belongs to another recipe, model or world size.
+            CheckpointError: there is none, parts are damaged or not of one save, it belongs to another recipe, model,
+                seed or optimizer, or something in it cannot be given to another number of workers. All ranks raise it,
+                and nothing has changed on any.
         """
-        return checkpoint.load(self, self.own_folder(folder))
+        return resizing.load(self, self.own_folder(folder))
+
+    def export(self, path: str | Path) -> Path:
+        """Write the model that all workers agree on as one safetensors file; every rank must call, and rank 0 writes.
+
+        It holds what `model.state_dict()` holds at `consensus()`, and is loaded without thinwire, with
+        `model.load_state_dict(safetensors.torch.load_file(path))`. Tied parameters are in it under each of their names.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            CheckpointError: it cannot be written, or the model's `state_dict` holds something that is no tensor.
+            NonFiniteError: a parameter or buffer is NaN or infinite; nothing is written.
+            ConfigError: the model is split over a mesh; see `thinwire.tensor2d.write_whole`.
+
+        Example:
+            >>> import tempfile, torch, thinwire
+            >>> from safetensors.torch import load_file
+            >>> model = torch.nn.Linear(2, 1)
+            >>> worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "LocalSGD(period=2)")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     state = load_file(worker.export(f"{folder}/model.safetensors"))
+            >>> torch.nn.Linear(2, 1).load_state_dict(state), sorted(state)
+            (<All keys matched successfully>, ['bias', 'weight'])
+        """
+        with self.consensus() as model:
+            return exporting.export(self, model, Path(path))
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from then on."""
@@ -377,6 +432,7 @@ def attach(
     with torch.no_grad():
         for replica in worker.replicas:
             strategy.start(replica)
+            worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     _register_hooks(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
     worker.scaler = scaler
     # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.

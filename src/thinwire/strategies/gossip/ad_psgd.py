@@ -78,6 +78,7 @@ class ADPSGD(Strategy):
     )
 
     timing_dependent = True
+    restarts_on_resize = True
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""

@@ -71,6 +71,8 @@ class Choco(Strategy):
         "tune the step size: coarse codecs need a small one; workers hold different parameters between averages of all"
     )
 
+    restarts_on_resize = True
+
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""
         if not 0 < self.step_size <= 1:

@@ -60,6 +60,7 @@ class Gossip(Strategy):
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
     elementwise = True
+    restarts_on_resize = True
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""

@@ -91,6 +91,7 @@ class DQSGD(Strategy):
     data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
     needs_equal_start = True
     moves_parameters = False
+    growing = ("plan", "sent", "last_squares", "squares")
 
     def __post_init__(self) -> None:
         """Check the types and the block."""

@@ -102,6 +102,7 @@ class CompressedMomentum(Strategy):
     steady_from = trait(lambda self: self.warmup_steps or 0)
     needs_equal_start = True
     moves_parameters = False
+    growing = (_PREFIX,)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

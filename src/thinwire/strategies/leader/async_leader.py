@@ -23,6 +23,7 @@ from thinwire.replica.replica import Replica
 from thinwire.replica.rounds import Answers, GoOn, RoundBudget
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
+    ScoreFunction,
     ScoreSource,
     broadcast_leader,
     elect_or_warn,
@@ -93,6 +94,7 @@ class AsyncLeaderSGD(Strategy):
 
     timing_dependent = True
     has_period = True
+    restarts_on_resize = True
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
@@ -138,6 +140,10 @@ class AsyncLeaderSGD(Strategy):
         if self.result == "mean" or r.comm.size == 1:
             return Strategy.consensus(self, r)
         return leader_or_mean(r, local_score(r, self.metric))
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
+        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)
 
     def _follow_(self, r: Replica) -> None:
         """End the round: elect the leader, and pull towards it."""

@@ -9,6 +9,7 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
+    ScoreFunction,
     ScoreSource,
     broadcast_leader,
     elect_or_warn,
@@ -100,3 +101,7 @@ class LeaderSGD(Strategy):
         if self.result == "mean" or r.comm.size == 1:
             return Strategy.consensus(self, r)
         return leader_or_mean(r, local_score(r, self.metric))
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
+        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)

@@ -11,6 +11,7 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.leader.election import (
+    ScoreFunction,
     ScoreSource,
     best_rank,
     chain_broadcast_,
@@ -140,6 +141,10 @@ class MultiLeaderSGD(Strategy):
         if self.result == "mean" or r.comm.size == 1:
             return Strategy.consensus(self, r)
         return leader_or_mean(r, local_score(r, self.metric))
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
+        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)
 
     def _follow_(self, r: Replica, leader: int | None, pull: float, members: Sequence[int]) -> None:
         """Move some ranks, this one among them, a part of the way to one of them."""

@@ -158,3 +158,7 @@ class EASGD(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The centre."""
         return r.state["centre"].to(r.x.dtype, copy=True)
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """The workers' mean; the centre stays where it is, as do velocities and residuals on average."""
+        return mean_(r.comm, r.x.clone()).wait()

@@ -66,6 +66,7 @@ class SlowMo(OuterStep):
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
     limits = "tune the momentum: too much of it, or too long a period, overshoots"
     elementwise = trait(lambda self: self.base.elementwise and self.buffers == "maintain")
+    growing = ("lr_sum",)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -74,6 +74,7 @@ class EagerPushSum(Strategy):
     )
 
     timing_dependent = True
+    restarts_on_resize = True
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""

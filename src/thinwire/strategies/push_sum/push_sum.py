@@ -77,6 +77,7 @@ class PushSum(Strategy):
     )
 
     elementwise = True
+    restarts_on_resize = True
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""

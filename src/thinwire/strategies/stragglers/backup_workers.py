@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.quorum.log import LOG, USED, begin_log, write_log
+from thinwire.quorum.log import LOG, USED, begin_log, resize_log, write_log
 from thinwire.quorum.opening import open_participant, participant_of
 from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
@@ -90,6 +92,7 @@ class BackupWorkers(Strategy):
     skips_steps = trait(lambda self: self.backups > 0)
     # A late worker takes a member's parameters together with the whole state of its optimizer.
     moves_parameters = False
+    growing = (LOG,)
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
@@ -184,3 +187,9 @@ class BackupWorkers(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """The log, with a place for each of the new workers; those that are no more are left out."""
+        if not self.backups:
+            return super().resized(states, size)
+        return [resize_log(states[0], size) for _ in range(size)]

@@ -71,6 +71,7 @@ class ParameterServer(Strategy):
 
     timing_dependent = True
     needs_equal_start = True
+    restarts_on_resize = True
 
     def start(self, r: Replica) -> None:
         """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""

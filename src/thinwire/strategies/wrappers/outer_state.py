@@ -1,9 +1,13 @@
 """Where the state of SlowMo's and DiLoCo's outer steps lies: a part on each worker, or in the host's memory."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from thinwire.registry import registered
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.local.outer_step import Placed, Placement
 from thinwire.strategies.local.slow_momentum import SlowMo
 
@@ -40,7 +44,6 @@ class Sharded(Placed):
     base: Strategy = SlowMo()
 
     paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
-    limits = "the state cannot be redistributed over another number of workers"
     elementwise = False
 
     def check(self, size: int) -> None:
@@ -51,6 +54,29 @@ class Sharded(Placed):
     def placed(self, where: Placement) -> Placement:
         """A part of it on each worker."""
         return replace(where, sharded=True)
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """As the base, of the whole state, which is then cut into other parts."""
+        found = super().resized([{**state, **self._joined(states)} for state in states], size)
+        if found is None:
+            return None
+        parts = {name: x.tensor_split(size) for name, x in found[0].items() if self._is_cut(name, x)}
+        return [
+            {name: parts[name][rank].clone() if name in parts else x for name, x in state.items()}
+            for rank, state in enumerate(found)
+        ]
+
+    def _joined(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The vectors of which each worker has a part."""
+        return {
+            name: torch.cat([state[name] for state in states]) for name, x in states[0].items() if self._is_cut(name, x)
+        }
+
+    def _is_cut(self, name: str, x: Tensor) -> bool:
+        """Whether it is a vector of the outer steps' own state: below all placements, and not the rounds' base's."""
+        placements = [each for each in nested(self) if isinstance(each, Placed)]
+        prefix = "base/" * len(placements)
+        return x.dim() == 1 and name.startswith(prefix) and not name.startswith(f"{prefix}base/")
 
 
 @registered

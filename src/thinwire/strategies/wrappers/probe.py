@@ -1,6 +1,6 @@
 """Measure from time to time how much workers' gradients differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class Probe(Wrapper):
     )
 
     local_rounds = False  # a node's average would pass for steps of this worker
+    growing = ("lr_sum",)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
@@ -184,6 +185,12 @@ class Probe(Wrapper):
             super().average_(r)
         else:
             self._end_round(r, super().average_)
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """The base's state, and the estimates so far; a measurement that has begun is dropped."""
+        found = super().resized(states, size)
+        kept = ("means", "rounds")
+        return found and [{n: x for n, x in state.items() if n in kept or n.startswith("base/")} for state in found]
 
     def _begin_round(self, r: Replica) -> None:
         r.state["lr_sum"] = torch.zeros((), dtype=torch.float64)

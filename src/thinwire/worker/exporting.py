@@ -1,0 +1,196 @@
+"""The weights alone, in one safetensors file by the model's own names: from a worker, or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from thinwire._version import __version__
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.replica.flat import Segment, flatten, views
+from thinwire.replica.shards import describe_shard, is_sharded
+from thinwire.storage.files import write_atomically
+from thinwire.storage.rank_file import RankFile
+from thinwire.strategies.recipe import parse
+from thinwire.worker import checkpoint
+from thinwire.worker.resizing import resume_point
+from thinwire.worker.state import WorkerState
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: the file.
+        checkpoint: the folder that it is from.
+        step: of that checkpoint.
+        workers: how many have written it.
+        strategy: their recipe.
+        elements: numbers in the file.
+        tensors: tensors in the file.
+    """
+
+    path: Path
+    checkpoint: Path
+    step: int
+    workers: int
+    strategy: str
+    elements: int
+    tensors: int
+
+
+def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
+    """Write a model's `state_dict`; every rank calls, at consensus, and rank 0 writes.
+
+    Raises:
+        CheckpointError: it cannot be written, or something in it is no tensor.
+        NonFiniteError: something in it is NaN or infinite.
+        ConfigError: the model is split over a mesh.
+    """
+    if worker.block:
+        raise ConfigError(
+            "export() of a model that is split over a mesh: gather it with thinwire.tensor2d.write_whole(model, path, "
+            "mesh.block) within worker.consensus()"
+        )
+    found = cast(Mapping[str, Any], model.state_dict())
+    # Gathered by all ranks; the first of each dimension of a mesh writes.
+    tensors = {name: x.full_tensor() if is_sharded(x) else x for name, x in found.items()}
+    places = [describe_shard(x) for x in found.values() if isinstance(x, Tensor) and is_sharded(x)]
+    writes = worker.comm.rank == 0 and all("part 0 of" in place for place in places if place)
+    checkpoint.together(worker, path, lambda: _check(tensors))
+    bad = checkpoint.gathered(worker, _not_finite(tensors))
+    for rank, name in enumerate(bad):
+        if name:
+            raise NonFiniteError(f"rank {rank}: {name} is not finite, so nothing was written to {path}")
+    checkpoint.together(worker, path, lambda: _write(path, tensors, worker.step) if writes else None)
+    return path
+
+
+def export_checkpoint(folder: Path, path: Path) -> Exported:
+    """Write the weights of a run's newest complete checkpoint; needs neither the model nor the workers.
+
+    They are what the workers would evaluate, as the strategy itself computes it from all parts.
+
+    Args:
+        folder: of a run, of checkpoints, or one checkpoint.
+        path: of the file that is written.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, it holds blocks of a model, or the strategy's class is
+            not known here.
+        NonFiniteError: a tensor is NaN or infinite.
+    """
+    home, contents = _newest(folder)
+    first, states = contents[0], [content["state"] for content in contents]
+    try:
+        strategy = parse(states[0]["identity"]["the strategy"], imports=False)
+        named: dict[str, Tensor] = {**_first_or_mean([state["others"] for state in states])}
+        for i, replica in enumerate(states[0]["replicas"]):
+            segments = _segments(replica["layout"], states[0]["parameters"])
+            xs = [flatten([state["parameters"][s.name] for s in segments], segments) for state in states]
+            x = resume_point(
+                strategy,
+                xs,
+                [state["replicas"][i] for state in states],
+                segments,
+                step=states[0]["step"],
+                seed=int(states[0]["identity"]["the seed"]),
+                consensus=True,
+            )
+            named |= {s.name: view for s, view in zip(segments, views(x, segments), strict=True)}
+        tensors = {name: named[source] if source is not None else None for name, source in first["names"].items()}
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{home}: the strategy cannot be read here ({error}); export from the training program with Worker.export"
+        ) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{home}: holds no model that can be exported ({type(error).__name__}: {error})"
+        ) from error
+    if lacking := [name for name, x in tensors.items() if x is None]:
+        raise CheckpointError(
+            f"{home}: what the model calls {lacking[0]!r} is not a parameter or buffer of its own, or the optimizer "
+            "evaluates other parameters than it trains; export from the training program with Worker.export"
+        )
+    _check(tensors)
+    if name := _not_finite(tensors):
+        raise NonFiniteError(f"{home}: {name} is not finite, so nothing was written to {path}")
+    try:
+        _write(path, tensors, states[0]["step"])
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    facts, elements = first["save"], sum(x.numel() for x in tensors.values() if x is not None)
+    identity = states[0]["identity"]
+    return Exported(path, home, facts["step"], facts["size"], identity["the strategy"], elements, len(tensors))
+
+
+def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """All parts of the newest complete checkpoint in a folder, of one save."""
+    inside = folder / "checkpoints"
+    home = inside if inside.is_dir() else folder
+    if split := sorted(path.name for path in (home.iterdir() if home.is_dir() else ()) if _holds_blocks(path)):
+        raise CheckpointError(
+            f"{home}: holds the blocks of a model that is split ({split[0]}, ...); export from the training program"
+        )
+    single = checkpoint.step_of(home)
+    steps = checkpoint.whole_steps(home, 0) if single is None else [single]
+    for step in reversed(steps):
+        at = home / f"step-{step:08d}" if single is None else home
+        size = checkpoint.facts_of(RankFile(at, 0).outline())["size"]
+        if all(RankFile(at, rank).path.exists() for rank in range(size)):
+            return at, checkpoint.read_parts(at, range(size), step, size)
+    raise CheckpointError(f"{folder} holds no whole checkpoint; give a run's folder, or one of step-* folders")
+
+
+def _holds_blocks(path: Path) -> bool:
+    return path.is_dir() and path.name.startswith(("shard-", "mesh-"))
+
+
+def _segments(layout: Sequence[tuple[str, Sequence[int]]], parameters: Mapping[str, Tensor]) -> list[Segment]:
+    found: list[Segment] = []
+    start = 0
+    for name, stride in layout:
+        x = parameters[name]
+        found.append(Segment(name, start, tuple(x.shape), tuple(stride)))
+        start += x.numel()
+    return found
+
+
+def _first_or_mean(others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Buffers as at consensus: means of those of floating dtype, rank 0's of the others."""
+    return {
+        name: torch.stack([each[name].double() for each in others]).mean(0).to(x.dtype)
+        if x.is_floating_point() and not all(torch.equal(each[name], x) for each in others)
+        else x
+        for name, x in others[0].items()
+    }
+
+
+def _check(tensors: Mapping[str, Any]) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise CheckpointError(
+                f"{name} in the model's state_dict is a {type(x).__name__}: a safetensors file holds tensors only"
+            )
+
+
+def _not_finite(tensors: Mapping[str, Any]) -> str:
+    bad = (name for name, x in tensors.items() if x.is_floating_point() and not torch.isfinite(x).all())
+    return next(bad, "")
+
+
+def _write(path: Path, tensors: Mapping[str, Any], step: int) -> None:
+    from safetensors.torch import save  # here, so that thinwire needs it only for files
+
+    # Copies, since the format refuses tensors that share memory, as tied parameters do.
+    content = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, save(content, metadata={"format": "pt", "thinwire": __version__, "step": str(step)}))

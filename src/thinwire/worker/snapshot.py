@@ -1,0 +1,423 @@
+"""The whole state of one rank, as nested dicts of named tensors and JSON values: taken, checked and put back.
+
+Everything is checked before anything is changed: a state that was damaged or forged is refused in words, and leaves the
+worker as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from math import isnan
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from thinwire.codecs.feedback import residual_sizes
+from thinwire.comm.work import completed
+from thinwire.errors import CheckpointError
+from thinwire.replica.flat import views
+from thinwire.replica.moments import fresh_optimizer
+from thinwire.replica.replica import Replica
+from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
+from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.recipe import brief
+from thinwire.worker.handshake import describe_tensor
+from thinwire.worker.state import WorkerState
+
+State = dict[str, Any]
+SIZE, RANK = "the number of workers", "the rank"
+_PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
+_OWN = "thinwire."
+
+
+def state_of(worker: WorkerState) -> State:
+    """The whole state of one rank."""
+    worker.wait_pending()
+    worker.shards.read()
+    return {
+        "identity": identity_of(worker),
+        "step": worker.step,
+        "parameters": {name: x.clone() for name, x in _parameters(worker).items()},
+        "replicas": [
+            {
+                # In this order, and with these strides, they lie in the vectors of the strategy's state.
+                "layout": layout_of(worker, i),
+                "state": {name: x.clone() for name, x in replica.state.items()},
+                # Saved as what was received: the resumed run collects it as if it had just arrived.
+                "inflight": {name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items()},
+            }
+            for i, replica in enumerate(worker.replicas)
+        ],
+        "others": {name: x.clone() for name, x in others_of(worker).items()},
+        "optimizer": deepcopy(_named_optimizer_state(worker)),
+    }
+
+
+def layout_of(worker: WorkerState, replica: int) -> list[list[Any]]:
+    """The parameters of a replica's vector in their order: names and strides."""
+    _, segments = worker.layouts[replica]
+    return [[segment.name, list(segment.stride)] for segment in segments]
+
+
+def _parameters(worker: WorkerState) -> dict[str, Tensor]:
+    """The trained parameters by name, as views of the replicas' vectors."""
+    return {
+        segment.name: view
+        for replica, (_, segments) in zip(worker.replicas, worker.layouts, strict=True)
+        for segment, view in zip(segments, views(replica.x.detach(), segments), strict=True)
+    }
+
+
+def others_of(worker: WorkerState) -> dict[str, Tensor]:
+    """The model's buffers, and the parameters that the optimizer does not update, by name."""
+    flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
+    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in flat}
+    return parameters | {name: buffer.detach() for name, buffer in worker.model.named_buffers()}
+
+
+def identity_of(worker: WorkerState) -> dict[str, str]:
+    """What must be equal in a checkpoint and in the run that loads it."""
+    groups = [len(group["params"]) for group in worker.optimizer.param_groups]
+    return {
+        "the strategy": brief(worker.strategy),
+        SIZE: str(worker.comm.size),
+        RANK: str(worker.comm.rank),
+        "the seed": str(worker.seed),
+        "the optimizer": f"{type(worker.optimizer).__name__} over groups of {groups} parameters",
+        **{
+            f"parameter {segment.name}": describe_tensor(parameter)
+            for parameters, segments in worker.layouts
+            for parameter, segment in zip(parameters, segments, strict=True)
+        },
+        **{f"{name}, which is not trained,": describe_tensor(x) for name, x in others_of(worker).items()},
+    }
+
+
+# -- the optimizer, by the parameters' names ---------------------------------------------------------------------------
+
+
+def _optimizer_names(worker: WorkerState) -> list[str]:
+    """The names of the optimizer's parameters, in the order in which torch numbers them."""
+    names = {id(p): name for name, p in worker.model.named_parameters()}
+    every = [p for group in worker.optimizer.param_groups for p in group["params"]]
+    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(every)]
+
+
+def _named_optimizer_state(worker: WorkerState) -> State:
+    """The optimizer's `state_dict`, with the names of parameters in place of their numbers."""
+    names, state = _optimizer_names(worker), unwrap_dtensors(worker.optimizer.state_dict())
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    held = {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
+    return {**state, "state": held, "param_groups": groups}
+
+
+def _numbered_optimizer_state(worker: WorkerState, state: State) -> State:
+    """The inverse of `_named_optimizer_state`, a copy; the parameters are numbered as those of this optimizer."""
+    # Optimizers keep the tensors they are given and change them in place; the caller's state must stay as it is.
+    state = deepcopy(state)
+    numbers = {name: number for number, name in enumerate(_optimizer_names(worker))}
+    own = iter(range(len(numbers)))
+    groups = [{**group, "params": [next(own) for _ in group["params"]]} for group in state["param_groups"]]
+    held = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": held, "param_groups": groups}
+
+
+# -- putting it back ---------------------------------------------------------------------------------------------------
+
+
+def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
+    """Restore what `state_of` returned; what does not fit is refused before anything is changed.
+
+    Raises:
+        CheckpointError: it is of another run, or not a state; names the first difference.
+    """
+    check_state(worker, state)
+    put_back(worker, state)
+
+
+def put_back(worker: WorkerState, state: Mapping[str, Any]) -> None:
+    """Restore a state that `check_state` has found to fit."""
+    put_back_parameters(worker, state)
+    for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
+        # In one call, because a message of a rank that trains already may be handled meanwhile.
+        replace_state(replica, saved["state"], saved["inflight"])
+    put_back_rest(worker, state)
+
+
+def put_back_parameters(worker: WorkerState, state: Mapping[str, Any]) -> None:
+    """The parameters and the step."""
+    worker.wait_pending()
+    with torch.no_grad():
+        for name, x in _parameters(worker).items():
+            x.copy_(state["parameters"][name])
+    for replica in worker.replicas:
+        replica.step = state["step"]
+    worker.shards.write()
+    worker.comm.step = worker.step
+
+
+def put_back_rest(worker: WorkerState, state: Mapping[str, Any]) -> None:
+    """Buffers, parameters that are not trained, and the optimizer's state."""
+    with torch.no_grad():
+        for name, x in others_of(worker).items():
+            x.copy_(state["others"][name])
+    worker.optimizer.load_state_dict(_numbered_optimizer_state(worker, state["optimizer"]))
+    rewrap_(worker.optimizer)
+
+
+def replace_state(
+    replica: Replica, state: Mapping[str, Tensor], inflight: Mapping[str, Sequence[Tensor]] | None
+) -> None:
+    """Replace a replica's state and messages in flight, in place: parts of the replica are views of these mappings.
+
+    Args:
+        replica: the replica.
+        state: copied to the devices on which the strategy keeps it.
+        inflight: received, not yet used; None leaves what is in flight.
+    """
+    states = {name: x.clone().to(_device_for(replica.state.get(name), x, replica.x)) for name, x in state.items()}
+    pairs: list[tuple[Any, Any]] = [(replica.state, states)]
+    if inflight is not None:
+        received = {name: completed([x.clone().to(replica.x.device) for x in xs]) for name, xs in inflight.items()}
+        pairs.append((replica.inflight, received))
+    for mapping, new in pairs:
+        mapping.update(new)
+        for name in mapping.keys() - new.keys():
+            del mapping[name]
+
+
+def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
+    """The device on which a strategy allocates this state tensor, which may be the CPU; else that of the parameters."""
+    return fresh.device if fresh is not None and fresh.shape == saved.shape else x.device
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_state(worker: WorkerState, state: Mapping[str, Any], *, ranks: bool = True, finite: bool = False) -> None:
+    """Refuse a state that does not fit the worker; nothing is changed.
+
+    Args:
+        worker: that would restore it.
+        state: perhaps what `state_of` returned, perhaps anything.
+        ranks: whether it must be of this rank, among as many.
+        finite: whether parameters must be finite, as those that `Worker.save` writes are.
+
+    Raises:
+        CheckpointError: naming the first thing that does not fit.
+    """
+    parts = mapping_of(state, "the state")
+    same_names("the state", parts, _PARTS)
+    check_identity(worker, mapping_of(parts["identity"], "the identity"), ranks=ranks)
+    if not is_count(parts["step"]):
+        raise CheckpointError(f"step={parts['step']!r}: must be a number of steps")
+    ours = _parameters(worker)
+    _check_tensors("parameters", parts["parameters"], ours)
+    for name, x in parts["parameters"].items() if finite else ():
+        if x.is_floating_point() and not torch.isfinite(x).all():
+            raise CheckpointError(f"parameter {name} is not finite; go on from the checkpoint before it")
+    _check_tensors("buffers and frozen parameters", parts["others"], others_of(worker))
+    replicas = parts["replicas"]
+    if not isinstance(replicas, list) or len(cast(list[Any], replicas)) != len(worker.replicas):
+        raise CheckpointError(f"there must be {len(worker.replicas)} flat vectors, one for each dtype and device")
+    for i, saved in enumerate(cast(list[Any], replicas)):
+        _check_replica(worker, i, mapping_of(saved, f"vector {i}"), whole=ranks)
+    _check_optimizer(worker, mapping_of(parts["optimizer"], "the optimizer's state"))
+
+
+def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: bool = True) -> None:
+    """Refuse a state of another recipe, model, seed or optimizer; of another rank only if `ranks`."""
+    ours = identity_of(worker)
+    for name in {**ours, **theirs}:
+        if name not in theirs or name not in ours:
+            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
+        if ours[name] != theirs[name] and (ranks or name not in (SIZE, RANK)):
+            raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer that is not negative; JSON's `true` is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def mapping_of(value: object, what: str) -> dict[str, Any]:
+    """The value, which must be a dict by name.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in cast(dict[Any, Any], value)):
+        raise CheckpointError(f"{what} is a {type(value).__name__}, and must be values by name")
+    return cast(dict[str, Any], value)
+
+
+def same_names(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Refuse other names than these.
+
+    Raises:
+        CheckpointError: naming the first that is missing or too many.
+    """
+    missing, extra = set(wanted) - set(found), set(found) - set(wanted)
+    if missing or extra:
+        name, how = (min(missing), "lacks") if missing else (min(extra), "has what this run does not know:")
+        raise CheckpointError(f"{what} {how} {name!r}")
+
+
+def _check_tensors(what: str, found: object, wanted: Mapping[str, Tensor]) -> None:
+    tensors = mapping_of(found, what)
+    same_names(what, tensors, wanted)
+    for name, x in wanted.items():
+        _check_like(f"{what}: {name}", tensors[name], x.dtype, [x.shape])
+
+
+def _check_like(what: str, found: object, dtype: torch.dtype | None, shapes: Iterable[Sequence[int]]) -> None:
+    if not isinstance(found, Tensor):
+        raise CheckpointError(f"{what} is a {type(found).__name__}, and must be a tensor")
+    if dtype is not None and found.dtype != dtype:
+        raise CheckpointError(f"{what} is of {found.dtype}, and must be of {dtype}")
+    allowed = [tuple(shape) for shape in shapes]
+    if allowed and tuple(found.shape) not in allowed:
+        raise CheckpointError(f"{what} has shape {tuple(found.shape)}, and must have {allowed[0]}")
+
+
+def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, whole: bool) -> None:
+    """Check the strategy's state and messages, as far as their sizes can be known before training goes on."""
+    same_names(f"vector {i}", saved, ("layout", "state", "inflight"))
+    if saved["layout"] != layout_of(worker, i):
+        raise CheckpointError(
+            f"vector {i}: parameters lie in another order or memory format than in this run; make the model as before"
+        )
+    state = mapping_of(saved["state"], "the strategy's state")
+    inflight = mapping_of(saved["inflight"], "what is in flight")
+    for name, xs in inflight.items():
+        if not isinstance(xs, list):
+            raise CheckpointError(f"{name!r} in flight is a {type(xs).__name__}, and must be a list of tensors")
+    received = [(f"{name!r} in flight", name, x) for name, xs in inflight.items() for x in cast(list[Any], xs)]
+    for what, _, x in [*((f"state {name!r}", name, x) for name, x in state.items()), *received]:
+        _check_like(what, x, None, ())
+    # A rank of another number of workers has other sizes; and only its author knows a strategy from elsewhere.
+    if not whole or not all(type(each).__module__.startswith(_OWN) for each in nested(worker.strategy)):
+        return
+    started, replica = worker.started[i], worker.replicas[i]
+    for name in started:
+        if name not in state:
+            raise CheckpointError(f"state {name!r} is missing, which {type(worker.strategy).__name__} starts with")
+    # The replica's vector, and those of its parts.
+    sizes = list(dict.fromkeys(part.x.numel() for part in replica.tree()))
+    like = [(), (1,), *((n,) for n in sizes), *(shape for _, shape in started.values())]
+    for what, name, x in [*((f"state {name!r}", name, x) for name, x in state.items()), *received]:
+        if _grows(worker.strategy, name):
+            continue
+        if x is state.get(name) and name in started:
+            _check_like(what, x, started[name][0], [started[name][1]])
+        else:
+            residual = residual_sizes(name, sizes)
+            _check_like(what, x, None, like if residual is None else [(n,) for n in residual])
+
+
+def _grows(strategy: Strategy, name: str) -> bool:
+    return any(f"/{each}" in f"/{name}" for part in nested(strategy) for each in part.growing)
+
+
+def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
+    """Compare the structure with that of this run's optimizer."""
+    ours, names = worker.optimizer.state_dict(), _optimizer_names(worker)
+    same_names("the optimizer's state", saved, ours)
+    groups = saved["param_groups"]
+    if not isinstance(groups, list) or len(cast(list[Any], groups)) != len(ours["param_groups"]):
+        raise CheckpointError(f"the optimizer must have {len(ours['param_groups'])} parameter groups")
+    for i, (mine, theirs) in enumerate(zip(ours["param_groups"], cast(list[Any], groups), strict=True)):
+        what = f"optimizer group {i}"
+        same_names(what, mapping_of(theirs, what), mine)
+        for name, value in mine.items():
+            wanted = [names[number] for number in value] if name == "params" else value
+            _check_setting(f"{name} of {what}", theirs[name], wanted, exact=name == "params")
+    held, likes = mapping_of(saved["state"], "what the optimizer remembers"), _likes(worker)
+    own = {names[key] if isinstance(key, int) else key: value for key, value in ours["state"].items()}
+    for name, entries in held.items():
+        if name not in names and name not in own:
+            raise CheckpointError(f"the optimizer remembers something of {name!r}, which it does not train")
+        what = f"what the optimizer remembers of {name}"
+        _check_memory(name, mapping_of(entries, what), own.get(name), likes.get(name))
+
+
+def _check_setting(what: str, found: Any, wanted: Any, *, exact: bool) -> None:
+    """Compare a hyperparameter's type; its value may have been scheduled."""
+    if exact:
+        alike = found == wanted
+    elif isinstance(wanted, int | float):
+        alike = isinstance(found, int | float | Tensor) and not (isinstance(found, float) and isnan(found))
+    elif isinstance(wanted, tuple | list):
+        alike = isinstance(found, tuple | list) and len(cast(list[Any], found)) == len(cast(list[Any], wanted))
+    else:
+        alike = wanted is None or found is None or isinstance(found, type(wanted))
+    if not alike:
+        raise CheckpointError(f"{what} is {found!r} in the checkpoint and {wanted!r} in this run")
+
+
+def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] | None, like: _Like | None) -> None:
+    """Check what is remembered of one parameter.
+
+    Args:
+        name: of the parameter.
+        found: what was remembered of it.
+        ours: what this run's optimizer remembers of it, if anything: tensors must have these sizes.
+        like: the parameter's shape, and the names that there must be; None where neither is known.
+    """
+    for key, value in found.items():
+        what, mine = f"{key!r} that the optimizer remembers of {name}", (ours or {}).get(key)
+        if isinstance(mine, Tensor):
+            _check_like(what, value, None, [local(mine).shape])
+        elif isinstance(value, Tensor) and like is not None and not fits(tuple(value.shape), like.shape):
+            raise CheckpointError(f"{what} has shape {tuple(value.shape)}, and the parameter has {like.shape}")
+    missing = like.names - found.keys() if like is not None and found else ()
+    if missing:
+        raise CheckpointError(f"the optimizer must remember {min(missing)!r} of {name}, and the checkpoint has none")
+
+
+class _Like(NamedTuple):
+    """What an optimizer remembers of a parameter has its shape, or is reduced over dimensions; and has these names."""
+
+    shape: tuple[int, ...]
+    names: frozenset[str]
+
+
+def _likes(worker: WorkerState) -> dict[str, _Like]:
+    """What is known of the memory of each parameter of torch's own optimizers, from one step of a new one."""
+    optimizer, names = worker.optimizer, iter(_optimizer_names(worker))
+    # LBFGS remembers vectors of all parameters together; of optimizers from elsewhere nothing is known.
+    known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    found: dict[str, _Like] = {}
+    for group in optimizer.param_groups:
+        samples: dict[tuple[int, torch.dtype], frozenset[str]] = {}
+        for parameter in group["params"]:
+            kind = (parameter.dim(), parameter.dtype)
+            if known and kind not in samples:
+                samples[kind] = _names_after_a_step(optimizer, group, *kind)
+            if known:
+                found[next(names)] = _Like(tuple(local(parameter).shape), samples[kind])
+    return found
+
+
+def _names_after_a_step(
+    optimizer: Optimizer, group: Mapping[str, Any], dimensions: int, dtype: torch.dtype
+) -> frozenset[str]:
+    sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype))
+    sample.grad = torch.zeros_like(sample)
+    try:
+        new = fresh_optimizer(optimizer, [{**group, "params": [sample]}])
+        new.step()
+    except Exception:
+        return frozenset()
+    return frozenset(name for name, value in new.state[sample].items() if value is not None)
+
+
+def fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Whether a tensor can belong to a parameter: like it, a number, or reduced over some of its dimensions."""
+    if len(shape) > len(parameter):
+        return shape == (1,)
+    rest = iter(parameter)
+    return all(any(n in (1, m) for m in rest) for n in shape)
