@@ -34,6 +34,7 @@ FLOORS: list[set[str]] = [
     {"strategies", "integrations"},
     {"tensor2d"},
     {"worker"},
+    {"simulate"},
     {"plan", "sweep"},
     {"runs"},
     {"cli"},
@@ -41,7 +42,8 @@ FLOORS: list[set[str]] = [
 # They know nothing of the rest, and only what lies above `worker` knows them.
 APART = {"tasks", "emulate", "report", "fusion"}
 GROUND = {"errors", "storage", "kernels", "_version"}
-# Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`).
+# Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`,
+# `comm.runtime`).
 ALTERNATIVES = {"comm", "topology", "codecs"}
 NEIGHBOURS = {
     # A code and its error are one pass over memory there.
@@ -149,7 +151,7 @@ def test_alternatives_know_only_what_is_common_to_them() -> None:
         if room_of(module) not in ALTERNATIVES or path.stem == "__init__":
             continue
         for other in own_imports(path):
-            common = other.endswith((".base", "_base", ".work"))
+            common = other.endswith((".base", "_base", ".work", ".runtime"))
             fine = common or (module, other) in NEIGHBOURS or room_of(other) != room_of(module)
             if not fine:
                 wrong.append(f"{module} imports {other}")

@@ -7,7 +7,6 @@ group, threads, counter) give the same figures.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn, TypeVar
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
+from thinwire.comm.runtime import REAL, Runtime
 from thinwire.comm.work import Meter, Work, completed, nbytes_of
 from thinwire.errors import ConfigError, ThinwireError
 
@@ -33,6 +33,7 @@ class Comm(ABC):
         step: the training step that errors name; set by `Worker`.
         timeout: how long one wait may last, in seconds.
         meter: bytes sent and seconds waited so far.
+        runtime: the clock that waits are measured by, the locks and the threads; a simulation brings its own.
 
     Example:
         >>> import torch
@@ -53,6 +54,7 @@ class Comm(ABC):
         self.step = 0
         self.timeout = timeout
         self.meter = Meter()
+        self.runtime: Runtime = REAL
         # Weak, so that a mailbox ends with its owner without being closed.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
         self._mailbox_count = 0
@@ -193,13 +195,14 @@ class Comm(ABC):
         """Count the call, launch it, and time the wait for it."""
         self.meter.sent(operation, sent)
         # The step of the launch: the wait may belong to a later step.
-        launched, step = time.perf_counter(), self.step
+        clock, step = self.runtime.clock, self.step
+        launched = clock()
         work = launch()
 
         def finish() -> T:
-            start = time.perf_counter()
+            start = clock()
             result = work.wait()
-            self.meter.waited(operation, launched, start, time.perf_counter(), step)
+            self.meter.waited(operation, launched, start, clock(), step)
             return result
 
         return Work(finish)

@@ -5,7 +5,7 @@
 - `coordinator`: a state machine that decides which ranks are members of a step. It holds no tensor and no clock.
 - `member`: a state machine of one rank, with the coordinator in it on the rank that decides. It has no clock either.
 - `reductions`: members average their gradients by messages; a state machine as well.
-- `participant`: a member with a mailbox, threads and a clock, which `runtime` provides.
+- `participant`: a member with a mailbox, threads and a clock, which the comm's `runtime` provides.
 - `all_reduces`: the thread in which all ranks average instead, late ones included.
 - `state_transfer`: a rank's parameters, optimizer state and settings as bytes, for late ranks.
 - `opening`: a participant for each replica, or one that only counts bytes.

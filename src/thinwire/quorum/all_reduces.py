@@ -12,10 +12,10 @@ from weakref import ref
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.comm.runtime import Condition, Runtime
 from thinwire.comm.work import Meter
 from thinwire.errors import CommError, ConfigError
 from thinwire.quorum.messages import ControlMessage
-from thinwire.quorum.runtime import Runtime
 from thinwire.replica.replica import Replica
 
 Wait = Callable[[Collection[object]], bool]
@@ -37,7 +37,7 @@ class AllReduceThread:
         broken: whether the connections have failed, so that none will end any more.
     """
 
-    changed: threading.Condition
+    changed: Condition
     queue: deque[ControlMessage] = field(default_factory=deque[ControlMessage])
     latest: int = 0
     ended: int = 0

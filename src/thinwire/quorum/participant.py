@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
+from thinwire.comm.runtime import Runtime
 from thinwire.errors import CommError, MismatchError
 from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.quorum.coordinator import Coordinator
@@ -34,7 +35,6 @@ from thinwire.quorum.messages import (
 )
 from thinwire.quorum.reductions import Partition
 from thinwire.quorum.rules import QuorumRule, ReductionSelector
-from thinwire.quorum.runtime import REAL, Runtime
 from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
@@ -71,7 +71,7 @@ class Participant:
         coordinator: the rank that decides.
         retry_seconds: the least time that a rank waits before it sends READY again.
         names: entries of the replica's state that a late rank must receive.
-        runtime: the clock and the threads.
+        runtime: the clock and the threads; those of the comm unless given.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class Participant:
         coordinator: int,
         retry_seconds: float,
         names: Sequence[str],
-        runtime: Runtime = REAL,
+        runtime: Runtime | None = None,
     ) -> None:
-        self._r, self._comm, self._names, self._runtime = proxy(r), r.comm, names, runtime
+        self._r, self._comm, self._names = proxy(r), r.comm, names
+        self._runtime = runtime = runtime or r.comm.runtime
         self.rank, size, self._clock = r.comm.rank, r.comm.size, runtime.clock
         partition = Partition(r.x.numel(), rule.least, r.x.dtype)
         self._member = Member(self.rank, size, coordinator, partition, retry_seconds, self._clock(), r.step)
@@ -98,7 +99,6 @@ class Participant:
         largest = HEADER_BYTES + max(partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
-        self._box.clock = runtime.clock
         self._all_reduces = AllReduceThread(self._box.changed)
         others = [other for other in range(size) if other != self.rank]
         for topic, handler, like in (

@@ -8,8 +8,8 @@ one more waits until the receiver acknowledges some. Every wait has the comm's t
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from thinwire.comm.runtime import Condition, Runtime
 from thinwire.comm.work import Meter, Work, describe, nbytes_of
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError
 
@@ -51,6 +52,7 @@ class Endpoint(Protocol):
     step: int
     timeout: float
     meter: Meter
+    runtime: Runtime
 
 
 @dataclass
@@ -99,17 +101,18 @@ class Mailbox(ABC):
         clock: what waits measure the timeout by, in seconds.
     """
 
-    def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: threading.Condition) -> None:
+    def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: Condition) -> None:
         if capacity < 1:
             raise ConfigError(f"capacity={capacity}: must be at least 1 message; 4 is usual")
         self.changed = changed
         self.capacity = capacity
         self.duplicates = 0
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = comm.runtime.clock
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
         self._max_bytes = max(_MIN_BYTES, nbytes_of(like))
-        self._edges = {rank: Edge() for rank in range(comm.size) if rank != comm.rank}
+        # Made when they are first used: of thousands of ranks most never exchange a message.
+        self._edges: defaultdict[int, Edge] = defaultdict(Edge)
         self._handlers: dict[int, TopicHandler] = {}
         self._deferred: list[Message] = []
         self._closed = False
@@ -139,7 +142,7 @@ class Mailbox(ABC):
                 f"a message of {nbytes_of(x)} bytes: this mailbox was opened for {self._max_bytes} at most"
             )
         with self.changed:
-            edge, start = self._edges[dst], time.perf_counter()
+            edge, start = self._edges[dst], self.clock()
             full = edge.sent - edge.acknowledged >= self.capacity
             self._check_peers([dst])
             self.wait_until(
@@ -150,7 +153,7 @@ class Mailbox(ABC):
             self._transmit(dst, Message(self._rank, self._comm.step, topic, x), number)
             self._count(nbytes_of(x))
         if full:
-            self._comm.meter.waited("room", start, start, time.perf_counter(), self._comm.step)
+            self._comm.meter.waited("room", start, start, self.clock(), self._comm.step)
 
     def expect(self, src: int, like: Tensor) -> Work[Message]:
         """Receive the next message of topic 0 from one rank.
@@ -165,16 +168,16 @@ class Mailbox(ABC):
             A handle whose `ready` tells whether the message has arrived. `ready` and `wait` raise CommTimeoutError,
             PeerLostError, or MismatchError where the vector is of another size or dtype.
         """
-        edge, step, launched = self._edges[src], self._comm.step, time.perf_counter()
+        edge, step, launched = self._edges[src], self._comm.step, self.clock()
         number, edge.expected = edge.expected, edge.expected + 1
 
         def receive() -> Message:
-            start = time.perf_counter()
+            start = self.clock()
             with self.changed:
                 self.wait_until(lambda: [] if number in edge.inbox else [src], f"a message from rank {src}")
                 message = edge.inbox.pop(number)
                 self._mark_consumed(message)
-            self._comm.meter.waited("message", launched, start, time.perf_counter(), step)
+            self._comm.meter.waited("message", launched, start, self.clock(), step)
             return self._checked(message, like)
 
         def is_ready() -> bool:
@@ -183,7 +186,7 @@ class Mailbox(ABC):
                     return True
                 if number not in edge.inbox:
                     self._check_peers([src])
-            if time.perf_counter() - launched > self._comm.timeout:
+            if self.clock() - launched > self._comm.timeout:
                 raise self._timeout_error(f"a message from rank {src}")
             return False
 
