@@ -65,7 +65,6 @@ MADE_OF = {
     ("strategies.wrappers.node_average", "strategies.local.local_sgd"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
-    ("strategies.wrappers.probe", "strategies.local.local_sgd"),
 }
 MOST_LOOSE_FILES = 4
 TALKERS = {"comm/group.py", "comm/rendezvous.py", "replica/shards.py", "tensor2d/mesh.py"}
