@@ -94,6 +94,7 @@ def test_an_overflow_on_one_rank_skips_the_scaled_step_on_all() -> None:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         worker.scaler = scaler
+        worker.scaler = scaler
         share_skips(worker, scaler)
         for step in range(12):
             worker.optimizer.zero_grad()
@@ -115,6 +116,7 @@ def test_a_scaled_loss_changes_nothing() -> None:
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        worker.scaler = scaler
         share_skips(worker, scaler)
         for step in range(12):
             worker.optimizer.zero_grad()

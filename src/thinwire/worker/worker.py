@@ -24,6 +24,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot
+from thinwire.worker.attachment import Attachment, InsideDDP, check_new, check_wrappers
 from thinwire.worker.buckets import Backward, Bucket, cut
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -67,9 +68,13 @@ class Worker(WorkerState):
         [(1, -0.5, -0.75), (1, -1.0, -0.75)]
     """
 
+    attachment: Attachment | None = None
+
     # -- the training step ---------------------------------------------------------------------------------------
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.attachment is not None:
+            self.attachment.before_step(self)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
             self.end_failed_pass(stepped=True)
@@ -119,6 +124,8 @@ class Worker(WorkerState):
         self.shards.write()
 
     def _after_step(self, *_: Any) -> None:
+        if self.attachment is not None:
+            self.attachment.after_step()
         self.shards.read()
         with torch.no_grad():
             for replica in self.replicas:
@@ -347,6 +354,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     find_unused: bool = False,
     bucket_bytes: int = _BUCKET_BYTES,
+    inside_ddp: InsideDDP = "refuse",
     timeout: float = 60.0,
 ) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
@@ -372,6 +380,9 @@ def attach(
         find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
             otherwise a missing gradient counts as zero. Only matters where gradients are exchanged.
         bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
+        inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
+            "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
+            exchange off.
         timeout: how long one wait may last, in seconds.
 
     Raises:
@@ -408,12 +419,15 @@ def attach(
         "bucket_bytes": bucket_bytes,
         "find_unused": find_unused,
         "the use of a scaler": scaled,
+        "inside_ddp": inside_ddp,
     }
     check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
     facts = facts_of(model, optimizer, named, settings)
     # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
     # waiting for a rank that has raised.
     agree(comm, facts, device)
+    check_wrappers(model, inside_ddp)
+    check_new(named, optimizer)
     check_compatible(strategy, optimizer, comm.size, named.values())
     check_closures(strategy, optimizer)
     if mesh is not None:
@@ -435,6 +449,7 @@ def attach(
             worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     _register_hooks(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
     worker.scaler = scaler
+    worker.attachment = Attachment(worker, inside_ddp)
     # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
     if scaler is not None and comm.size > 1 and (strategy.reads_gradient or not strategy.sends_gradients):
         share_skips(worker, scaler)

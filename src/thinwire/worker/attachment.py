@@ -1,0 +1,264 @@
+"""What a training loop may do to an attached model that would let the workers train apart, noticed and refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from thinwire.errors import ConfigError
+from thinwire.replica.shards import is_sharded
+from thinwire.worker.state import WorkerState
+
+InsideDDP = Literal["refuse", "mute"]
+
+_AGAIN = "call worker.detach() before it, and attach again after it"
+_WRAPPERS = ("FullyShardedDataParallel", "DeepSpeedEngine")
+_OPTIMIZERS = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer")
+_SCALER_CODE = torch.amp.GradScaler.step.__code__
+
+
+class _Owner:
+    """Which optimizer moves an attached parameter, and whether it is doing so."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        # Weak, because the table of owners outlives every worker.
+        self._worker = ref(worker)
+        self.optimizer = ref(worker.optimizer)
+        self.name = type(worker.optimizer).__name__
+        self.stepping = False
+
+    def refuse(self, text: str) -> None:
+        """Raise an error on all ranks."""
+        if (worker := self._worker()) is not None:
+            refuse(worker, text)
+
+
+_owners: Any = WeakIdKeyDictionary()
+_hooks: list[RemovableHandle] = []
+
+
+def refuse(worker: WorkerState, text: str) -> NoReturn:
+    """Raise a `ConfigError` on all ranks, one of which may have found what the others do not know."""
+    worker.comm.raise_on_all(ConfigError(f"rank {worker.comm.rank}, step {worker.step}: {text}"))
+
+
+class Attachment:
+    """What was laid out for one worker; every step compares it with what is there.
+
+    Args:
+        worker: with its replicas.
+        inside_ddp: what to do where the model is inside DistributedDataParallel.
+    """
+
+    def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
+        trained = [p for parameters, _ in worker.layouts for p in parameters]
+        held = [p for group in worker.optimizer.param_groups for p in group["params"]]
+        self._places = [(p, p.data_ptr()) for p in trained if not is_sharded(p)]
+        self._frozen = [p for p in held if not p.requires_grad]
+        self._num_held = len(held)
+        self._owner = _Owner(worker)
+        self._inside_ddp: InsideDDP = inside_ddp
+        self._looked = False
+        for parameter in trained:
+            _owners[parameter] = self._owner
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
+        self._guard_model(worker)
+        _guard_groups(worker)
+        worker.undo.callback(self._release, trained)
+
+    def before_step(self, worker: WorkerState) -> None:
+        """Refuse a step that would not move the parameters that workers exchange, or that only some workers take.
+
+        Raises:
+            ConfigError: with what was done to the model or the optimizer, and what to do instead.
+        """
+        if any(p.data_ptr() != place for p, place in self._places):
+            refuse(
+                worker,
+                "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
+                f"workers would train apart; {_AGAIN}",
+            )
+        held = sum(len(group["params"]) for group in worker.optimizer.param_groups)
+        if held != self._num_held or any(p.requires_grad for p in self._frozen):
+            refuse(
+                worker,
+                "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
+                f"exchange them; {_AGAIN}",
+            )
+        if worker.scaler is None and worker.comm.size > 1 and _called_by_scaler():
+            refuse(
+                worker,
+                "a GradScaler calls the optimizer, and attach does not know of it, so that workers would skip "
+                "different steps; pass attach(..., scaler=scaler)",
+            )
+        if not self._looked:
+            self._looked = True
+            gone = len(_not_in([p for p, _ in self._places], list(worker.model.parameters())))
+            if gone:
+                refuse(
+                    worker,
+                    f"{gone} parameters of the optimizer are no longer the model's: they were replaced since attach "
+                    f"(by fully_shard or load_state_dict(assign=True)); {_AGAIN}",
+                )
+            check_wrappers(worker.model, self._inside_ddp)
+            self._guard_model(worker)
+        self._owner.stepping = True
+
+    def after_step(self) -> None:
+        """The optimizer's step has ended."""
+        self._owner.stepping = False
+
+    def _guard_model(self, worker: WorkerState) -> None:
+        """Look for DistributedDataParallel in every forward pass of the model, also where it is wrapped later."""
+        hook = _mute_ddp if self._inside_ddp == "mute" else _refuse_ddp
+        for module in worker.model.modules():
+            wrapper = isinstance(module, DistributedDataParallel)
+            if (wrapper or module is worker.model) and hook not in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+                worker.undo.callback(module.register_forward_pre_hook(hook).remove)
+
+    def _release(self, trained: Sequence[Tensor]) -> None:
+        for parameter in trained:
+            if _owners.get(parameter) is self._owner:
+                del _owners[parameter]
+
+
+def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Refuse parameters that are attached already, and an optimizer that exchanges parameters by itself.
+
+    Raises:
+        ConfigError: with the parameter or the optimizer, and the fix.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if found := kinds.intersection(_OPTIMIZERS):
+        raise ConfigError(
+            f"{found.pop()}: it divides the optimizer's state among ranks and sends parameters itself; pass the "
+            "optimizer that it was made from, and Sharded(SlowMo()) to divide the strategy's state"
+        )
+    for name, parameter in trained.items():
+        if parameter in _owners:
+            raise ConfigError(
+                f"{name} is attached already, with {_owners[parameter].name}: two workers would keep two copies of it; "
+                "call detach() of the first worker before the second attach"
+            )
+
+
+def check_wrappers(model: nn.Module, inside_ddp: InsideDDP) -> None:
+    """Refuse a model of which a part is in a wrapper that exchanges gradients or parameters by itself.
+
+    Raises:
+        ConfigError: with the wrapper and the fix.
+    """
+    if inside_ddp not in ("refuse", "mute"):
+        raise ConfigError(f'inside_ddp={inside_ddp!r}: must be "refuse" or "mute"')
+    for name, module in model.named_modules():
+        place = f"the model's {name}" if name else "the model"
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := kinds.intersection(_WRAPPERS):
+            raise ConfigError(
+                f"{place} is in {found.pop()}, which exchanges gradients and parameters itself; pass the plain model, "
+                "or shard it with fully_shard (FSDP2) and average parameters, as with SlowMo()"
+            )
+        if isinstance(module, DistributedDataParallel):
+            _check_ddp(module, place, inside_ddp)
+
+
+def _check_ddp(wrapper: DistributedDataParallel, place: str, inside_ddp: InsideDDP) -> None:
+    if inside_ddp == "refuse":
+        raise ConfigError(
+            f"{place} is inside DistributedDataParallel, which averages gradients too: they would be sent twice; "
+            'leave the wrapper out, or pass attach(..., inside_ddp="mute") to keep it and turn its exchange off'
+        )
+    if wrapper.static_graph:
+        raise ConfigError(
+            f'{place} is inside DistributedDataParallel(static_graph=True) and inside_ddp="mute": its exchange of the '
+            "first pass cannot be turned off; make the wrapper without static_graph"
+        )
+
+
+# Functions of the module, and not of an object: a model can then be copied and pickled with its hooks. A copy is not
+# attached, and its hooks do nothing.
+
+
+def _refuse_ddp(module: nn.Module, _: object) -> None:
+    _look_for_ddp(module, "refuse")
+
+
+def _mute_ddp(module: nn.Module, _: object) -> None:
+    _look_for_ddp(module, "mute")
+
+
+def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
+    """Called before every forward pass of an attached model, or of a wrapper in it."""
+    if torch.compiler.is_compiling():
+        return
+    # Torch's compiler finds the wrapper in the same way.
+    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
+    wrapper = module if isinstance(module, DistributedDataParallel) else active
+    if wrapper is None:
+        return
+    owner = next((_owners[p] for p in module.parameters() if p in _owners), None)
+    if owner is None:
+        return
+    try:
+        _check_ddp(wrapper, "the model", inside_ddp)
+    except ConfigError as error:
+        owner.refuse(str(error))
+    # As its own `no_sync()` does. At every pass, as a trainer may set it back.
+    wrapper.require_backward_grad_sync = False
+
+
+def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
+    """Called before every step of every optimizer: refuse one that moves parameters of another one's worker."""
+    for group in optimizer.param_groups:
+        owner = _owners.get(group["params"][0]) if group["params"] else None
+        if owner is None:
+            continue
+        # Optimizers that are made of another one, such as Lookahead, call that one's step within theirs.
+        if owner.optimizer() is not optimizer and not owner.stepping:
+            owner.refuse(
+                f"{type(optimizer).__name__} moves parameters that are attached with another optimizer, {owner.name}: "
+                f"its steps exchange nothing, and workers would train apart; call the step of the attached one, or "
+                "attach this one instead"
+            )
+        return
+
+
+def _guard_groups(worker: WorkerState) -> None:
+    """Refuse `optimizer.add_param_group`, whose parameters would not be exchanged."""
+    optimizer: Any = worker.optimizer
+
+    def refused(_: dict[str, Any]) -> None:
+        refuse(worker, f"add_param_group() after attach: workers would not exchange the new parameters; {_AGAIN}")
+
+    def restore() -> None:
+        vars(optimizer).pop("add_param_group", None)
+
+    optimizer.add_param_group = refused
+    worker.undo.callback(restore)
+
+
+def _called_by_scaler() -> bool:
+    """Whether an enabled GradScaler is calling the optimizer's step."""
+    # A scaler leaves no trace in most optimizers, and has no hook.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _SCALER_CODE:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def _not_in(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    known = {id(other) for other in others}
+    return [x for x in tensors if id(x) not in known]

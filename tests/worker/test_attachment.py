@@ -1,0 +1,310 @@
+"""What a loop does to an attached model or optimizer that would let workers train apart."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import thinwire
+from tests.engine import attach, batch, batches, flat, momentum, net, steps
+from tests.pool import run_processes
+from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Strategy, Worker
+
+Act = Callable[[Worker], object]
+
+
+def refused(act: Act, strategy: Strategy | None = None, size: int = 2, **settings: Any) -> list[str]:
+    """The errors of all threads that train for two steps, do something, and train on."""
+
+    def work(comm: Comm) -> str:
+        worker = steps(attach(comm, strategy or LocalSGD(2), **settings), batches(comm.rank, 2))
+        with pytest.raises(ConfigError) as found:
+            act(worker)
+            steps(worker, batches(comm.rank, 4, first=2))
+        return str(found.value)
+
+    return thinwire.run_threads(size, work, timeout=10)
+
+
+def add_group(worker: Worker) -> None:
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def append_group(worker: Worker) -> None:
+    first = worker.optimizer.param_groups[0]
+    worker.optimizer.param_groups.append({**first, "params": [nn.Parameter(torch.zeros(2))]})
+
+
+def replace_parameters(worker: Worker) -> None:
+    worker.model.load_state_dict({name: x.clone() for name, x in net(1).state_dict().items()}, assign=True)
+
+
+def step_of_another(worker: Worker) -> None:
+    other = torch.optim.AdamW(worker.model.parameters())
+    x, y = batch(0, 0)
+    (worker.model(x) - y).square().mean().backward()
+    other.step()
+
+
+def lone_move(worker: Worker) -> None:
+    if worker.comm.rank == 1:
+        worker.model.double().float()
+
+
+def attach_again(worker: Worker) -> None:
+    thinwire.attach(worker.model, momentum(worker.model), LocalSGD(2), comm=worker.comm)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda worker: worker.model.double().float(), "parameters have moved to other memory since attach"),
+        (add_group, "add_param_group() after attach"),
+        (append_group, "the optimizer trains other parameters than at attach"),
+        (step_of_another, "AdamW moves parameters that are attached with another optimizer, SGD"),
+        (attach_again, "0.weight is attached already, with SGD"),
+    ],
+    ids=["to", "add_param_group", "append", "another optimizer", "attach"],
+)
+@pytest.mark.parametrize("strategy", [LocalSGD(2), AllReduce()], ids=str)
+def test_what_would_let_workers_train_apart_is_refused_on_all_ranks(act: Act, words: str, strategy: Strategy) -> None:
+    for text in refused(act, strategy):
+        assert words in text
+        assert "attach" in text.partition(";")[2] or "detach" in text.partition(";")[2]
+
+
+def test_what_one_rank_does_alone_is_raised_on_all_ranks() -> None:
+    for text in refused(lone_move, AllReduce(), size=3):
+        assert text.startswith("rank 1, step 2: parameters have moved to other memory since attach")
+
+
+def test_parameters_that_were_replaced_are_refused_in_the_first_step() -> None:
+    worker = attach(None, LocalSGD(2))
+    replace_parameters(worker)
+    with pytest.raises(ConfigError, match="4 parameters of the optimizer are no longer the model's"):
+        steps(worker, batches(0, 1))
+
+
+def test_parameters_that_are_unfrozen_later_are_refused() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    worker = steps(attach(None, LocalSGD(2), model=model), batches(0, 2))
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match="added or unfrozen since"):
+        steps(worker, batches(0, 1))
+
+
+def test_after_detach_everything_is_allowed_again() -> None:
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
+    worker.detach()
+    add_group(worker)
+    worker.model.double().float()
+    other = torch.optim.AdamW(worker.model.parameters())
+    again = steps(thinwire.attach(worker.model, other, AllReduce()), batches(0, 2))
+    assert again.step == 2
+
+
+def test_two_optimizers_may_share_a_model_and_not_a_parameter() -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    workers = [thinwire.attach(model, optimizer, LocalSGD(2)) for optimizer in optimizers]
+    x, y = batch(0, 0)
+    (model(x) - y).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [worker.step for worker in workers] == [1, 1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that is made of another one, and calls its step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_within_the_attached_one_may_step() -> None:
+    worker = steps(attach(None, LocalSGD(2), optimizer=lambda model: Lookahead(momentum(model))), batches(0, 3))
+    assert worker.step == 3
+
+
+def test_an_optimizer_that_exchanges_parameters_itself_is_refused() -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """Of this name."""
+
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer: it divides the optimizer's state among ranks"):
+        attach(None, LocalSGD(2), optimizer=lambda model: ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(2), AllReduce(), SlowMo(period=2)], ids=str)
+def test_a_scaler_that_attach_does_not_know_of_is_named(strategy: Strategy) -> None:
+    def work(comm: Comm) -> str:
+        worker, scaler = attach(comm, strategy), torch.amp.GradScaler("cpu", init_scale=8.0)
+        with pytest.raises(ConfigError) as found:
+            for number in range(4):
+                x, y = batch(comm.rank, number)
+                worker.optimizer.zero_grad()
+                loss = (worker.model(x) - y).square().mean()
+                scaler.scale(loss * float("inf") if comm.rank == 1 and number == 0 else loss).backward()
+                scaler.step(worker.optimizer)
+                scaler.update()
+        return str(found.value)
+
+    for text in thinwire.run_threads(3, work, timeout=10):
+        assert "a GradScaler calls the optimizer, and attach does not know of it" in text
+        assert "pass attach(..., scaler=scaler)" in text
+
+
+def test_a_scaler_that_is_off_is_no_scaler() -> None:
+    def work(comm: Comm) -> int:
+        worker, scaler = attach(comm, LocalSGD(2)), torch.amp.GradScaler("cpu", enabled=False)
+        x, y = batch(comm.rank, 0)
+        scaler.scale((worker.model(x) - y).square().mean()).backward()
+        scaler.step(worker.optimizer)
+        return worker.step
+
+    assert thinwire.run_threads(2, work, timeout=10) == [1, 1]
+
+
+def test_an_attached_model_can_be_copied_and_pickled() -> None:
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
+    copied = copy.deepcopy(worker.model)
+    torch.save(worker.model, buffer := io.BytesIO())
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copied, loaded):
+        assert torch.equal(flat(other), flat(worker.model))
+        other.double()
+        assert thinwire.attach(other, momentum(other), LocalSGD(2)).step == 0
+
+
+def averaged_over_time(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The documented ways to average weights over time, under a method that trains locally."""
+    found: list[torch.Tensor] = []
+    for by_consensus in (True, False):
+        worker = attach(comm, LocalSGD(2))
+        averaged = AveragedModel(worker.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for data in batches(comm.rank, 6):
+            steps(worker, [data])
+            if by_consensus and worker.step % 2 == 0:
+                with worker.consensus() as agreed:
+                    averaged.update_parameters(agreed)
+            elif not by_consensus and worker.strategy.averages_at(worker.step):
+                averaged.update_parameters(worker.model)
+        found.append(flat(averaged.module))
+        worker.detach()
+    return found[0], found[1]
+
+
+def test_weights_averaged_over_time_are_equal_on_all_workers_if_they_are_of_the_consensus() -> None:
+    found = thinwire.run_threads(3, averaged_over_time, timeout=10)
+    for of_consensus, of_averages in found:
+        torch.testing.assert_close(of_consensus, found[0][0])
+        torch.testing.assert_close(of_averages, of_consensus)
+
+
+# -- inside DistributedDataParallel ------------------------------------------------------------------------------------
+
+
+class Counted:
+    """How many buckets a wrapper exchanges."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.buckets = 0
+        wrapper.register_comm_hook(None, self._count)
+
+    def _count(self, _: object, bucket):  # type: ignore[no-untyped-def]
+        self.buckets += 1
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+
+def words_of(act: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as found:
+        act()
+    return str(found.value)
+
+
+def train_inside(wrapper: DistributedDataParallel, worker: Worker) -> list[float]:
+    for number in range(4):
+        # A trainer sets this at every batch.
+        wrapper.require_backward_grad_sync = True
+        x, y = batch(dist.get_rank(), number)
+        worker.optimizer.zero_grad()
+        (wrapper(x) - y).square().mean().backward()
+        worker.optimizer.step()
+    return flat(worker.model).tolist()
+
+
+def inside_ddp() -> dict[str, Any]:
+    """A model in a wrapper: at attach, later, and in part."""
+    rank, found = dist.get_rank(), dict[str, Any]()
+    wrapper = DistributedDataParallel(net())
+    found["attach"] = words_of(lambda: attach(None, AllReduce(), model=wrapper))
+
+    worker = attach(None, AllReduce(), model=net())
+    steps(worker, batches(rank, 1))
+    later = DistributedDataParallel(worker.model)
+    found["later"] = words_of(lambda: later(batch(rank, 0)[0]))
+
+    part = net()
+    part[2] = DistributedDataParallel(part[2])  # pyright: ignore
+    found["part"] = words_of(lambda: attach(None, LocalSGD(2), model=part))
+
+    for name, strategy in (("all", AllReduce()), ("local", LocalSGD(2))):
+        worker = attach(None, strategy, model=net(), inside_ddp="mute")
+        outside = DistributedDataParallel(worker.model)
+        counted = Counted(outside)
+        before = worker.comm.meter.payload_bytes
+        found[f"muted {name}"] = train_inside(outside, worker)
+        found[f"bytes {name}"] = worker.comm.meter.payload_bytes - before
+        found[f"buckets {name}"] = counted.buckets
+
+        plain = attach(None, strategy, model=net())
+        before = plain.comm.meter.payload_bytes
+        steps(plain, batches(rank, 4))
+        found[f"plain {name}"] = flat(plain.model).tolist()
+        found[f"plain bytes {name}"] = plain.comm.meter.payload_bytes - before
+
+    wrapped = DistributedDataParallel(net())
+    counted = Counted(wrapped)
+    worker = attach(None, LocalSGD(2), model=wrapped, inside_ddp="mute")
+    found["muted whole"] = train_inside(wrapped, worker)
+    found["buckets whole"] = counted.buckets
+    static = DistributedDataParallel(net(), static_graph=True)
+    found["static"] = words_of(lambda: attach(None, LocalSGD(2), model=static, inside_ddp="mute"))
+    return found
+
+
+def test_a_model_inside_ddp_is_refused_or_the_wrapper_exchanges_nothing() -> None:
+    for found in run_processes(2, inside_ddp):
+        for name in ("attach", "later", "part"):
+            assert "inside DistributedDataParallel, which averages gradients too" in found[name]
+            assert 'inside_ddp="mute"' in found[name]
+        assert "static_graph" in found["static"]
+        for name in ("all", "local"):
+            assert found[f"muted {name}"] == found[f"plain {name}"]
+            assert found[f"bytes {name}"] == found[f"plain bytes {name}"] > 0
+            assert found[f"buckets {name}"] == 0
+        assert found["muted whole"] == found["plain local"]
+        assert found["buckets whole"] == 0
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine"])
+def test_wrappers_that_exchange_by_themselves_are_refused(name: str) -> None:
+    kind: type[nn.Sequential] = type(name, (nn.Sequential,), {})
+    with pytest.raises(ConfigError, match=f"the model's 0 is in {name}, which exchanges gradients and parameters"):
+        attach(None, LocalSGD(2), model=nn.Sequential(kind(nn.Linear(3, 2))))
