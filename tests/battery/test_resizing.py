@@ -101,7 +101,8 @@ def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], setting: 
     masses = [each["mass"] for each in after if each["mass"] is not None]
     assert not masses or sum(masses) == pytest.approx(setting.size, abs=1e-12)
     kept, now = (
-        residual_of([each[f"residual {when}"] for each in rows]) for rows, when in ((before, "after"), (after, "before"))
+        residual_of([each[f"residual {when}"] for each in rows])
+        for rows, when in ((before, "after"), (after, "before"))
     )
     assert (kept - now).abs().max() < 1e-6
 

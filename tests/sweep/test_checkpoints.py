@@ -211,32 +211,27 @@ def test_another_number_of_workers_resumes_if_all_agreed(
             torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        (LocalSGD(3), "parameters differ between workers at step 4"),
-        (Gossip(), "parameters differ between workers"),
-        (LocalSGD(2), "what optimizers remember differs between workers"),
-    ],
-    ids=repr,
-)
-def test_another_number_of_workers_is_refused_if_state_would_be_lost(
-    strategy: Strategy, words: str, tmp_path: Path
+@pytest.mark.parametrize("strategy", [LocalSGD(3), Gossip(), LocalSGD(2)], ids=repr)
+def test_another_number_of_workers_goes_on_from_the_mean_where_workers_differed(
+    strategy: Strategy, tmp_path: Path
 ) -> None:
-    def saved(comm: Comm) -> None:
+    def saved(comm: Comm) -> Tensor:
         run = Run(comm, strategy)
         run.train(range(SAVED))
         run.parallel.save(tmp_path, **run.parts)
+        return run.parallel.worker.replicas[0].x.clone()
 
-    def loaded(comm: Comm) -> None:
+    def loaded(comm: Comm) -> tuple[Tensor, Tensor]:
         run = Run(comm, strategy)
-        before = run.everything()
-        with pytest.raises(CheckpointError, match=words):
-            run.parallel.load(tmp_path, **run.parts)
-        assert equal(before, run.everything())
+        run.parallel.load(tmp_path, **run.parts)
+        found = run.parallel.worker.replicas[0].x.clone()
+        run.train(range(SAVED, SAVED + 4))
+        return found, run.parallel.worker.replicas[0].x.clone()
 
-    thinwire.run_threads(2, saved)
-    thinwire.run_threads(3, loaded)
+    mean = torch.stack(thinwire.run_threads(2, saved)).mean(0)
+    for x, after in thinwire.run_threads(3, loaded):
+        torch.testing.assert_close(x, mean)
+        assert after.isfinite().all() and not torch.equal(x, after)
 
 
 # -- what may go wrong -------------------------------------------------------------------------------------------------

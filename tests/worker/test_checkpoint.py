@@ -21,6 +21,7 @@ from thinwire import (
     CheckpointError,
     Comm,
     Complete,
+    ConfigError,
     Gossip,
     Hypercube,
     LocalSGD,
@@ -248,6 +249,47 @@ def test_the_newest_three_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> N
     assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(1, [6]), (2, [5, 6]), (None, [1, 2, 3, 4, 5, 6])])
+def test_as_many_checkpoints_are_kept_as_asked_for(keep: int | None, kept: list[int], tmp_path: Path) -> None:
+    worker = attach(None, LocalSGD(2))
+    for data in batches(0, 6):
+        steps(worker, [data]).save(tmp_path, keep=keep)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
+    with pytest.raises(ConfigError, match=r"keep=0: must be at least 1 checkpoint; None keeps all"):
+        worker.save(tmp_path, keep=0)
+
+
+def test_only_checkpoints_before_those_that_all_ranks_have_are_removed(tmp_path: Path) -> None:
+    def work(comm: Comm) -> int:
+        worker = attach(comm, LocalSGD(2))
+        # Each rank has a disk of its own; that of rank 1 has lost all but the first checkpoint.
+        own = tmp_path / str(comm.rank)
+        for data in batches(comm.rank, 3):
+            steps(worker, [data]).save(own)
+        if comm.rank == 1:
+            for step in (2, 3):
+                (own / f"step-{step:08d}" / "rank-0001.json").unlink()
+        comm.all_gather(torch.zeros(1)).wait()
+        steps(worker, batches(comm.rank, 1, first=3)).save(own, keep=2)
+        if comm.rank == 1:
+            (own / "step-00000004" / "rank-0001.json").unlink()
+        comm.all_gather(torch.zeros(1)).wait()
+        again = attach(comm, LocalSGD(2))
+        again.load(own)
+        return again.step
+
+    assert run_threads(2, work) == [1, 1]
+
+
+def test_what_was_just_saved_stays_though_an_earlier_run_went_further(tmp_path: Path) -> None:
+    worker = attach(None, LocalSGD(2))
+    for data in batches(0, 5):
+        steps(worker, [data]).save(tmp_path)
+    home = steps(attach(None, LocalSGD(2)), batches(0, 1)).save(tmp_path)
+    assert len(names(home)) == 2
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (1, 3, 4, 5)]
+
+
 def test_saving_a_step_twice_keeps_the_second(tmp_path: Path) -> None:
     worker = steps(attach(None, LocalSGD(2)), batches(0, 3))
     worker.save(tmp_path, extra={"try": torch.tensor(1)})
@@ -368,6 +410,73 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(kind: str, t
         assert equal(everything(worker), before)
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parts_of_two_runs_and_of_two_saves_never_load_together(again: bool, tmp_path: Path) -> None:
+    def work(comm: Comm, seed: int, folder: Path) -> None:
+        worker = steps(other(comm, model=normed(seed)), batches(comm.rank, 3))
+        worker.save(tmp_path / "first")
+        if again:
+            worker.save(tmp_path / "second", extra={"try": 2})
+
+    run_threads(2, lambda comm: work(comm, 0, tmp_path / "first"))
+    if not again:
+        run_threads(
+            2, lambda comm: steps(other(comm, model=normed(1)), batches(comm.rank, 3)).save(tmp_path / "second")
+        )
+    for path in (tmp_path / "first" / "step-00000003").glob("rank-0001*"):
+        path.unlink()
+    for path in (tmp_path / "second" / "step-00000003").glob("rank-0001*"):
+        path.rename(tmp_path / "first" / "step-00000003" / path.name)
+
+    def load(comm: Comm) -> None:
+        worker = other(comm)
+        before = everything(worker)
+        with pytest.raises(CheckpointError, match="the parts of ranks 0 and 1 are of two saves"):
+            worker.load(tmp_path / "first")
+        assert equal(everything(worker), before)
+
+    run_threads(2, load)
+
+
+def test_ranks_at_different_steps_save_nothing(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(other(comm, strategy=LocalSGD(8)), batches(comm.rank, 3 + comm.rank))
+        with pytest.raises(CheckpointError, match="rank 1 saves step 4 and rank 0 step 3"):
+            worker.save(tmp_path)
+
+    run_threads(2, work)
+    assert not names(tmp_path)
+
+
+def test_an_optimizer_finds_its_moments_by_name_whatever_the_order_of_its_parameters(tmp_path: Path) -> None:
+    def square(model: nn.Module, *, backwards: bool) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        return torch.optim.AdamW(parameters[::-1] if backwards else parameters, lr=0.01)
+
+    def model() -> nn.Sequential:
+        return drawn(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)))
+
+    first = steps(
+        attach(None, LocalSGD(2), model=model(), optimizer=lambda m: square(m, backwards=False)), batches(0, 3)
+    )
+    first.save(tmp_path)
+    second = attach(None, LocalSGD(2), model=model(), optimizer=lambda m: square(m, backwards=True))
+    second.load(tmp_path)
+    for worker in (first, second):
+        steps(worker, batches(0, 3, first=3))
+    assert torch.equal(flat(first.model), flat(second.model))
+
+
+def test_a_model_in_another_memory_format_is_refused(tmp_path: Path) -> None:
+    def begun(memory_format: torch.memory_format) -> Worker:
+        model = drawn(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+        return attach(None, SlowMo(period=2), model=model.to(memory_format=memory_format))
+
+    begun(torch.contiguous_format).save(tmp_path)
+    with pytest.raises(CheckpointError, match="another order or memory format"):
+        begun(torch.channels_last).load(tmp_path)
 
 
 def test_the_state_of_another_rank_is_refused() -> None:

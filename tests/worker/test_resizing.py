@@ -14,12 +14,13 @@ import thinwire
 from tests.optimizers.one_bit_runs import begun, parameters_of, taken
 from tests.pool import run_processes
 from tests.problems import Regression
-from thinwire import AllReduce, Comm, LocalSGD, Strategy, Worker
+from thinwire import AllReduce, BackupWorkers, Comm, LocalSGD, Strategy, Worker
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import CheckpointError
 from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.quorum.log import memberships
 from thinwire.runs import Settings, resolve, work
 from thinwire.strategies.gradients.fetch import FetchSGD
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
@@ -131,11 +132,56 @@ def test_with_the_same_number_it_is_bitwise_the_uninterrupted_run(tmp_path: Path
     assert torch.equal(whole["x after"], parts["x after"])
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (7, 9)])
+def test_backup_workers_keep_their_log(before: int, after: int, tmp_path: Path) -> None:
+    def body(comm: Comm, resume: bool) -> list[tuple[int, ...]]:
+        problem = Regression(9, 40, torch.float32)
+        worker = begun(comm, BackupWorkers(backups=1), problem.model(), SGD, lr=0.02)
+        if resume:
+            load(worker, tmp_path)
+        # A late worker leaves out steps.
+        while worker.step < (6 if resume else 3):
+            taken(worker, problem, worker.step, worker.step + 1)
+        worker.save(tmp_path)
+        found = list(memberships(worker.replicas[0]))
+        worker.detach()
+        return found
+
+    first = thinwire.run_threads(before, lambda comm: body(comm, False), timeout=20)[0]
+    for log in thinwire.run_threads(after, lambda comm: body(comm, True), timeout=20):
+        assert log[: len(first)] == [tuple(rank for rank in members if rank < after) for members in first]
+        assert len(log) > len(first)
+
+
+@pytest.mark.parametrize("kind", ["table", "setting"])
+def test_what_has_no_mean_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    def body(comm: Comm, resume: bool) -> None:
+        model = Regression(4, 40, torch.float32).model()
+        worker = begun(comm, LocalSGD(100), model, SGD, lr=0.02, momentum=0.9)
+        taken(worker, Regression(4, 40, torch.float32), 0, 2)
+        state = next(iter(worker.optimizer.state.values()))
+        state["table"] = torch.full((77, 3), float(comm.rank if kind == "table" else 0))
+        worker.optimizer.param_groups[0]["lr"] = 0.02 + (0.01 * comm.rank if kind == "setting" else 0)
+        if not resume:
+            worker.save(tmp_path)
+            return
+        before = memory(worker)
+        words = "'table' of .* has no mean" if kind == "table" else "lr of group 0 differs between workers"
+        with pytest.raises(CheckpointError, match=words):
+            worker.load(tmp_path)
+        assert same(before, memory(worker))
+
+    thinwire.run_threads(2, lambda comm: body(comm, False), timeout=20)
+    thinwire.run_threads(3, lambda comm: body(comm, True), timeout=20)
+
+
 def test_a_missing_file_is_one_error(tmp_path: Path) -> None:
     case = CASES["SGD"]
     stage(4, case, tmp_path, 0, 2, resume=False)
     (tmp_path / "step-00000002" / "rank-0003.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint for ranks \[0, 1\].* every rank must see all parts"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no whole checkpoint for ranks \[0, 1\].* every rank must see all parts"
+    ):
         stage(2, case, tmp_path, 2, 3, resume=True)
 
 

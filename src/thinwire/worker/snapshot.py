@@ -333,8 +333,11 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
         what = f"optimizer group {i}"
         same_names(what, mapping_of(theirs, what), mine)
         for name, value in mine.items():
-            wanted = [names[number] for number in value] if name == "params" else value
-            _check_setting(f"{name} of {what}", theirs[name], wanted, exact=name == "params")
+            if name == "params":
+                # In whatever order: what is remembered of each is found by its name.
+                same_names(what, _texts(theirs[name], what), [names[number] for number in value])
+            else:
+                _check_setting(f"{name} of {what}", theirs[name], value)
     held, likes = mapping_of(saved["state"], "what the optimizer remembers"), _likes(worker)
     own = {names[key] if isinstance(key, int) else key: value for key, value in ours["state"].items()}
     for name, entries in held.items():
@@ -344,11 +347,15 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
         _check_memory(name, mapping_of(entries, what), own.get(name), likes.get(name))
 
 
-def _check_setting(what: str, found: Any, wanted: Any, *, exact: bool) -> None:
+def _texts(value: object, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in cast(list[Any], value)):
+        raise CheckpointError(f"the parameters of {what} must be a list of names")
+    return cast(list[str], value)
+
+
+def _check_setting(what: str, found: Any, wanted: Any) -> None:
     """Compare a hyperparameter's type; its value may have been scheduled."""
-    if exact:
-        alike = found == wanted
-    elif isinstance(wanted, int | float):
+    if isinstance(wanted, int | float):
         alike = isinstance(found, int | float | Tensor) and not (isinstance(found, float) and isnan(found))
     elif isinstance(wanted, tuple | list):
         alike = isinstance(found, tuple | list) and len(cast(list[Any], found)) == len(cast(list[Any], wanted))
