@@ -31,6 +31,7 @@ COMMANDS = {
     "topology": Command(
         "thinwire.cli.topology", "Topology", "show who sends to whom on a graph, and how fast it mixes"
     ),
+    "export": Command("thinwire.cli.export", "Export", "write a run's weights to one safetensors file"),
     "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
     "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
     "demo": Command("thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in under four minutes"),

@@ -1,0 +1,50 @@
+"""`thinwire export`: the weights of a run as one safetensors file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from thinwire.cli.console import out
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the model that a run's workers agreed on, as its newest checkpoint has it, to one safetensors file.
+
+    Example: thinwire export runs/long model.safetensors
+
+    The file holds what the model's state_dict() held, by the same names, and needs no thinwire:
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors")). All workers' parts of the checkpoint must
+    be there.
+
+    Args:
+        source: the folder of a run that was saved, of checkpoints, or one checkpoint.
+        target: the file; one that is there is replaced.
+    """
+
+    source: Positional[Path]
+    target: Positional[Path]
+
+    def __call__(self) -> int:
+        """Export; returns 0.
+
+        Raises:
+            ConfigError: the file's name is not that of a safetensors file.
+        """
+        from thinwire.worker.exporting import export_checkpoint
+
+        if self.target.suffix != ".safetensors":
+            raise ConfigError(
+                f"{self.target}: must end in .safetensors, such as {self.target.with_suffix('.safetensors')}"
+            )
+        found = export_checkpoint(self.source, self.target)
+        out.print(
+            f"{found.path}: step {found.step} of {found.workers} workers under {found.strategy}, "
+            f"{found.elements:,} numbers in {found.tensors} tensors",
+            markup=False,
+        )
+        return 0
