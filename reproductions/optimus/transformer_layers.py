@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from thinwire.tasks.models.base import Network, build
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.parallelize import parallelize_2d
+from thinwire.tensor2d.plan import Untouched
 
 Scheme = Literal["1d", "1d+sequence", "2d"]
 SCHEMES: tuple[Scheme, ...] = ("1d", "1d+sequence", "2d")
@@ -139,7 +140,7 @@ def cut(model: nn.Sequential, scheme: Scheme, line: DeviceMesh, mesh: Mesh2D) ->
         mesh: all ranks in two.
     """
     if scheme == "2d":
-        return parallelize_2d(model, mesh)
+        return parallelize_2d(model, mesh, {Block: Untouched(), Heads: Untouched()})
     return cut_in_one_dimension(model, line, sequence=scheme == "1d+sequence")
 
 

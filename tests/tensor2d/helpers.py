@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tests.oracles.tensor2d import LENGTH, VOCABULARY, drawn, tokens
+from tests.oracles.tensor2d import LENGTH, VOCABULARY, Encoder, drawn, tokens
 from thinwire.tasks.models.base import build
 from thinwire.tasks.models.gpt import GPT, GPTSize
 from thinwire.tensor2d import Mesh2D, Panels, cross_entropy_2d, parallelize_2d, run_mesh_threads, whole_state
+from thinwire.tensor2d.plan import Untouched
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ def mesh_loss(model: nn.Module, mesh: Mesh2D, step: int = 0) -> Tensor:
 
 
 def parallelized(mesh: Mesh2D, model: nn.Module | None = None, **settings: Any) -> nn.Module:
+    if isinstance(model, Encoder):
+        settings = {"plan": {Encoder: Untouched()}, **settings}
     return parallelize_2d(gpt() if model is None else model, mesh, **settings)
 
 

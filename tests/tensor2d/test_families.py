@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.oracles.tensor2d import drawn, serial_gradients
 from tests.tensor2d.helpers import gradients, run
 from thinwire import ConfigError
 from thinwire.tensor2d import Mesh2D, parallelize_2d, read_safetensors_, whole_activation, whole_state
+from thinwire.tensor2d.plan import Dense, Site
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -33,8 +35,8 @@ def gpt2(vocabulary: int = 31, **settings: Any) -> Any:
         return seeded(transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**usual, **settings})))
 
 
-def llama(key_heads: int = 6, tied: bool = False, **settings: Any) -> Any:
-    config = transformers.LlamaConfig(
+def llama(key_heads: int = 6, tied: bool = False, family: str = "Llama", **settings: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=36,
         hidden_size=48,
         intermediate_size=72,
@@ -46,7 +48,7 @@ def llama(key_heads: int = 6, tied: bool = False, **settings: Any) -> Any:
         **settings,
     )
     with torch.random.fork_rng():
-        return seeded(transformers.LlamaForCausalLM(config))
+        return seeded(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -64,8 +66,10 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
         (lambda: llama(6), [(2, 2), (2, 3), (3, 2)], 1e-6),
         (lambda: llama(2, tied=True), [(1, 4), (2, 2)], 1e-6),
         (lambda: llama(1), [(2, 2)], 1e-6),
+        (lambda: llama(6, family="Mistral"), [(2, 2)], 1e-6),
+        (lambda: llama(6, family="Qwen2"), [(2, 2)], 1e-6),
     ],
-    ids=["gpt2", "llama", "llama with shared heads and a tied head", "llama with one key head"],
+    ids=["gpt2", "llama", "llama with shared heads and a tied head", "llama with one key head", "mistral", "qwen2"],
 )
 def test_a_model_of_transformers_is_laid_out(
     make: Callable[[], Any], meshes: list[tuple[int, int]], tolerance: float
@@ -92,6 +96,41 @@ def test_a_model_of_transformers_is_laid_out(
             assert found.keys() >= grads.keys()
             for name in grads:
                 torch.testing.assert_close(found[name], grads[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Granite", "Olmo"])
+def test_other_families_are_refused_by_name(family: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{family}\w+: Untouched\(\)"):
+        run(2, 2, lambda mesh: parallelize_2d(llama(family=family, pad_token_id=0), mesh))
+
+
+class Doubled(Dense):
+    """Makes a mistake on purpose."""
+
+    def lay_out(self, site: Site) -> Any:
+        made: Any = super().lay_out(site)
+        made.weight.data.mul_(2)
+        return made
+
+
+@pytest.mark.parametrize("make", [gpt2, lambda: llama(2)], ids=["gpt2", "llama"])
+def test_the_check_compares_the_loss_and_the_logits_of_a_model_of_transformers(make: Callable[[], Any]) -> None:
+    ids, attention, labels = batch()
+    batched = {"input_ids": ids, "attention_mask": attention, "labels": torch.where(labels < 0, 1, labels)}
+
+    def work(mesh: Mesh2D) -> str:
+        model = make()
+        parallelize_2d(model, mesh, check=batched)
+        model = make()
+        before = model.loss_function
+        with pytest.raises(ConfigError) as caught:
+            parallelize_2d(model, mesh, {"*.mlp.*_proj": Doubled()}, check=batched)
+        assert model.loss_function is before
+        return str(caught.value)
+
+    for message in run(2, 2, work):
+        assert "check: the output 'loss' is" in message
+        assert re.search(r"the first module to differ is \S+\.0\.mlp", message)
 
 
 @pytest.mark.parametrize("make", [gpt2, lambda: llama(2)], ids=["gpt2", "llama"])

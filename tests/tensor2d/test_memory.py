@@ -20,6 +20,7 @@ from tests.tensor2d.helpers import run as run_threads
 from thinwire.tensor2d import Mesh2D, Pace, Panels, multiply_ab, multiply_abt, parallelize_2d
 from thinwire.tensor2d.advisor import choose_panels_
 from thinwire.tensor2d.costs import Layer, activations_held, most_tokens, parameters_held, step_peak
+from thinwire.tensor2d.plan import Untouched
 
 RACE = Race(Stem(layers=2, hidden=64, heads=4, length=32, sequences=16), rows=2, columns=2, rounds=0)
 
@@ -127,7 +128,7 @@ class Wide(nn.Module):
 
 def test_every_layer_gets_the_panels_that_are_fastest_on_this_link() -> None:
     def chosen(mesh: Mesh2D, latency: float) -> dict[str, Panels]:
-        model = parallelize_2d(Wide(), mesh)
+        model = parallelize_2d(Wide(), mesh, {Wide: Untouched()})
         found = choose_panels_(model, Pace(latency, 8e6, 1e6), tokens=48)
         assert model.get_submodule("wide").panels == found["wide"]
         return found

@@ -37,7 +37,7 @@ from thinwire.tensor2d.costs import (
     product_elements,
     vector_elements,
 )
-from thinwire.tensor2d.plan import Dense, Lookup, Untouched
+from thinwire.tensor2d.plan import Dense, Lookup, Style, Untouched
 
 STEPS = 4
 
@@ -261,7 +261,7 @@ def test_a_parameter_that_is_not_used_has_no_gradient() -> None:
             return self.used(x)
 
     def work(mesh: Mesh2D) -> list[bool]:
-        model = parallelize_2d(Branches(), mesh)
+        model = parallelize_2d(Branches(), mesh, {Branches: Untouched()})
         model(torch.ones(2, 24 // mesh.columns)).sum().backward()
         return [p.grad is None for p in model.parameters()]
 
@@ -322,10 +322,16 @@ class Unknown(nn.Module):
         if extra:
             self.curve = nn.PReLU(24)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+NAMED: dict[Any, Style] = {Unknown: Untouched()}
+
 
 def test_a_plan_chooses_the_style_of_modules() -> None:
     def work(mesh: Mesh2D) -> list[str]:
-        model = parallelize_2d(Unknown(), mesh, {"body.*2": Dense("AB"), "body.1": Untouched()}, seed=4)
+        model = parallelize_2d(Unknown(), mesh, NAMED | {"body.*2": Dense("AB"), "body.1": Untouched()}, seed=4)
         assert isinstance(model.body[3], Dropout2D) and model.body[3].seed == 4
         return [layer.layout for layer in model.modules() if isinstance(layer, Linear2D)]
 
@@ -335,10 +341,11 @@ def test_a_plan_chooses_the_style_of_modules() -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (lambda: Unknown(26), {}, r"body\.0.*26 % 6 must be 0.*2x3"),
-        (lambda: Unknown(extra=True), {}, "curve is a PReLU with parameters"),
+        (lambda: Unknown(26), NAMED, r"body\.0.*26 % 6 must be 0.*2x3"),
+        (lambda: Unknown(extra=True), NAMED, "curve is a PReLU with parameters"),
         (lambda: Unknown(), {"bodi.*": Dense()}, "no module has the name 'bodi.*'"),
-        (lambda: Unknown(), {"body.1": Dense()}, "body.1 is a GELU without weight"),
+        (lambda: Unknown(), {nn.PReLU: Dense()}, "no module has the class PReLU"),
+        (lambda: Unknown(), NAMED | {"body.1": Dense()}, "body.1 is a GELU without weight"),
         (lambda: nn.Linear(24, 24), {}, "wrap it"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 4, batch_first=True)), {}, r"0 of 4 heads: 4 % 3"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 6)), {}, "batch_first=True"),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.oracles.tensor2d import drawn, joined
 from tests.tensor2d.helpers import block_of, gradients, run
+from thinwire import ConfigError
 from thinwire.tensor2d import Embedding2D, Mesh2D, Panels, TiedHead2D, cross_entropy_2d
 from thinwire.tensor2d.costs import embedding_elements, head_elements, id_elements, loss_elements
 
@@ -153,6 +154,40 @@ def test_the_loss_is_over_the_whole_batch_whatever_rows_ignore(rows: int, column
         own = whole if reduction != "none" else whole.chunk(rows)[rank // columns]
         torch.testing.assert_close(loss, own, rtol=1e-13, atol=1e-13)
         assert sent == 8 * loss_elements(T, rows, columns)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("wrong", [36, -1, 10**12, 34])
+def test_a_target_outside_the_vocabulary_is_refused_on_all_ranks(wrong: int, reduction: Any) -> None:
+    targets = torch.arange(T)
+    targets[:2], targets[T - 2] = 50, wrong  # 50 is ignored; the other one is in the last row of the mesh
+
+    def work(mesh: Mesh2D) -> str:
+        settings: dict[str, Any] = {"reduction": reduction, "ignore_index": 50}
+        with pytest.raises(ConfigError) as caught:
+            cross_entropy_2d(
+                block_of(drawn(T, 36), mesh),
+                mesh.rows_of(targets),
+                mesh,
+                vocabulary=34 if wrong == 34 else None,
+                **settings,
+            )
+        targets_of_row = mesh.rows_of(torch.arange(T) % 34)
+        loss = cross_entropy_2d(block_of(drawn(T, 36), mesh), targets_of_row, mesh, vocabulary=34, **settings)
+        assert loss.isfinite().all()
+        return str(caught.value)
+
+    limit = 33 if wrong == 34 else 35
+    expected = f"targets from {wrong} to {wrong} in rows [1] of the mesh: they must lie in 0..{limit}"
+    for message in run(2, 3, work):
+        assert expected in message and "ignore_index=50" in message
+
+
+def test_logits_that_are_not_numbers_are_not_blamed_on_the_targets() -> None:
+    logits = drawn(T, 36)
+    logits[3, 20] = torch.nan
+    found = run(2, 2, lambda mesh: cross_entropy_2d(block_of(logits, mesh), mesh.rows_of(torch.arange(T)), mesh))
+    assert all(loss.isnan() for loss in found)
 
 
 def test_half_precision_logits_have_a_loss_of_single_precision() -> None:

@@ -18,10 +18,11 @@ from thinwire.strategies.base import Strategy
 from thinwire.tasks import Task
 from thinwire.tasks.base import IGNORED
 from thinwire.tasks.models.gpt import GPT
+from thinwire.tensor2d.collectives import whole_activation
 from thinwire.tensor2d.lamb import Lamb2D
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d
-from thinwire.tensor2d.parallelize import parallelize_2d, whole_activation
+from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.worker.worker import attach
 
 

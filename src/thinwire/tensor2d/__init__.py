@@ -11,6 +11,7 @@ from thinwire.tensor2d.advisor import (
 )
 from thinwire.tensor2d.attention import Attention2D, MultiheadAttention2D
 from thinwire.tensor2d.clipping import clip_gradient_norm_, gradient_norm
+from thinwire.tensor2d.collectives import whole_activation
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.embedding import Embedding2D, PositionTable2D
 from thinwire.tensor2d.lamb import Lamb2D
@@ -27,7 +28,7 @@ from thinwire.tensor2d.mesh import (
 )
 from thinwire.tensor2d.norms import LayerNorm2D, RMSNorm2D
 from thinwire.tensor2d.panels import Pace, Panels, choose_panels
-from thinwire.tensor2d.parallelize import parallelize_2d, whole_activation
+from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.tensor2d.placement import Axis, Placement
 from thinwire.tensor2d.products import multiply_ab, multiply_abt, multiply_atb
 from thinwire.tensor2d.ring import positions_of, ring_attend

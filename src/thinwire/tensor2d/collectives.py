@@ -42,6 +42,19 @@ def gather_over_columns(x: Tensor, mesh: Mesh2D) -> Tensor:
     return cast(Tensor, _GatherOverColumns.apply(x, mesh))
 
 
+@torch.no_grad()
+def whole_activation(x: Tensor, mesh: Mesh2D, *, size: int | None = None) -> Tensor:
+    """All-gather an activation [b / r, ..., h / c] to [b, ..., h] on every rank, for inspection; it has no gradient.
+
+    Args:
+        x: this rank's block.
+        mesh: the ranks.
+        size: number of features before padding; None if they were not padded.
+    """
+    row = torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1)
+    return torch.cat(mesh.along_column.all_gather(row).wait())[..., :size]
+
+
 def transpose_blocks(table: Tensor, mesh: Mesh2D) -> Tensor:
     """Transpose a table: from the block [v / r, h / c] to the block [h / r, v / c] of its transpose.
 

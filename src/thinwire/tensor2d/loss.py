@@ -34,7 +34,7 @@ def cross_entropy_2d(
 
     Args:
         logits: [b / r, ..., v / c]; statistics are formed in fp32 at least.
-        targets: int64 [b / r, ...], the same in all columns.
+        targets: int64 [b / r, ...], the same in all columns, in the vocabulary or `ignore_index`.
         mesh: the ranks.
         vocabulary: number of entries before padding; None if the table was not padded.
         ignore_index: the target value that is left out of the loss.
@@ -42,21 +42,46 @@ def cross_entropy_2d(
         tokens_at_a_time: tokens whose exponentials are in memory at once; more is faster and takes more memory.
 
     Raises:
-        ConfigError: the shapes of logits and targets do not match.
+        ConfigError: the shapes of logits and targets do not match; or, on all ranks, a target outside the vocabulary.
+            On a GPU such a target makes the loss NaN instead, because reading targets back would wait for the device.
     """
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: one target a token")
     flat, flat_targets = logits.flatten(0, -2), targets.flatten()
     losses = cast(Tensor, _TokenLosses.apply(flat, flat_targets, mesh, vocabulary, ignore_index, tokens_at_a_time))
+    limit = vocabulary if vocabulary is not None else logits.shape[-1] * mesh.columns
     if reduction == "none":
+        _check_targets(sum_over_rows(losses.detach().sum(), mesh), flat_targets, mesh, limit, ignore_index)
         return losses.view(targets.shape)
     total = sum_over_rows(losses.sum(), mesh)
+    _check_targets(total, flat_targets, mesh, limit, ignore_index)
     if reduction == "sum":
         return total
     count = recorded(
         lambda: mesh.along_column.all_reduce_((flat_targets != ignore_index).sum().to(losses.dtype)).wait()
     )
     return total / count
+
+
+def _check_targets(total: Tensor, targets: Tensor, mesh: Mesh2D, vocabulary: int, ignore_index: int) -> None:
+    """Refuse targets outside the vocabulary on all ranks, once the sum of all losses says that there may be one.
+
+    Raises:
+        ConfigError: there is one, in whatever row.
+    """
+    # The sum is the same on all ranks, and such a target makes it NaN: looking for one sends nothing otherwise.
+    if torch.compiler.is_compiling() or total.device.type != "cpu" or not bool(total.isnan()):
+        return
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
+    own = torch.stack([wrong.amin(), wrong.amax()]) if len(wrong) else targets.new_zeros(2)
+    ranges = recorded(lambda: torch.stack(mesh.along_column.all_gather(own).wait()))
+    rows = [row for row, (low, high) in enumerate(ranges.tolist()) if low < 0 or high >= vocabulary]
+    if rows:
+        low, high = int(ranges[rows, 0].amin()), int(ranges[rows, 1].amax())
+        raise ConfigError(
+            f"targets from {low} to {high} in rows {rows} of the mesh: they must lie in 0..{vocabulary - 1}, or be "
+            f"ignore_index={ignore_index}"
+        )
 
 
 class _TokenLosses(Function):
@@ -75,11 +100,12 @@ class _TokenLosses(Function):
         limit = width if vocabulary is None else max(0, min(vocabulary - mesh.column * width, width))
         ctx.limit, ctx.tokens_at_a_time = limit, tokens_at_a_time
         here, counted = targets - mesh.column * width, targets != ignore_index
+        within = (targets >= 0) & (targets < (width * mesh.columns if vocabulary is None else vocabulary))
         valid = (here >= 0) & (here < limit) & counted
         here = here.clamp(0, max(limit - 1, 0))
         log_total, target_logits = recorded(lambda: _statistics(logits[:, :limit], here, valid, mesh, tokens_at_a_time))
         ctx.save_for_backward(logits, log_total, here, valid, counted)
-        return torch.where(counted, log_total - target_logits, 0)
+        return torch.where(counted, torch.where(within, log_total - target_logits, torch.nan), 0)
 
     @staticmethod
     @once_differentiable

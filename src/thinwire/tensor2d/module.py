@@ -57,9 +57,14 @@ class SharedGradients:
 
     def __init__(self, model: nn.Module, mesh: Mesh2D) -> None:
         self._mesh = mesh
-        model.register_forward_pre_hook(self._set_aliases)
         # After an exception too: aliases left behind would belong to a graph that no longer exists.
-        model.register_forward_hook(self._clear_aliases, always_call=True)
+        after = model.register_forward_hook(self._clear_aliases, always_call=True)
+        self._handles = (model.register_forward_pre_hook(self._set_aliases), after)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
 
     def _set_aliases(self, model: nn.Module, _: Any) -> None:
         if not torch.is_grad_enabled():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
+from thinwire.tensor2d.check import Batch, Check
 from thinwire.tensor2d.embedding import Embedding2D
+from thinwire.tensor2d.known import is_known, is_linear, is_norm
+from thinwire.tensor2d.linear import TiedHead2D
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import SharedGradients
@@ -34,32 +36,44 @@ _HEADS = ("head", "lm_head")
 _POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_embeddings", "embed_positions")
 
 
+Plan = Mapping[str | type[nn.Module], Style]
+
+
 def parallelize_2d(
-    model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style] | None = None, *, seed: int = 0
+    model: nn.Module, mesh: Mesh2D, plan: Plan | None = None, *, seed: int = 0, check: Batch | None = None
 ) -> nn.Module:
     """Split a model's layers over a 2D mesh, in place: each rank keeps one block of every weight and every activation.
 
-    The model's own `forward` stays as it is. Supported are torch's linear layers, norms, embeddings, dropout and
-    `MultiheadAttention` (so `TransformerEncoderLayer` too), thinwire's GPT, and the GPT-2 and Llama families of
-    `transformers`. All ranks must call this with equal parameters. Afterwards each rank calls the model with the
+    The model's own `forward` stays as it is. Supported are torch's linear layers, norms, embeddings, dropout,
+    activations and `MultiheadAttention` (so `TransformerEncoderLayer` too), thinwire's GPT, and GPT-2, Llama, Mistral
+    and Qwen2 of `transformers`. A module with another forward sees its rank's samples and features only. It is refused
+    unless the plan names it or its class: `Untouched()` says that its forward treats every sample, and every feature or
+    head, by itself; `DividedCounts` gives it its share of the heads. A forward that cuts features into parts (`chunk`)
+    or normalises over them needs layers that do so (`Dense(sections=...)`, `nn.RMSNorm`). `check` finds mistakes.
+
+    All ranks must call this with equal parameters. Afterwards each rank calls the model with the
     samples of its row of the mesh (`mesh.rows_of`). For b samples and v classes on r rows and c columns of ranks, the
     model returns a block of the logits, [b / r, ..., v / c], from which `cross_entropy_2d` computes the loss. A model
     of `transformers` that is given labels computes this loss itself.
 
-    If any module cannot be split, nothing is changed. Dropout masks do not depend on the mesh.
+    If any module cannot be split, or the check fails, nothing is changed. Dropout masks do not depend on the mesh.
 
     Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021, arXiv:2104.05343.
 
     Args:
         model: the serial model; its parameters may be on the meta device.
         mesh: the mesh of ranks.
-        plan: by module name, where * matches any characters, the style: the way in which the module is split. It
-            overrides the built-in styles.
+        plan: by module name, where * matches any characters, or by class, the style: the way in which the module is
+            split. It overrides the built-in styles; of several entries that fit, the first one counts.
         seed: the seed of dropout.
+        check: a batch of all samples, the same on all ranks: the model's argument, a tuple of them, or a dict by name.
+            Before and after splitting, the model computes its outputs in evaluation mode, and they are compared, to
+            the square root of their dtype's precision. Tensors with as many rows as the first one are split over the
+            rows of the mesh, and floating-point ones of these over the columns too.
 
     Raises:
-        ConfigError: a module that cannot be split, with its name and the divisor; or a name in the plan that matches no
-            module.
+        ConfigError: a module that cannot be split, with its name and the divisor; a forward that is not known; a name
+            in the plan that matches no module; or outputs that differ, with both figures, on all ranks.
 
     Example:
         Four threads split a network of two layers over a 2x2 mesh and compute the same loss as the whole network:
@@ -83,63 +97,165 @@ def parallelize_2d(
         8.8295
         >>> run_mesh_threads(2, 2, lambda mesh: tuple(parallelize_2d(network(), mesh)[0].weight.shape))
         [(2, 4), (2, 4), (2, 4), (2, 4)]
+
+        A model with a forward of its own is named in the plan, and checked:
+
+        >>> class Doubled(nn.Sequential):
+        ...     def forward(self, x):
+        ...         return 2 * super().forward(x)
+        >>> def doubled(mesh):
+        ...     model = Doubled(*network())
+        ...     return parallelize_2d(model, mesh, {Doubled: Untouched()}, check=x)
+        >>> from thinwire.tensor2d.plan import Untouched
+        >>> _ = run_mesh_threads(2, 2, doubled)
     """
     styles = _styles(model, mesh, plan or {})
+    replacements, attributes = _lay_out(model, mesh, styles, seed)
+    checking = None if check is None else Check(model, mesh, check, kept=styles.keys() - replacements.keys())
+    undo = _apply(model, mesh, replacements, attributes)
+    if checking is not None:
+        try:
+            checking.compare(model)
+        except BaseException:
+            undo()
+            raise
+    return model
+
+
+def _lay_out(
+    model: nn.Module, mesh: Mesh2D, styles: Mapping[str, Style], seed: int
+) -> tuple[dict[str, nn.Module], list[tuple[nn.Module, str, Any]]]:
+    """The replacements by module name, and the attributes to set; nothing is changed yet.
+
+    Raises:
+        ConfigError: a module that cannot be split.
+    """
     site = Site("", model, mesh, seed, 0)
-    # Styles only make replacements here; the model is changed below, once every module has been found to fit.
+    owners: dict[int, str] = {}
     replacements: dict[str, nn.Module] = {}
     # Output heads last: a tied head shares the table of an `Embedding2D`, which must have been made by then.
     for name in sorted(styles, key=lambda name: isinstance(styles[name], Head)):
         module, number = model.get_submodule(name), list(styles).index(name)
         here = Site(name, module, mesh, seed, number, site.tables, site.attributes)
         replacement = styles[name].lay_out(here)
-        if replacement is not None:
-            replacements[name] = replacement
+        if replacement is None:
+            continue
+        replacements[name] = replacement
+        if vars(module)["_forward_hooks"] or vars(module)["_forward_pre_hooks"]:
+            raise ConfigError(f"{name} has a forward hook, which its replacement would not run; remove the hook")
+        for parameter in () if isinstance(replacement, TiedHead2D) else module.parameters(recurse=False):
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise ConfigError(
+                    f"{other} and {name} share a parameter, which would become two; only an output head can share the "
+                    "table of an embedding. Use one module in both places, or give each its own parameter"
+                )
     if "" in replacements:
         raise ConfigError(
             f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in a Sequential"
         )
-    for module, attribute, value in site.attributes:
+    return replacements, site.attributes
+
+
+def _apply(
+    model: nn.Module,
+    mesh: Mesh2D,
+    replacements: Mapping[str, nn.Module],
+    attributes: list[tuple[nn.Module, str, Any]],
+) -> Callable[[], None]:
+    """Change the model; the result changes it back."""
+    before: list[tuple[nn.Module, str, Any]] = []
+
+    def change(module: nn.Module, attribute: str, value: Any) -> None:
+        before.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
-    for name, replacement in replacements.items():
-        parent, _, last = name.rpartition(".")
-        # New modules are in training mode; the model may be in evaluation.
-        setattr(model.get_submodule(parent), last, replacement.train(model.get_submodule(name).training))
-    SharedGradients(model, mesh)
-    _replace_loss(model, mesh)
-    return model
+
+    for module, attribute, value in attributes:
+        change(module, attribute, value)
+    # One module may have several names.
+    made = {id(model.get_submodule(name)): replacement for name, replacement in replacements.items()}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in made:
+            parent, _, last = name.rpartition(".")
+            # New modules are in training mode; the model may be in evaluation.
+            change(model.get_submodule(parent), last, made[id(module)].train(module.training))
+    shared = SharedGradients(model, mesh)
+    loss = _split_loss(model, mesh)
+    if loss is not None:
+        change(model, "loss_function", loss)
+
+    def undo() -> None:
+        shared.remove()
+        for module, attribute, value in reversed(before):
+            setattr(module, attribute, value)
+
+    return undo
 
 
-def _styles(model: nn.Module, mesh: Mesh2D, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of every module, outermost first; modules inside `MultiheadAttention` have none."""
+def _styles(model: nn.Module, mesh: Mesh2D, plan: Plan) -> dict[str, Style]:
+    """The style of every module, outermost first; modules inside `MultiheadAttention` have none.
+
+    Raises:
+        ConfigError: a name in the plan that matches no module, or modules whose forward is not known.
+    """
     names = [name for name, _ in model.named_modules()]
     for pattern in plan:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"plan: no module has the name {pattern!r}; there are {', '.join(names[1:6])}, ...")
+        if not any(_fits(pattern, name, module) for name, module in model.named_modules()):
+            what = f"the name {pattern!r}" if isinstance(pattern, str) else f"the class {pattern.__name__}"
+            raise ConfigError(f"plan: no module has {what}; there are {', '.join(names[1:6])}, ...")
     styles: dict[str, Style] = {}
     within: dict[str, Style] = {}
     opaque: list[str] = []
+    unknown: dict[str, nn.Module] = {}
     # A linear layer that has an embedding's weight is an output head, whatever its name.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in opaque):
             continue
-        planned = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        planned = next((style for pattern, style in plan.items() if _fits(pattern, name, module)), None)
         known = _styles_within(name, module, mesh)
         within |= {f"{name}.{inner}".strip("."): style for inner, style in known.items()}
-        tied = isinstance(module, nn.Linear) and id(module.weight) in tables
-        styles[name] = planned or within.get(name) or (Head() if tied else _style_of(name, module))
-        if isinstance(module, nn.MultiheadAttention):
+        tied = is_linear(module) and id(module.weight) in tables
+        # What is known of a module that is kept, such as its number of heads, holds where the plan keeps it too.
+        builtin = within.get(name) if planned is None or isinstance(planned, Untouched) else None
+        styles[name] = builtin or planned or (Head() if tied else _style_of(name, module))
+        if planned is None and not is_known(module) and not any(True for _ in module.parameters(recurse=False)):
+            unknown[name] = module
+        if isinstance(styles[name], Attend):
             opaque.append(name)
+    _refuse_unknown(unknown)
     return styles
+
+
+def _fits(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else type(module) is pattern
+
+
+def _refuse_unknown(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse modules without parameters whose forward is not known: one message for all of them."""
+    if not modules:
+        return
+    first: dict[str, str] = {}
+    for name, module in modules.items():
+        first.setdefault(type(module).__name__, name or "the model")
+    found = ", ".join(f"{kind} ({name})" for kind, name in first.items())
+    entries = ", ".join(f"{kind}: Untouched()" for kind in first)
+    raise ConfigError(
+        f"the forward of {found} is not known, and would see a part of the samples and of the features only; if each "
+        f"treats every sample, and every feature or head, by itself, pass plan={{{entries}}}, or DividedCounts for one "
+        "that counts heads (thinwire.tensor2d.plan), and check=batch, which compares with the serial model; if not, "
+        "build it from layers that can be split"
+    )
 
 
 def _style_of(name: str, module: nn.Module) -> Style:
     """The built-in style of a module by its type; `Untouched` for unknown types."""
-    last, kind = name.rpartition(".")[2], type(module).__name__
-    if isinstance(module, nn.Linear) or kind == "Conv1D":
+    last = name.rpartition(".")[2]
+    if not is_known(module):
+        return Untouched()
+    if is_linear(module):
         return Head() if last in _HEADS else Dense()
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or kind.endswith("RMSNorm"):
+    if is_norm(module):
         return Norm()
     if isinstance(module, nn.Embedding):
         return Positions() if last in _POSITIONS else Lookup()
@@ -196,11 +312,10 @@ def _refuse_dropout(name: str, probability: float, setting: str) -> None:
         )
 
 
-def _replace_loss(model: Any, mesh: Mesh2D) -> None:
-    """Make a causal model of `transformers` compute its loss from split logits."""
-    if not hasattr(type(model), "loss_function"):
-        return
-    table = next((layer for layer in model.modules() if isinstance(layer, Embedding2D)), None)
+def _split_loss(model: nn.Module, mesh: Mesh2D) -> Callable[..., Tensor] | None:
+    """The loss of a causal model of `transformers`, from split logits; None for other models."""
+    if not hasattr(type(model), "loss_function") or not any(isinstance(x, Embedding2D) for x in model.modules()):
+        return None
 
     def loss(
         logits: Tensor,
@@ -218,18 +333,4 @@ def _replace_loss(model: Any, mesh: Mesh2D) -> None:
         )
         return total if num_items_in_batch is None else total / num_items_in_batch
 
-    if table is not None:
-        model.loss_function = loss
-
-
-@torch.no_grad()
-def whole_activation(x: Tensor, mesh: Mesh2D, *, size: int | None = None) -> Tensor:
-    """All-gather an activation [b / r, ..., h / c] to [b, ..., h] on every rank, for inspection; it has no gradient.
-
-    Args:
-        x: this rank's block.
-        mesh: the ranks.
-        size: number of features before padding; None if they were not padded.
-    """
-    row = torch.cat(mesh.along_row.all_gather(x.contiguous()).wait(), dim=-1)
-    return torch.cat(mesh.along_column.all_gather(row).wait())[..., :size]
+    return loss

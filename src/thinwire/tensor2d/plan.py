@@ -224,7 +224,11 @@ class DividedCounts(Style):
 
 @dataclass(frozen=True)
 class Untouched(Style):
-    """A module without parameters of its own, kept as it is."""
+    """A module without parameters of its own, kept as it is.
+
+    Its forward sees this rank's samples and features only, so it must treat every sample by itself, and every feature
+    or every head by itself.
+    """
 
     def lay_out(self, site: Site) -> None:
         """Returns None.
@@ -235,5 +239,5 @@ class Untouched(Style):
         if any(True for _ in site.module.parameters(recurse=False)):
             raise ConfigError(
                 f"{site.name} is a {type(site.module).__name__} with parameters, and no style for it is known; give it "
-                "a style in the plan, or take it out of the model"
+                "one of thinwire.tensor2d.plan in the plan, or take it out of the model"
             )

@@ -1,0 +1,77 @@
+"""Modules whose forward is known: those that a layer on the mesh can replace, and those that can be kept as they are.
+
+A module that is kept sees this rank's samples and this rank's features only. So its forward must treat every sample by
+itself, and every feature by itself or every head by itself. That cannot be read off a class, so these are lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+_REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.MultiheadAttention)
+_ACTIVATIONS = (F.relu, F.gelu, F.silu, F.elu, F.mish, torch.relu, torch.sigmoid, torch.tanh)
+
+_LLAMA = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", "RMSNorm", "RotaryEmbedding")
+_BY_NAME = {
+    "thinwire.tasks.models.base": {"Attention", "Block", "FeedForward", "Positions"},
+    "thinwire.tasks.models.gpt": {"GPT"},
+    "transformers.pytorch_utils": {"Conv1D"},
+    "transformers.models.gpt2.modeling_gpt2": {"GPT2Attention", "GPT2Block", "GPT2LMHeadModel", "GPT2MLP", "GPT2Model"},
+    "transformers.models.llama.modeling_llama": {f"Llama{part}" for part in _LLAMA},
+    "transformers.models.mistral.modeling_mistral": {f"Mistral{part}" for part in _LLAMA},
+    "transformers.models.qwen2.modeling_qwen2": {f"Qwen2{part}" for part in _LLAMA},
+}
+"""By names, so that no package need be installed: module of the class, and names of classes."""
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether the forward of a module, its children aside, is known to be right on a part of the features."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return False  # somebody has put another forward in its place
+    if issubclass(kind, nn.TransformerEncoderLayer):
+        activation: Any = module.activation
+        return kind is nn.TransformerEncoderLayer and (isinstance(activation, nn.Module) or activation in _ACTIVATIONS)
+    named = kind.__module__ == "transformers.activations" or kind.__name__ in _BY_NAME.get(kind.__module__, ())
+    # The class that has the forward: a subclass may only have added to the constructor. `ModuleList` has none.
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return named or owner in (*_ELEMENTWISE, *_REPLACED, nn.Module, nn.Sequential, nn.TransformerEncoder)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is torch's linear layer or GPT-2's `Conv1D`, with its own forward."""
+    return is_known(module) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a layer norm or an RMS norm, with its own forward; some models scale by 1 + the weight."""
+    kind = type(module).__name__
+    return is_known(module) and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or kind.endswith("RMSNorm"))
