@@ -371,7 +371,7 @@ def test_bytes_are_those_of_the_formula(size: int) -> None:
     cases: list[tuple[Strategy, float]] = [
         (SKETCH(dense_below=5), share * (table + 4 * 6 + 6)),
         (SKETCH(dense_below=5, second_round=0), share * (table + 6)),
-        (SketchedSGD(0.2, dense_below=5, recovery="gather"), (size - 1) * 8 * 6 + share * 6),
+        (SketchedSGD(0.2, dense_below=5, recovery="gather"), (size - 1) * (8 * 6 + 16) + share * 6),
         (FetchSGD(0.2, 2), share * 5 * 2 * 7),
         (FetchSGD(0.2, 2, conserving=True), share * (5 * 2 * 7 + 28)),
     ]
@@ -404,7 +404,8 @@ def test_a_sketch_is_chosen_where_there_are_more_workers_than_rows_times_columns
     }
     assert [len(step.collectives) for step in by_size.values()] == [1, 1, 2, 2]
     for size, step in by_size.items():
-        assert step.sent == pytest.approx(min((size - 1) * 800, 2 * (size - 1) / size * 400 * (crossing)))
+        expected = (size - 1) * 816 if size < crossing else 2 * (size - 1) / size * 400 * crossing
+        assert step.sent == pytest.approx(expected)
 
 
 def test_the_cost_of_a_sketch_hardly_grows_with_the_number_of_workers() -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.codecs.base import draw_key
-from thinwire.errors import ConfigError
+from thinwire.codecs.header import Header, codec_number, seal, unseal_all
+from thinwire.errors import CommError, ConfigError
 from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
@@ -54,7 +55,8 @@ class SketchedSGD(Strategy):
 
     Traffic, with $r$ rows of $c$ columns and $d$ elements in small tensors: $2\frac{n-1}{n} \cdot 4 (rc + Pk + d)$ per
     worker and step, whatever the number of workers. Where $(n-1) \cdot 8k$ and the small tensors are fewer bytes,
-    which holds up to about $n = rc/k + P$ workers, each sends its own $k$ largest entries with their indices instead.
+    which holds up to about $n = rc/k + P$ workers, each sends its own $k$ largest entries with their indices instead,
+    behind a header of 16 bytes.
     State: `momentum` ($u$) and `unsent` ($v$, the residual), each like the parameters in fp32 at least.
 
     Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488, Algorithm 1;
@@ -205,17 +207,22 @@ class SketchedSGD(Strategy):
         """By each worker's own largest entries; None if a gradient is not finite on any rank."""
         k, large = self.num_updated(split), split.large_of(unsent)
         dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
-        # A rank whose gradient is not finite sends NaN, so that all ranks see it and skip the step together.
+        # A rank whose gradient is not finite says so, and all ranks skip the step together.
         finite = all_finite(large)
         mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
-        values = large[mine] if finite else torch.full_like(large[:k], torch.nan)
+        header = Header(codec_number(f"{self}", large.numel()), r.comm.step)
         # Values and indices as bytes of one message, so that one latency is paid.
-        message = torch.cat([values.view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
-        rows = torch.stack(r.comm.all_gather(message).wait())
+        message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
+        gathered = r.comm.all_gather(seal(message, header._replace(non_finite=not finite))).wait()
+        headers, payloads, problem = unseal_all(gathered, header, torch.uint8)
+        if problem:
+            where = f"rank {r.comm.rank}, step {r.comm.step}, largest entries"
+            raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+        rows = torch.stack(payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
-        if not all_finite(torch.cat([small, values])):
+        if any(each.non_finite for each in headers) or not all_finite(small):
             return None
         # On a CPU index_add_ adds in order, also where positions repeat. Elsewhere the order varies, so that each
         # worker's entries, whose positions differ, are added separately.
