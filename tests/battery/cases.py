@@ -223,6 +223,11 @@ STRATEGIES: list[Case] = [
 ]
 
 
+def is_first(each: Case) -> bool:
+    """Whether a case is the first of its class; others are forms of it."""
+    return next(other for other in STRATEGIES if type(other.strategy) is type(each.strategy)) is each
+
+
 def with_outer_step(base: Strategy) -> Strategy:
     return base if isinstance(base, SlowMo | DiLoCo) else SlowMo(base, period=3)
 

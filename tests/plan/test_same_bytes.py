@@ -99,9 +99,6 @@ class Tied(nn.Module):
         return F.cross_entropy(self.last(both.flatten(1)), torch.zeros(len(batch), dtype=torch.int64))
 
 
-MODELS: list[Callable[[], nn.Module]] = [Perceptron, Tied]
-
-
 @dataclass(frozen=True)
 class Case:
     """A recipe, with an optimizer where plain SGD is not what it is used with."""
@@ -246,8 +243,14 @@ def test_every_registered_strategy_is_in_the_table() -> None:
 
 
 @ALL
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("make_model", MODELS)
+@pytest.mark.parametrize(
+    ("n", "make_model"),
+    [
+        (2, Tied),
+        (4, Perceptron),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, Tied), (2, Perceptron))),
+    ],
+)
 def test_a_real_run_sends_what_explain_says(case: Case, n: int, make_model: Callable[[], nn.Module]) -> None:
     card = explain(
         case.strategy, parameters=make_model(), workers=n, optimizer=case.optimizer, bucket_bytes=BUCKET_BYTES

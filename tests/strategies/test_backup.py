@@ -170,7 +170,7 @@ def stops(folder: str, rank: int, within: bool, reduction: Reduction) -> Run:
 
 
 @pytest.mark.parametrize("reduction", ["messages", "all_reduce"])
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reduction: Reduction, tmp_path: Path) -> None:
     workers = start_processes(4, stops, str(tmp_path), 2, within, reduction)
     deadline = time.monotonic() + 40

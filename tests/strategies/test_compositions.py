@@ -69,7 +69,7 @@ from thinwire.registry import REGISTERED
 DOUBLE = torch.float64
 STEPS = 17  # three slow steps of five, and two steps more
 RATES = [0.1 + 0.05 * cos(k) for k in range(STEPS)]
-SIZES = [1, 2, 3, 5]
+SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Update = Callable[[Tensor, Tensor, float], Tensor]  # of parameters, gradients and learning rate
 Oracle = Callable[[int, int], Machine]  # of the number of workers, and the steps that it is ahead
@@ -585,7 +585,7 @@ def starts_of(n: int) -> Tensor:
 EVERY = [pytest.param(case, id=str(case.strategy)) for cases in BASES.values() for case in cases]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", EVERY)
 def test_workers_that_start_apart_follow_the_oracle_or_are_refused(case: Case, n: int) -> None:
     if isinstance(case.strategy, ADPSGD) and n == 3:

@@ -183,6 +183,7 @@ def test_methods_converge_to_the_fixed_points_of_their_equations() -> None:
         assert distance(real, wanted) < 1e-9, strategy
 
 
+@pytest.mark.slow
 def test_with_momentum_in_the_optimizer_the_fixed_point_is_that_of_gossip_at_a_larger_rate() -> None:
     problem = quadratic(4, DOUBLE)
     heavy = together(4, Gossip(order="after"), problem, [0.02] * 400, momentum=0.8)

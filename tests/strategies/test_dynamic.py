@@ -97,7 +97,7 @@ def oracle(
 @pytest.mark.parametrize(
     ("rule", "answer"), [*((rule, 0) for rule in RULES), *((rule, answer) for rule in SIX for answer in (1, 2, None))]
 )
-@pytest.mark.parametrize("dither", [True, False])
+@pytest.mark.parametrize("dither", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | None, dither: bool) -> None:
     problem, strategy = Regression(3, 8, torch.float32), DQSGD(rule, block=8, dither=dither, answer=answer)
     rows = watched(3, strategy, problem, RATES, parts_of)

@@ -105,6 +105,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(available() is not None, reason=str(available()))
 @pytest.mark.emulation
+@pytest.mark.slow
 def test_a_broadcast_leaves_each_interface_once_and_the_last_one_never() -> None:
     nbytes, times = 8_000_000, 3
     with Network(parse_links("none", 4)) as network:

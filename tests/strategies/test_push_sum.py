@@ -77,7 +77,7 @@ def in_flight(replicas: list[Replica], strategy: PushSum) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5)), 4])
 def test_overlap_equals_its_oracle_at_any_staleness(staleness: int, graph: str, n: int) -> None:
     problem = Regression(n, 14, DOUBLE)
     rates = [0.01] * 7 + [0.02] * 7

@@ -47,7 +47,7 @@ STRATEGIES: list[Strategy] = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=brief)
-@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> None:
     problem = Regression(n, STEPS, torch.float32)
     whole, shared = (ended(n, each, problem, STEPS, sgd()) for each in (strategy, Sharded(strategy)))

@@ -30,7 +30,7 @@ from thinwire import (
     Strategy,
 )
 
-SIZES = [1, 2, 3, 4, 5, 8]
+SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 8))]
 STEPS = 50
 WARMING = [0.02 * min(step + 1, 5) for step in range(STEPS)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -88,6 +88,7 @@ def test_every_strategy_equals_its_oracle_in_double_precision(n: int) -> None:
         assert distance(real, expected(problem, oracle, n, rates, settings)) < TOLERANCE[torch.float64], strategy
 
 
+@pytest.mark.slow
 def test_every_strategy_equals_its_oracle_in_single_precision() -> None:
     problem = Regression(4, STEPS, torch.float32)
     for strategy, oracle, settings in cases(4, torch.float32):

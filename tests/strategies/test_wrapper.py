@@ -29,7 +29,7 @@ class Around(Wrapper):
 
 
 def replica() -> Replica:
-    return Replica(torch.zeros(3), torch.zeros(3), CountingComm(0, 2), lr=0.1, seed=0)
+    return Replica(torch.zeros(3), torch.zeros(3), CountingComm(0, 2), lr=lambda: 0.1, seed=0)
 
 
 def arguments(r: Replica) -> dict[str, Any]:

@@ -189,10 +189,11 @@ def trained(folder: Path, fields: dict[str, Any], resume: bool) -> Any:
     return work(Settings.from_json(fields), folder, resume=resume)
 
 
-def test_runs_are_resumed_with_fewer_workers_and_with_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)])
+def test_runs_are_resumed_with_fewer_workers_and_with_more(sizes: tuple[int, ...], tmp_path: Path) -> None:
     asked = {"task": "digits", "model": "mlp", "strategy": "CompressedMomentum(warmup_steps=4)", "batch_size": 4}
     more = {"optimizer": "onebit-lamb", "lr": 0.02, "save_every": 6, "eval_every": 6}
-    for i, workers in enumerate((4, 2, 4)):
+    for i, workers in enumerate(sizes):
         settings = resolve({**asked, **more, "steps": 6 * (i + 1), "workers": workers})
         summary = run_processes(workers, trained, tmp_path, settings.to_json(), i > 0)[0]
         assert summary["steps"] == 6 * (i + 1)
