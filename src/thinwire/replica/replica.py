@@ -238,10 +238,11 @@ class Replica:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
         # In fp64, as squares of many small differences are added.
-        squares = [(y - sample).square().sum(dtype=torch.float64) for y in samples[1:]]
+        squares = [(y - sample).square_().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
             scale = own.numel() / sample.numel()
-            self.metrics["consensus_distance"] = (torch.stack(squares).mean() * scale / 2).sqrt()
+            mean = squares[0] if len(squares) == 1 else torch.stack(squares).mean()
+            self.metrics["consensus_distance"] = mean.mul_(scale / 2).sqrt_()
 
     def wait_pending(self) -> None:
         """Wait for all operations in flight, so that `x` and the state may be read; `collect` still returns results."""

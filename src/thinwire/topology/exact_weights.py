@@ -21,7 +21,7 @@ def exact_weights(topology: Topology, rank: int, size: int, step: int, dtype: to
     return _shares(topology, rank, size, step % topology.period(size), dtype)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)  # thousands of simulated workers, each at every step of a period
 def _shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     peers = topology.peers(rank, size, step)
