@@ -14,17 +14,11 @@ from thinwire.comm.work import nbytes_of
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import assume_least
 from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, busiest, topologies
+from thinwire.simulate.wires import PAYLOAD_SHARE
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.topology.base import check_size
-
-PAYLOAD_SHARE = 1448 / 1514
-"""The part of a link's rate that carries payload.
-
-Of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see it) 14 are the frame's header, 20 the IP
-header, and 32 the TCP header with timestamps. Acknowledgements and the payload's own headers are negligible.
-"""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""The very code that trains, on simulated workers of a simulated network, in virtual time.
+
+    results = thinwire.simulate.run(1024, work, network=thinwire.simulate.load_network("network.toml"), seed=1)
+
+as `thinwire.run_threads` runs it on threads. See `docs/explanation/simulator.md`.
+"""
+
+from thinwire.simulate.comm import SimulatedComm
+from thinwire.simulate.durations import Duration
+from thinwire.simulate.network import Death, Network, Pair, Pause, Racks, Special, load_network
+from thinwire.simulate.running import Simulation, run, simulate
+from thinwire.simulate.schedule import DeadlockError
+
+__all__ = [
+    "DeadlockError",
+    "Death",
+    "Duration",
+    "Network",
+    "Pair",
+    "Pause",
+    "Racks",
+    "SimulatedComm",
+    "Simulation",
+    "Special",
+    "load_network",
+    "run",
+    "simulate",
+]

@@ -1,0 +1,168 @@
+"""How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
+
+Each interface, in each direction, and each rack's uplink carries one message after the other, in the order in which
+they were sent; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends
+to two others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
+Collectives take the time of Gloo's algorithms on the same interfaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.simulate.network import Network
+
+Times = NDArray[np.float64]
+
+PAYLOAD_SHARE = 1448 / 1514
+"""The part of a link's rate that carries payload.
+
+Of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see it) 14 are the frame's header, 20 the IP
+header, and 32 the TCP header with timestamps. Acknowledgements and the payload's own headers are negligible.
+"""
+
+# As many ranks as a ring is followed hop by hop for, and pairs of an all-to-all one by one; more by a closed form.
+_MOST_RANKS_OF_A_RING = 512
+_MOST_RANKS_OF_ALL_TO_ALL = 64
+
+
+class Wires:
+    """Every interface and rack of a network, and until when it is busy.
+
+    Args:
+        network: rates and latencies.
+        workers: how many.
+
+    Example:
+        A message of a megabyte takes 8.4 ms at a gigabit per second, and 0.1 ms of latency. The next one to another
+        worker waits for it.
+
+        >>> from thinwire.simulate import Network
+        >>> from thinwire.simulate.wires import Wires
+        >>> wires = Wires(Network(bits_per_second=1e9, latency=1e-4), 3)
+        >>> [f"{wires.send(0.0, 0, dst, 1_000_000)[1]:.4f}" for dst in (1, 2)]
+        ['0.0085', '0.0168']
+    """
+
+    def __init__(self, network: Network, workers: int) -> None:
+        self._workers = workers
+        rates, extra = [network.bits_per_second] * workers, [0.0] * workers
+        for special in network.specials:
+            for rank in special.ranks:
+                rates[rank] = special.bits_per_second or rates[rank]
+                extra[rank] += special.latency
+        self._rates = [rate * PAYLOAD_SHARE / 8 for rate in rates]  # bytes of payload in a second
+        self._extra, self._latency = extra, network.latency
+        self._racks = network.racks
+        self._rack_rate = inf if self._racks is None else self._racks.bits_per_second * PAYLOAD_SHARE / 8
+        self._pairs = {tuple(sorted(pair.between)): pair for pair in network.pairs}
+        self._out, self._in = [0.0] * workers, [0.0] * workers
+        self._uplinks: dict[tuple[str, int], float] = {}
+        self._rings: tuple[Times, Times] | None = None
+
+    def latency(self, src: int, dst: int) -> float:
+        """Seconds from one worker to another, without the transfer itself."""
+        pair = self._pairs.get((src, dst) if src < dst else (dst, src)) if self._pairs else None
+        base = self._latency if pair is None or pair.latency is None else pair.latency
+        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
+            base += self._racks.latency
+        return base + self._extra[src] + self._extra[dst]
+
+    def rate(self, src: int, dst: int) -> float:
+        """Bytes of payload in a second from one worker to another, if nothing else is sent."""
+        found = min(self._rates[src], self._rates[dst])
+        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
+            found = min(found, self._rack_rate)
+        pair = self._pairs.get((src, dst) if src < dst else (dst, src)) if self._pairs else None
+        return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
+
+    def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
+        """Book a message.
+
+        Returns:
+            When it has left its sender, and when it has arrived.
+        """
+        begin = max(now, self._out[src])
+        left = self._out[src] = begin + nbytes / self._rates[src]
+        latency = self.latency(src, dst)
+        head, tail = begin + latency, left + latency
+        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
+            for uplink in (("up", src // self._racks.size), ("down", dst // self._racks.size)):
+                head = max(head, self._uplinks.get(uplink, 0.0))
+                self._uplinks[uplink] = head + nbytes / self._rack_rate
+                tail = max(tail, self._uplinks[uplink])
+        if self._pairs:
+            tail = max(tail, head + nbytes / self.rate(src, dst))
+        head = max(head, self._in[dst])
+        self._in[dst] = head + nbytes / self._rates[dst]
+        return left, max(tail, self._in[dst])
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """When each rank has the result of a ring all-reduce: 2 (n-1) hops of an n-th of the vector."""
+        return self._ring(launched, 2 * (self._workers - 1), nbytes / self._workers)
+
+    def all_gather(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """When each rank has all vectors of a ring all-gather: n-1 hops of one rank's vector."""
+        return self._ring(launched, self._workers - 1, nbytes)
+
+    def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]]) -> list[float]:
+        """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
+
+        Pairwise: rank i sends to i+1, i+2 and so on, as fast as its interface allows. With many ranks only the sums
+        count: after the last rank has launched, each sends and receives its bytes at its own rate.
+        """
+        ranks = range(self._workers)
+        if self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
+            done = list(launched)
+            for offset in range(1, self._workers):
+                for src in ranks:
+                    dst = (src + offset) % self._workers
+                    left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
+                    done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
+            return done
+        sent = np.array([sum(row) for row in nbytes]) / np.array(self._rates)
+        received = np.array(nbytes).sum(0) / np.array(self._rates)
+        begin = max([*launched, max(self._out), max(self._in)])
+        self._occupy(sent, received, begin)
+        return (begin + self._latencies().max() + np.maximum(sent, received)).tolist()
+
+    def _ring(self, launched: Sequence[float], hops: int, nbytes: float) -> list[float]:
+        """A ring in which each rank passes on, in each hop, what it received in the one before."""
+        rates, latencies = self._ring_links()
+        occupied = nbytes / rates
+        ready = np.maximum(np.array(launched), np.maximum(np.array(self._out), np.array(self._in)))
+        if self._workers <= _MOST_RANKS_OF_A_RING:
+            done, free = ready, ready
+            for _ in range(hops):
+                free = np.maximum(done, free) + occupied
+                done = np.maximum(np.roll(free + latencies, 1), done)
+            # A rank is done when it has also sent its last part.
+            done = np.maximum(done, free)
+        else:
+            # The last to launch, then the slower of the way around the ring and of the slowest link's own hops.
+            laps = hops / self._workers * float((occupied + latencies).sum())
+            done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
+        busy = hops * occupied
+        self._occupy(busy, np.roll(busy, 1), float(ready.max()))
+        return done.tolist()
+
+    def _ring_links(self) -> tuple[Times, Times]:
+        if self._rings is None:
+            pairs = [(rank, (rank + 1) % self._workers) for rank in range(self._workers)]
+            self._rings = np.array([self.rate(*each) for each in pairs]), self._latencies()
+        return self._rings
+
+    def _latencies(self) -> Times:
+        return np.array([self.latency(rank, (rank + 1) % self._workers) for rank in range(self._workers)])
+
+    def _occupy(self, sent: Times, received: Times, begin: float) -> None:
+        """Keep interfaces busy for the bytes of a collective; its latencies leave them free."""
+        for rank, (out, into) in enumerate(zip(sent.tolist(), received.tolist(), strict=True)):
+            self._out[rank] = max(self._out[rank], begin) + out
+            self._in[rank] = max(self._in[rank], begin) + into
