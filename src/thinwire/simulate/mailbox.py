@@ -74,7 +74,7 @@ class SimulatedMailbox(Mailbox):
             self.changed.notify_all()
         for dst in range(self._size):
             if dst != self._rank and (peer := self._peer(dst)) is not None:
-                self._arrive(dst, 0.0, lambda peer=peer: peer._on_close(self._rank))
+                self._arrive(dst, 0.0, lambda peer=peer: peer._on_close(self._rank), last=True)
 
     def _transmit(self, dst: int, message: Message, number: int) -> None:
         world = self._world
@@ -118,12 +118,13 @@ class SimulatedMailbox(Mailbox):
     def _peer(self, rank: int) -> SimulatedMailbox | None:
         return self._world.mailboxes.get((self._epoch, rank))
 
-    def _arrive(self, dst: int, seconds: float, call: Callable[[], None]) -> None:
+    def _arrive(self, dst: int, seconds: float, call: Callable[[], None], *, last: bool = False) -> None:
         """Let something happen at another worker, behind what was sent before unless messages may overtake."""
         world = self._world
-        at = world.times.now + seconds
-        if not world.network.overtaking:
-            at = self._last_arrival[dst] = max(at, self._last_arrival.get(dst, 0.0))
+        at, before = world.times.now + seconds, self._last_arrival.get(dst, 0.0)
+        if last or not world.network.overtaking:
+            at = max(at, before)
+        self._last_arrival[dst] = max(at, before)
 
         def arrive() -> None:
             if dst in world.lost:

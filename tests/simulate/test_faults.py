@@ -1,0 +1,45 @@
+"""Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries as many seeds as are asked for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+import thinwire
+from tests.battery.runs import Case
+from tests.simulate.faults import CASES, PRESERVING, Seen, try_mass, try_seed
+from thinwire import CommTimeoutError, ConfigError, PeerLostError, Strategy, simulate
+from thinwire.simulate import DeadlockError, Death, Network, Pause, SimulatedComm
+
+EVENTS: Counter[str] = Counter()
+
+
+def test_invariants_hold_under_random_faults_and_rare_events_are_seen() -> None:
+    seen = Seen()
+    for seed in range(2):
+        for each in CASES:
+            try_seed(each, seed, seen)
+    assert not seen.wrong
+    for event in ("late drop", "stale message", "dead peer", "silent death", "pause", "late message"):
+        assert seen.events[event], event
+
+
+@pytest.mark.parametrize("strategy", PRESERVING, ids=str)
+def test_mass_is_neither_made_nor_lost(strategy: Strategy) -> None:
+    seen = Seen()
+    for seed in range(6):
+        try_mass(strategy, seed, seen)
+    assert not seen.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("each", CASES, ids=str)
+def test_invariants_hold_for_many_seeds(each: Case) -> None:
+    seen = Seen()
+    for seed in range(300):
+        try_seed(each, seed, seen)
+    assert not seen.wrong
