@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.work import Work, describe, nbytes_of
-from thinwire.errors import MismatchError
+from thinwire.errors import MismatchError, ThinwireError, error_named
 from thinwire.simulate.mailbox import SimulatedMailbox
 from thinwire.simulate.world import Connections, Pending, World
 
@@ -325,6 +325,13 @@ class SimulatedComm(Comm):
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the waits of all others."""
+        first = self._world.share(error)
+        if first is error:
+            raise error
+        raise error_named(type(first).__name__, str(first)) from error
+
     def duplicate(self) -> Comm:
         """A comm over connections of their own between the same workers."""
 
@@ -346,6 +353,7 @@ class SimulatedComm(Comm):
         return box
 
     def _check_open(self, label: str) -> None:
+        self._world.check_heard()
         if (fault := self._group.fault) is not None:
             raise type(fault)(f"{self._where(label)}: {fault}")
 

@@ -104,6 +104,7 @@ class SimulatedMailbox(Mailbox):
 
     def _check_peers(self, src: Sequence[int]) -> None:
         super()._check_peers(src)
+        self._world.check_heard()
         for rank in src:
             loss = self._world.lost.get(rank)
             if loss is not None and not loss.silent and self.clock() >= loss.at + RECONNECT_SECONDS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from thinwire.comm.work import Interval
-from thinwire.errors import CommError, CommTimeoutError, PeerLostError
+from thinwire.errors import CommError, CommTimeoutError, PeerLostError, ThinwireError, error_named
 from thinwire.simulate.faults import Draws
 from thinwire.simulate.network import Death, Network
 from thinwire.simulate.record import NETWORK, Record, Step
@@ -94,8 +94,11 @@ class World:
         draws: random numbers.
         record: what has happened.
         lost: workers that are gone, by rank.
+        ended: ranks whose work is done.
         groups: connections that are open.
         mailboxes: by (number, rank).
+        shared: an error that a rank has found, and that all are to raise.
+        heard: the same, once the others have heard of it.
     """
 
     def __init__(self, size: int, network: Network, draws: Draws) -> None:
@@ -105,6 +108,8 @@ class World:
         self.record = Record()
         self.lost: dict[int, Loss] = {}
         self.ended: set[int] = set()
+        self.shared: ThinwireError | None = None
+        self.heard: ThinwireError | None = None
         self.groups: list[Connections] = []
         self.mailboxes: dict[tuple[int, int], SimulatedMailbox] = {}
         self._stolen = [0.0] * size
@@ -130,6 +135,18 @@ class World:
         closing = self.network.latency
         self.times.at(self.times.now + closing, lambda: self._close_groups(loss))
         self.times.at(self.times.now + closing + RECONNECT_SECONDS, self._notify_mailboxes)
+
+    def share(self, error: ThinwireError) -> ThinwireError:
+        """Let all waits raise an error that a rank has found; returns the first such error of any rank."""
+        if self.shared is None:
+            self.shared = error
+            self.times.at(self.times.now + self.network.latency, self._tell_all)
+        return self.shared
+
+    def check_heard(self) -> None:
+        """Raise what another rank has found."""
+        if self.heard is not None:
+            raise error_named(type(self.heard).__name__, str(self.heard))
 
     def check_step(self, rank: int, step: int) -> None:
         """End a worker that was to die in a training step."""
@@ -167,9 +184,19 @@ class World:
         for group in self.groups:
             if group.fault is None:
                 group.fault = PeerLostError(f"rank {loss.rank} is lost ({loss.reason})")
-            for actor in list(group.waiting):
-                if group.waiting[actor].missing:
-                    self.times.wake(actor)
+            self._wake_all(group)
+
+    def _tell_all(self) -> None:
+        self.heard = self.shared
+        self._notify_mailboxes()
+        for group in self.groups:
+            self._wake_all(group)
+
+    def _wake_all(self, group: Connections) -> None:
+        """Let all look again that wait for something of which it is not known when it ends."""
+        for actor, pending in list(group.waiting.items()):
+            if pending.missing:
+                self.times.wake(actor)
 
     def _notify_mailboxes(self) -> None:
         for box in self.mailboxes.values():
@@ -192,6 +219,8 @@ class World:
         """
         times, start = self.times, self.times.now
         while pending.missing or pending.done_at > times.now:
+            if pending.missing:
+                self.check_heard()
             if pending.missing and group.fault is not None:
                 raise type(group.fault)(f"{where}: {group.fault}")
             actor = times.current
@@ -218,9 +247,7 @@ class World:
         names = f"; {', '.join(f'rank {rank}' for rank in missing)} {be} not answering" if missing else ""
         fault = CommTimeoutError(f"no answer within {timeout:g} s{names}")
         group.fault = group.fault or fault
-        for actor, other in list(group.waiting.items()):
-            if other.missing:
-                self.times.wake(actor)
+        self._wake_all(group)
         return CommTimeoutError(f"{where}: {fault}")
 
     def _stuck(self, where: str, pending: Pending) -> str:
