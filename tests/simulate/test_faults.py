@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import pytest
-import torch
 
-import thinwire
 from tests.battery.runs import Case
 from tests.simulate.faults import CASES, PRESERVING, Seen, try_mass, try_seed
-from thinwire import CommTimeoutError, ConfigError, PeerLostError, Strategy, simulate
-from thinwire.simulate import DeadlockError, Death, Network, Pause, SimulatedComm
+from thinwire import Strategy
 
 EVENTS: Counter[str] = Counter()
 

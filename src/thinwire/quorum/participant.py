@@ -154,7 +154,10 @@ class Participant:
             current = self._member.round
         assert current is not None, "this rank has just contributed"
         while not current.is_over:
-            self._wait(lambda: self._can_continue(current), "enough ranks to be ready")
+            self._wait(
+                lambda: self._can_continue(current),
+                f"enough ranks to be ready, as rank {self._member.coordinator_rank} counts",
+            )
             self._advance(current)
         end = self._clock()
         with self._box.changed:
@@ -202,7 +205,7 @@ class Participant:
         start = self._clock()
         with self._box.changed:
             self._perform(self._member.enter_barrier(self._r.step, start))
-            self._box.wait_until(self._member.missing_at_barrier, f"all ranks to end step {self._r.step}")
+            self._box.wait_until(self._member.missing_at_barrier, f"{{ranks}} to end step {self._r.step}")
             self._all_reduces.flush_meter(self._comm.meter)
         self._comm.meter.waited("barrier", start, start, self._clock(), self._r.step)
 

@@ -1,13 +1,13 @@
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
-Each interface, in each direction, and each rack's uplink carries one message after the other, in the order in which
-they were sent; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends
+Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends
 to two others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
@@ -28,6 +28,52 @@ header, and 32 the TCP header with timestamps. Acknowledgements and the payload'
 # As many ranks as a ring is followed hop by hop for, and pairs of an all-to-all one by one; more by a closed form.
 _MOST_RANKS_OF_A_RING = 512
 _MOST_RANKS_OF_ALL_TO_ALL = 64
+
+
+class Lane:
+    """What one direction of an interface, or of an uplink, is busy with: one message at a time."""
+
+    __slots__ = ("_busy",)
+
+    def __init__(self) -> None:
+        self._busy: list[list[float]] = []
+
+    @property
+    def free_from(self) -> float:
+        """From when on nothing is booked."""
+        return self._busy[-1][1] if self._busy else 0.0
+
+    def book(self, now: float, earliest: float, seconds: float) -> tuple[float, float]:
+        """Book the first time that is free from `earliest` on; returns when it begins and ends.
+
+        What was booked before keeps its time, and the rest goes around it: a message on a long way does not hold up one
+        that comes before it.
+        """
+        busy = self._busy
+        while busy and busy[0][1] <= now:
+            del busy[0]
+        if not busy or busy[-1][1] <= earliest:
+            busy.append([earliest, earliest + seconds])
+            return earliest, earliest + seconds
+        begin, at, left, place = -1.0, earliest, seconds, 0
+        while True:
+            start, end = busy[place] if place < len(busy) else (inf, inf)
+            if end <= at:
+                place += 1
+                continue
+            if start > at:
+                piece = min(left, start - at)
+                begin, left = at if begin < 0 else begin, left - piece
+                if piece == start - at:
+                    busy[place][0] = at  # up to what was booked
+                elif place and busy[place - 1][1] == at:
+                    busy[place - 1][1] = at + piece
+                else:
+                    busy.insert(place, [at, at + piece])
+                if left <= 0:
+                    return begin, at + piece
+            at = max(at, end)
+            place += 1
 
 
 class Wires:
@@ -60,8 +106,9 @@ class Wires:
         self._racks = network.racks
         self._rack_rate = inf if self._racks is None else self._racks.bits_per_second * PAYLOAD_SHARE / 8
         self._pairs = {tuple(sorted(pair.between)): pair for pair in network.pairs}
-        self._out, self._in = [0.0] * workers, [0.0] * workers
-        self._uplinks: dict[tuple[str, int], float] = {}
+        self._out = [Lane() for _ in range(workers)]
+        self._in = [Lane() for _ in range(workers)]
+        self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
         self._rings: tuple[Times, Times] | None = None
 
     def latency(self, src: int, dst: int) -> float:
@@ -86,20 +133,18 @@ class Wires:
         Returns:
             When it has left its sender, and when it has arrived.
         """
-        begin = max(now, self._out[src])
-        left = self._out[src] = begin + nbytes / self._rates[src]
+        seconds = nbytes / self._rates[src]
+        begin, left = self._out[src].book(now, now, seconds)
         latency = self.latency(src, dst)
         head, tail = begin + latency, left + latency
         if self._racks is not None and src // self._racks.size != dst // self._racks.size:
             for uplink in (("up", src // self._racks.size), ("down", dst // self._racks.size)):
-                head = max(head, self._uplinks.get(uplink, 0.0))
-                self._uplinks[uplink] = head + nbytes / self._rack_rate
-                tail = max(tail, self._uplinks[uplink])
+                seconds = nbytes / self._rack_rate
+                head, end = self._uplinks[uplink].book(now, head, seconds)
+                tail = max(tail, end)
         if self._pairs:
             tail = max(tail, head + nbytes / self.rate(src, dst))
-        head = max(head, self._in[dst])
-        self._in[dst] = head + nbytes / self._rates[dst]
-        return left, max(tail, self._in[dst])
+        return left, max(tail, self._in[dst].book(now, head, nbytes / self._rates[dst])[1])
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -128,7 +173,7 @@ class Wires:
             return done
         sent = np.array([sum(row) for row in nbytes]) / np.array(self._rates)
         received = np.array(nbytes).sum(0) / np.array(self._rates)
-        begin = max([*launched, max(self._out), max(self._in)])
+        begin = float(self._ready(launched).max())
         self._occupy(sent, received, begin)
         return (begin + self._latencies().max() + np.maximum(sent, received)).tolist()
 
@@ -136,7 +181,7 @@ class Wires:
         """A ring in which each rank passes on, in each hop, what it received in the one before."""
         rates, latencies = self._ring_links()
         occupied = nbytes / rates
-        ready = np.maximum(np.array(launched), np.maximum(np.array(self._out), np.array(self._in)))
+        ready = self._ready(launched)
         if self._workers <= _MOST_RANKS_OF_A_RING:
             done, free = ready, ready
             for _ in range(hops):
@@ -164,5 +209,10 @@ class Wires:
     def _occupy(self, sent: Times, received: Times, begin: float) -> None:
         """Keep interfaces busy for the bytes of a collective; its latencies leave them free."""
         for rank, (out, into) in enumerate(zip(sent.tolist(), received.tolist(), strict=True)):
-            self._out[rank] = max(self._out[rank], begin) + out
-            self._in[rank] = max(self._in[rank], begin) + into
+            self._out[rank].book(begin, begin, out)
+            self._in[rank].book(begin, begin, into)
+
+    def _ready(self, launched: Sequence[float]) -> Times:
+        """When each rank has launched a collective, and its interface has nothing else to do."""
+        free = [max(out.free_from, into.free_from) for out, into in zip(self._out, self._in, strict=True)]
+        return np.maximum(np.array(launched), np.array(free))
