@@ -1,4 +1,4 @@
-"""Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries as many seeds as are asked for."""
+"""Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries more seeds."""
 
 from __future__ import annotations
 

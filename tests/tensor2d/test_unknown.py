@@ -17,7 +17,7 @@ from thinwire import ConfigError
 from thinwire.tensor2d import Mesh2D, cross_entropy_2d, parallelize_2d
 from thinwire.tensor2d.plan import Dense, DividedCounts, Lookup, Norm, Style, Untouched
 
-H, HEADS, WORDS, LENGTH = 24, 4, 36, 6
+H, HEADS, NUM_WORDS, LENGTH = 24, 4, 36, 6
 
 
 class Attention(nn.Module):
@@ -154,7 +154,7 @@ CROSSING: dict[str, tuple[Callable[[], nn.Module], dict[Any, Style]]] = {
 
 def network(make: Callable[[], nn.Module], embedding: type[nn.Embedding] = nn.Embedding) -> nn.Module:
     with torch.random.fork_rng():
-        model = nn.Sequential(embedding(WORDS, H), make(), nn.Linear(H, WORDS)).double()
+        model = nn.Sequential(embedding(NUM_WORDS, H), make(), nn.Linear(H, NUM_WORDS)).double()
     for number, parameter in enumerate(model.parameters()):
         parameter.data = 0.5 * drawn(*parameter.shape, seed=number)
     return model
@@ -162,7 +162,7 @@ def network(make: Callable[[], nn.Module], embedding: type[nn.Embedding] = nn.Em
 
 def batch() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(3)
-    return torch.randint(WORDS, (8, LENGTH), generator=draw), torch.randint(WORDS, (8, LENGTH), generator=draw)
+    return torch.randint(NUM_WORDS, (8, LENGTH), generator=draw), torch.randint(NUM_WORDS, (8, LENGTH), generator=draw)
 
 
 def failures(models: list[nn.Module], plan: dict[Any, Style], **settings: Any) -> list[str]:

@@ -61,8 +61,8 @@ class Wrapper(Strategy):
     needs_equal_start = trait(lambda self: self.base.needs_equal_start)
     local_rounds = trait(lambda self: self.base.local_rounds)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
-    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing` and `restarts_on_resize`
-    # speak of a class's own state; who asks for them looks at the base, too.
+    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing` and
+    # `restarts_on_resize` speak of a class's own state; who asks for them looks at the base, too.
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""
