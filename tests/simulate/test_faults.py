@@ -1,16 +1,12 @@
-"""Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries more seeds."""
+"""Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries any number of seeds."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
 from tests.battery.runs import Case
 from tests.simulate.faults import CASES, PRESERVING, Seen, try_mass, try_seed
 from thinwire import Strategy
-
-EVENTS: Counter[str] = Counter()
 
 
 def test_invariants_hold_under_random_faults_and_rare_events_are_seen() -> None:

@@ -28,6 +28,9 @@ COMMANDS = {
     "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
     "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
     "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
+    "simulate": Command(
+        "thinwire.cli.simulate", "Simulate", "run a strategy on many simulated workers, in virtual time"
+    ),
     "topology": Command(
         "thinwire.cli.topology", "Topology", "show who sends to whom on a graph, and how fast it mixes"
     ),

@@ -51,7 +51,7 @@ def simulate(
     compute_time: Duration | None = None,
     timeout: float = 60.0,
     tracing: bool = False,
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> Simulation[T]:
     """Run `work(comm)` on simulated workers, and tell how it ended; failures are in what it returns.
 
@@ -63,7 +63,7 @@ def simulate(
         compute_time: how long `comm.compute()` takes, instead of the network's.
         timeout: how long one wait may last, in virtual seconds.
         tracing: whether to record intervals, in `comm.meter.intervals` and `record.computing`.
-        progress: called with the virtual time as it passes.
+        progress: called at each event with the virtual time, and with how many steps of single workers have ended.
 
     Raises:
         ConfigError: the number of workers is out of range, or the network names a rank that there is not.
@@ -89,7 +89,10 @@ def simulate(
     network = network or Network()
     network.check(workers)
     world = World(workers, network, Draws(network, workers, seed, compute_time))
-    world.record.tracing, world.times.before_event = tracing, progress
+    world.record.tracing = tracing
+    if progress is not None:
+        steps = world.record.steps
+        world.times.before_event = lambda now: progress(now, len(steps))
     group = SimulatedGroup()
     world.groups.append(group)
     comms = [SimulatedComm(world, group, rank, timeout=timeout) for rank in range(workers)]

@@ -1,7 +1,8 @@
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
-Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends
-to two others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
+Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through
+all of them at once, as fast as the slowest (cut-through). So a worker that sends to two others sends to each at half
+its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
 """
 

@@ -1,0 +1,254 @@
+"""`thinwire simulate`: the code that trains, on simulated workers of a simulated network."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.cli.console import err, out
+from thinwire.errors import ConfigError
+from thinwire.report.units import nbytes, seconds, share
+
+if TYPE_CHECKING:
+    from thinwire.simulate import Network, Simulation
+    from thinwire.simulate.summary import Summary
+    from thinwire.simulate.training import MakeOptimizer, Outcome, Training
+    from thinwire.strategies.base import Strategy
+
+_EVENTS_PER_UPDATE = 2000
+_MOST_TRACED_RANKS = 32
+_MOST_FAILURES = 8
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Run a strategy's own code on many simulated workers, and tell how long its steps take and who waits for whom.
+
+    Example: thinwire simulate --strategy "PushSum()" --workers 64 --network examples/network.toml --steps 20
+
+    Workers minimise a quadratic, each its own, so that thousands of them fit in one process; --task trains a model on
+    real data instead, and --meta computes nothing at all. All times are virtual: the same seed gives the same run, bit
+    for bit.
+
+    Args:
+        strategy: the recipe, such as "SlowMo(base=PushSum(), period=48)".
+        workers: how many.
+        network: a file in TOML with the rates, latencies, racks and faults of the network; 1 Gbit/s and 0.1 ms unless
+            given.
+        steps: training steps.
+        seed: of the workers' data and of all random draws.
+        compute_time: of one step, such as 50ms or "lognormal(50ms, 0.2)", instead of the network file's; 50ms unless
+            either is given.
+        parameters: of the quadratic, such as 1e4.
+        task: train this task's model instead, such as digits.
+        meta: tensors without numbers, for times and bytes of many workers.
+        timeout: how long one wait may last, in virtual seconds.
+        out: a folder for the run, which thinwire report draws; intervals of time are recorded of up to 32 workers.
+        json: print everything as JSON.
+    """
+
+    strategy: str
+    workers: int = 8
+    network: Path | None = None
+    steps: int = 100
+    seed: int = 0
+    compute_time: str | None = None
+    parameters: float = 1e4
+    task: str | None = None
+    meta: bool = False
+    timeout: float = 60.0
+    out: Path | None = None
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Simulate, and print the figures; returns 0, or 1 where workers have failed.
+
+        Raises:
+            ConfigError: a value that cannot be read, or options that exclude each other.
+        """
+        if self.parameters < 1 or self.parameters % 1:
+            raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
+        from thinwire.runs.recipes import parse_recipe
+        from thinwire.simulate.summary import summarise
+        from thinwire.simulate.training import Training
+        from thinwire.strategies.base import Strategy
+
+        strategy = parse_recipe(self.strategy)
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(f"--strategy {self.strategy}: is torch's own method, whose code cannot be simulated")
+        training = Training(
+            strategy,
+            steps=self.steps,
+            make_optimizer=_maker(strategy),
+            parameters=int(self.parameters),
+            task=self.task,
+            numbers="meta" if self.meta else "real",
+            seed=self.seed,
+        )
+        ended = self._simulate(training, self._network())
+        summary = summarise(ended)
+        if self.out is not None:
+            _write(self.out, strategy, self, ended, summary)
+        if self.json:
+            out.print(json_text.dumps(asdict(summary)), markup=False)
+        else:
+            _print(summary, strategy)
+        return 1 if summary.failures else 0
+
+    def _network(self) -> Network:
+        from dataclasses import replace
+
+        from thinwire.simulate import Duration, Network, load_network
+        from thinwire.simulate.durations import parse_distribution
+
+        network = Network() if self.network is None else load_network(self.network)
+        if self.compute_time is not None:
+            argument = f"--compute-time {self.compute_time}"
+            return replace(network, compute=parse_distribution(self.compute_time, argument=argument))
+        return network if network.compute != Duration() else replace(network, compute=Duration("constant", 0.05))
+
+    def _simulate(self, training: Training, network: Network) -> Simulation[Outcome]:
+        from thinwire.simulate import simulate
+        from thinwire.simulate.comm import SimulatedComm
+
+        with _bar(self.workers * self.steps) as advance:
+
+            def work(comm: SimulatedComm) -> Outcome:
+                return training(comm)
+
+            return simulate(
+                self.workers,
+                work,
+                network=network,
+                seed=self.seed,
+                timeout=self.timeout,
+                tracing=self.out is not None,
+                progress=advance,
+            )
+
+
+def _maker(strategy: Strategy) -> MakeOptimizer:
+    """Makes plain SGD, or an optimizer that the strategy needs."""
+    from torch import nn
+
+    from thinwire.plan.traffic import default_optimizer
+
+    return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters))
+
+
+@contextmanager
+def _bar(steps: int) -> Generator[Callable[[float, int], None] | None]:
+    """A bar on the standard error, where that is a terminal."""
+    if not err.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.percentage:.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True) as progress:
+        task, events = progress.add_task("simulating", total=steps), 0
+
+        def advance(now: float, done: int) -> None:
+            nonlocal events
+            events += 1
+            if events % _EVENTS_PER_UPDATE == 0:
+                progress.update(task, completed=done, description=f"simulating, {seconds(now)}")
+
+        yield advance
+
+
+def _print(summary: Summary, strategy: Strategy) -> None:
+    from thinwire.strategies.recipe import brief
+
+    out.print(brief(strategy), style="bold", markup=False)
+    out.print(f"{summary.workers} simulated workers, {len(summary.steps)} steps, {seconds(summary.seconds)}\n")
+    for name, words in _lines(summary):
+        out.print(f"  {name:<12}{words}", markup=False)
+    for rank, words in list(summary.failures.items())[:_MOST_FAILURES]:
+        out.print(f"  rank {rank} failed: {words}", markup=False)
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """The figures in words: (name, words)."""
+    median, computed = seconds(summary.median_seconds_per_step), seconds(summary.computed_seconds_per_step)
+    yield (
+        "step",
+        f"{seconds(summary.seconds_per_step)}; a worker's own median {median}, of which it computes {computed}",
+    )
+    if summary.steps:
+        slowest = max(summary.steps, key=lambda step: step.longest_seconds)
+        longest = seconds(slowest.longest_seconds)
+        yield "longest", f"{longest}, step {slowest.step} of rank {slowest.longest_rank}"
+    sent, messages = summary.payload_bytes_per_worker_per_step, summary.messages_per_worker_per_step
+    yield "sent", f"{nbytes(sent)} a step by each worker, in {messages:.3g} messages"
+    if summary.waits:
+        late = [f"rank {rank} {seconds(each)}" for rank, each in list(summary.waited_on.items())[:5]]
+        yield (
+            "waits",
+            f"{share(summary.waited_for_transfers)} of all waiting is for transfers, the rest for late workers",
+        )
+        if late:
+            yield "waited for", f"longest, all waits together: {', '.join(late)}"
+        for wait in summary.waits[:3]:
+            on = "transfers" if wait.on is None else f"rank {wait.on}"
+            yield "", f"rank {wait.rank} has waited {seconds(wait.seconds)} for {on}"
+    if summary.late_messages:
+        yield "delayed", f"{summary.late_messages} messages"
+    for rank, at in summary.died.items():
+        yield "died", f"rank {rank} at {seconds(at)}"
+    if summary.loss is not None:
+        yield "loss", f"{summary.loss:.6g}, of the model that all workers agree on"
+
+
+def _write(path: Path, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary) -> None:
+    """A run folder, which `thinwire report` reads."""
+    from thinwire.runs.folder import RunFolder
+    from thinwire.simulate.summary import intervals
+    from thinwire.strategies.recipe import brief
+
+    folder = RunFolder(path)
+    folder.create()
+    model = f"{command.parameters:g} parameters" if command.task is None else command.task
+    facts = {
+        "strategy": brief(strategy),
+        "task": command.task or "quadratic",
+        "model": model,
+        "workers": command.workers,
+        "link": None if command.network is None else str(command.network),
+        "simulated": True,
+        "seed": command.seed,
+    }
+    folder.write("config.json", facts)
+    folder.append(
+        "timeline.jsonl",
+        (
+            {
+                "rank": rank,
+                "kind": each.kind,
+                "name": each.name,
+                "start": each.start,
+                "end": each.end,
+                "step": each.step,
+            }
+            for rank, each in intervals(ended)
+            if rank < _MOST_TRACED_RANKS
+        ),
+    )
+    folder.append("steps.jsonl", (asdict(step) for step in summary.steps))
+    figures = {
+        "steps": len(summary.steps),
+        "seconds": summary.seconds,
+        "seconds_per_step": summary.seconds_per_step,
+        "median_seconds_per_step": summary.median_seconds_per_step,
+        "compute_seconds_per_step": summary.computed_seconds_per_step,
+        "exposed_seconds_per_step": max(0.0, summary.seconds_per_step - summary.computed_seconds_per_step),
+        "payload_bytes_per_worker_per_step": summary.payload_bytes_per_worker_per_step,
+        "train_loss": summary.loss,
+        "waits": [asdict(wait) for wait in summary.waits],
+        "failures": summary.failures,
+    }
+    folder.write("summary.json", facts | figures)
