@@ -158,6 +158,7 @@ def test_a_gradient_that_is_not_finite_makes_all_skip_a_synchronisation(step: in
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         worker, _ = trained(comm, problem, 0.0, 0, step)
+        worker.nonfinite = "skip"
         residual = worker.replicas[0].state["error"].clone()
         before = parameters_of(worker).clone()
         worker.optimizer.zero_grad()
@@ -181,6 +182,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_in_a_local_step() -> None:
 
     def body(comm: Comm, factor: float) -> Tensor:
         worker, _ = trained(comm, problem, 0.0, 0, 13)
+        worker.nonfinite = "skip"
         worker.optimizer.zero_grad()
         (problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
         worker.optimizer.step()

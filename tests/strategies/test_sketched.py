@@ -278,7 +278,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step(strategy: Strategy, bad: float) -> None:
     def body(comm: Comm) -> tuple[bool, bool, Tensor, float]:
-        worker = engine.attach(comm, strategy, optimizer=plain)
+        worker = engine.attach(comm, strategy, optimizer=plain, nonfinite="skip")
         for group in worker.optimizer.param_groups:
             group["weight_decay"] = 0.0
         engine.steps(worker, engine.batches(comm.rank, 3))

@@ -10,13 +10,14 @@ computed; `reading` is all that turns data into Python's values. So a dry run ta
 from thinwire.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
 from thinwire.kernels.quantized import clip_outliers, dequantize_, quantize_, quantized_nbytes
-from thinwire.kernels.reading import all_finite, bytes_of, join, norm_if_finite, take
+from thinwire.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
 from thinwire.kernels.rng import mix64, uniform
 from thinwire.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
 from thinwire.kernels.sketched import heavy, sketch_, unsketch
 
 __all__ = [
     "all_finite",
+    "all_finite_each",
     "bytes_of",
     "clip_outliers",
     "decode_fp8",

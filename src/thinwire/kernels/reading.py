@@ -7,6 +7,7 @@ from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 def all_finite(x: Tensor) -> bool:
@@ -15,6 +16,12 @@ def all_finite(x: Tensor) -> bool:
     if x.is_meta:
         return True
     return isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()) or bool(x.isfinite().all())
+
+
+def all_finite_each(tensors: Sequence[Tensor]) -> bool:
+    """Whether no element of any tensor is NaN or infinite; they are on one device, and meta tensors are left out."""
+    tensors = [x for x in tensors if not x.is_meta]
+    return not tensors or isfinite(get_total_norm(tensors).item()) or all(all_finite(x) for x in tensors)
 
 
 def norm_if_finite(x: Tensor) -> tuple[bool, float]:

@@ -41,6 +41,8 @@ class Strategy(ABC):  # noqa: B024
         moves_parameters: a hook before or after the optimizer's step may change `r.x`, and leave the optimizer's state
             as it is. An optimizer that computes the parameters from that state would undo such a change.
         skips_steps: a worker that is late skips steps, and continues at the step where the others are.
+        skips_nonfinite: where gradients are exchanged in `before_step`, all leave out a step in which that of any of
+            them is NaN or infinite.
         timing_dependent: results depend on which message arrives first, so that two runs differ.
         data_dependent_bytes: how many bytes are sent depends on the numbers that are sent.
         elementwise: every element of the vectors is treated by itself, so that one vector may hold several models.
@@ -90,6 +92,7 @@ class Strategy(ABC):  # noqa: B024
     reads_gradient: ClassVar[bool] = False
     moves_parameters: ClassVar[bool] = True
     skips_steps: ClassVar[bool] = False
+    skips_nonfinite: ClassVar[bool] = False
     timing_dependent: ClassVar[bool] = False
     data_dependent_bytes: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False

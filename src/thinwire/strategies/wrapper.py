@@ -53,6 +53,7 @@ class Wrapper(Strategy):
     reads_gradient = trait(lambda self: self.base.reads_gradient)
     moves_parameters = trait(lambda self: self.base.moves_parameters)
     skips_steps = trait(lambda self: self.base.skips_steps)
+    skips_nonfinite = trait(lambda self: self.base.skips_nonfinite)
     timing_dependent = trait(lambda self: self.base.timing_dependent)
     data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes)
     elementwise = trait(lambda self: self.base.elementwise)

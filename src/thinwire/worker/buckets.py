@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
-from thinwire.errors import CommError, ConfigError, MismatchError
+from thinwire.errors import CommError, ConfigError, MismatchError, NonFiniteError
 from thinwire.kernels import all_finite
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
@@ -65,15 +66,23 @@ class Bucket:
                 copy_each_([view for view, _ in moved], [grad for _, grad in moved])
             if len(moved) < len(found) and not all_finite(self.replica.g[self.part]):
                 # The exchange will write over these gradients.
-                self.culprit = self.find_culprit()
+                self.culprit = self._first_nonfinite(in_place=True)
 
     def find_culprit(self) -> int:
-        """The first parameter whose gradient on this rank is not finite, by its place in the bucket; -1 for none."""
-        if self.culprit >= 0:
-            return self.culprit
-        gradients = [parameter.grad for parameter in self.parameters]
-        finite = [grad is None or all_finite(local(grad).to_dense()) for grad in gradients]
-        return finite.index(False) if False in finite else -1
+        """The first parameter whose gradient on this rank was not finite, by its place in the bucket; -1 for none.
+
+        For the time between the exchange and `expose`.
+        """
+        found = [place for place in (self.culprit, self._first_nonfinite(in_place=False)) if place >= 0]
+        return min(found, default=-1)
+
+    def _first_nonfinite(self, *, in_place: bool) -> int:
+        """Of the parameters whose gradients are views of the vector, or of the others."""
+        for place, (view, parameter) in enumerate(zip(self.gradients, self.parameters, strict=True)):
+            grad = None if parameter.grad is None else local(parameter.grad).to_dense()
+            if grad is not None and (grad.data_ptr() == view.data_ptr()) == in_place and not all_finite(grad):
+                return place
+        return -1
 
     def in_use(self) -> bool:
         """Whether gradients that are being computed lie in the memory that the bucket is sent from."""
@@ -127,6 +136,14 @@ class NonFinite(NamedTuple):
     rank: int
     parameter: str
 
+    def error(self, step: int) -> NonFiniteError:
+        """The error that all ranks raise."""
+        whose = f"gradient of {self.parameter} on rank {self.rank}"
+        return NonFiniteError(
+            f"step {step}: the {whose if self.rank >= 0 else f'mean gradient of {self.parameter}'} is NaN or infinite; "
+            'lower the learning rate, clip gradients, or leave out such steps with attach(..., nonfinite="skip")'
+        )
+
 
 class _PassEnd:
     """The callback at the end of a backward pass.
@@ -160,9 +177,12 @@ class Backward:
         names: of the parameters, in the order of the buckets.
         find_unused: whether parameters without a gradient on any rank keep none.
         skips_steps: a rank may leave out a pass, and no others wait for it.
+        raises_own: with `skips_steps`, a gradient of this rank that is not finite is an error before it is sent, as ranks
+            that are not in step cannot ask each other whose it was.
         syncing: False while gradients accumulate locally.
         unused: parameters that had no gradient on this rank in the last pass.
-        nonfinite: why the mean of the last pass is not finite, the same on all ranks; None if it is.
+        exchanged: gradients were exchanged since the last step, in the last pass.
+        nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
     """
 
     buckets: list[Bucket]
@@ -170,8 +190,10 @@ class Backward:
     names: Sequence[str] = ()
     find_unused: bool = False
     skips_steps: bool = False
+    raises_own: bool = False
     syncing: bool = True
     unused: list[Tensor] = field(default_factory=list[Tensor])
+    exchanged: bool = False
     nonfinite: NonFinite | None = None
     _launched: int = 0
     _end: ref[_PassEnd] | None = None
@@ -260,7 +282,8 @@ class Backward:
         else:
             self._finish(state)
         if state != _FAILED:
-            raise self._refusal({self.buckets[0].replica.comm.rank: state})
+            # Where gradients are exchanged in the step, the others are waiting there, and do not know of it yet.
+            self._comm.raise_on_all(self._refusal({self._comm.rank: state}))
 
     def _finish(self, state: int) -> None:
         """Send the remaining buckets and wait for all; where their mean is not finite, all ranks find out why."""
@@ -274,15 +297,17 @@ class Backward:
             bucket.work = self.exchange(bucket.replica, bucket.part)
         self._launched = len(self.buckets)
         used = self._count_users() if self.find_unused else None
+        if self.raises_own and self.skips_steps:
+            self._refuse_own()
         place, culprit, mean = 0, -1, -1
+        self.exchanged = state == _ENDED and any(bucket.work is not None for bucket in self.buckets)
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 if not all_finite(bucket.replica.g[bucket.part]):
-                    if culprit < 0 and (found := bucket.find_culprit()) >= 0:
-                        culprit = place + found
-                    finite = [all_finite(gradient) for gradient in bucket.gradients]
-                    mean = place + finite.index(False) if mean < 0 else mean
+                    # Of the last bucket, which has the model's first parameters.
+                    culprit = place + found if (found := bucket.find_culprit()) >= 0 else culprit
+                    mean = place + [all_finite(gradient) for gradient in bucket.gradients].index(False)
             bucket.work = None
             if state == _ENDED:
                 bucket.expose()
@@ -290,13 +315,23 @@ class Backward:
         if used is not None:
             self._drop_unused(used.wait(), state)
         self._interrupted = False
-        if mean >= 0 and not self.skips_steps:
+        if mean >= 0 and self.skips_steps:
+            self.nonfinite = NonFinite(
+                self._comm.rank if culprit >= 0 else -1, self.names[culprit if culprit >= 0 else mean]
+            )
+        elif mean >= 0:
             self._explain(state, culprit, mean)
+
+    def _refuse_own(self) -> None:
+        names = iter(self.names)
+        own = [next(names) for bucket in self.buckets for view in bucket.gradients if not all_finite(view)]
+        if own:
+            self._comm.raise_on_all(NonFinite(self._comm.rank, own[0]).error(self.buckets[0].replica.step))
 
     def _explain(self, state: int, culprit: int, mean: int) -> None:
         """Tell all ranks whether the pass has failed here, and which gradient was not finite before it was sent."""
-        comm, device = self.buckets[0].replica.comm, self.buckets[0].replica.g.device
-        mine = torch.tensor([state, culprit], dtype=torch.int64, device=device)
+        comm = self._comm
+        mine = torch.tensor([state, culprit], dtype=torch.int64, device=self.buckets[0].replica.g.device)
         reports = [(int(theirs[0]), int(theirs[1])) for theirs in comm.all_gather(mine).wait()]
         failed = {rank: state for rank, (state, _) in enumerate(reports) if state != _ENDED}
         if 0 < len(failed) < comm.size or any(state != _FAILED for state in failed.values()):
@@ -308,7 +343,6 @@ class Backward:
 
     def _refusal(self, failed: dict[int, int]) -> MismatchError | ConfigError:
         """The error of a backward pass that did not end on these ranks."""
-        size = self.buckets[0].replica.comm.size
         ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
         if _FAILED_AND_STEPPED in failed.values():
             rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)
@@ -316,7 +350,7 @@ class Backward:
                 f"{self._here}: rank {rank} called optimizer.step() after a backward pass that an exception had "
                 "stopped, so that gradients were missing; leave out the step too, on all ranks"
             )
-        if len(failed) < size:
+        if len(failed) < self._comm.size:
             return MismatchError(
                 f"{self._here}: the backward pass of {ranks} was stopped by an exception that was caught, while other "
                 "ranks went on; leave out a batch on all ranks or on none, or let the exception end the run"
@@ -327,17 +361,19 @@ class Backward:
         )
 
     @property
+    def _comm(self) -> Comm:
+        return self.buckets[0].replica.comm
+
+    @property
     def _here(self) -> str:
-        replica = self.buckets[0].replica
-        return f"rank {replica.comm.rank}, step {replica.step}"
+        return f"rank {self._comm.rank}, step {self.buckets[0].replica.step}"
 
     def _count_users(self) -> Work[Tensor]:
         """On how many ranks each parameter has a gradient."""
-        replica = self.buckets[0].replica
         missing = {id(p) for p in self.unused}
         parameters = (p for bucket in self.buckets for p in bucket.parameters)
-        mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=replica.g.device)
-        return replica.comm.all_reduce_(mine)
+        mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=self.buckets[0].replica.g.device)
+        return self._comm.all_reduce_(mine)
 
     def _drop_unused(self, counts: Tensor, state: int) -> None:
         """Leave parameters without a gradient that have none on any rank."""

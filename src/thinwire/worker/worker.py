@@ -37,6 +37,7 @@ from thinwire.worker.compatibility import (
 )
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
+from thinwire.worker.nonfinite import Policy, check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
 from thinwire.worker.state import WorkerState
 
@@ -69,6 +70,8 @@ class Worker(WorkerState):
     """
 
     attachment: Attachment | None = None
+    nonfinite: Policy = "raise"
+    _dropped = False
 
     # -- the training step ---------------------------------------------------------------------------------------
 
@@ -77,8 +80,7 @@ class Worker(WorkerState):
             self.attachment.before_step(self)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
-            self.end_failed_pass(stepped=True)
-            self._note_gradients()
+            self._look_at_gradients()
             self._hooks_before()
             return None
         # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
@@ -90,8 +92,7 @@ class Worker(WorkerState):
         def evaluate() -> Any:
             nonlocal calls
             loss, calls = closure(), calls + 1
-            self.end_failed_pass(stepped=True)
-            self._note_gradients()
+            self._look_at_gradients()
             if self.strategy.reads_gradient:
                 if calls > 1:
                     raise several_evaluations(self.strategy, self.optimizer)
@@ -106,7 +107,9 @@ class Worker(WorkerState):
         value = torch.as_tensor(loss, device=self.replicas[0].x.device).detach().reshape(1).double()
         return mean_(self.comm, value).wait()[0]
 
-    def _note_gradients(self) -> None:
+    def _look_at_gradients(self) -> None:
+        self.end_failed_pass(stepped=True)
+        self._dropped = handle_nonfinite(self, self.nonfinite)
         for replica, (parameters, _) in zip(self.replicas, self.layouts, strict=True):
             if all(parameter.grad is None for parameter in parameters):
                 replica.samples = 0.0
@@ -121,6 +124,9 @@ class Worker(WorkerState):
                     # The strategy may rewrite `r.g`; the optimizer must see that.
                     whole.expose()
                 self.strategy.before_step(replica)
+        if self._dropped:
+            # In the memory of a gradient that was dropped, the strategy has found zeros.
+            drop_gradients(self)
         self.shards.write()
 
     def _after_step(self, *_: Any) -> None:
@@ -132,6 +138,9 @@ class Worker(WorkerState):
                 replica.step += 1
                 self.strategy.after_step(replica)
                 replica.samples, replica.loss = 1.0, None
+        if self.backward is not None:
+            self.backward.exchanged = False
+        self._dropped = False
         self.shards.write()
         self.comm.step = self.step
 
@@ -354,6 +363,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     find_unused: bool = False,
     bucket_bytes: int = _BUCKET_BYTES,
+    nonfinite: Policy = "raise",
     inside_ddp: InsideDDP = "refuse",
     timeout: float = 60.0,
 ) -> Worker:
@@ -380,6 +390,9 @@ def attach(
         find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
             otherwise a missing gradient counts as zero. Only matters where gradients are exchanged.
         bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
+        nonfinite: what to do with a gradient that is NaN or infinite, unless a GradScaler skips the step: "raise" on
+            all ranks; "skip" the optimizer's step, of all workers where they exchange gradients, else of this one only;
+            or "ignore" it.
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
             exchange off.
@@ -389,6 +402,7 @@ def attach(
         ConfigError: the recipe cannot serve this model, this optimizer or this number of workers.
         CommTimeoutError: not all ranks connected in time.
         MismatchError: ranks were started with different models, recipes, versions or seeds.
+        NonFiniteError: in a step, on all ranks, if a gradient is not finite; with the rank and the parameter.
 
     Example:
         Two workers as threads. Rank 0's parameters are used on both, and each step takes the mean gradient.
@@ -419,6 +433,7 @@ def attach(
         "bucket_bytes": bucket_bytes,
         "find_unused": find_unused,
         "the use of a scaler": scaled,
+        "nonfinite": nonfinite,
         "inside_ddp": inside_ddp,
     }
     check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
@@ -428,6 +443,7 @@ def attach(
     agree(comm, facts, device)
     check_wrappers(model, inside_ddp)
     check_new(named, optimizer)
+    check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size)
     check_compatible(strategy, optimizer, comm.size, named.values())
     check_closures(strategy, optimizer)
     if mesh is not None:
@@ -447,6 +463,7 @@ def attach(
         for replica in worker.replicas:
             strategy.start(replica)
             worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
+    worker.nonfinite = nonfinite
     _register_hooks(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
     worker.scaler = scaler
     worker.attachment = Attachment(worker, inside_ddp)
@@ -518,6 +535,7 @@ def _register_hooks(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> 
             [names[id(p)] for bucket in buckets for p in bucket.parameters],
             find_unused=find_unused,
             skips_steps=strategy.skips_steps,
+            raises_own=worker.nonfinite == "raise",
         )
         for handle in worker.backward.watch():
             worker.undo.callback(handle.remove)

@@ -95,6 +95,7 @@ class FetchSGD(Strategy):
     limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
     reads_gradient = True
+    skips_nonfinite = True
     needs_equal_start = True
     moves_parameters = False
 

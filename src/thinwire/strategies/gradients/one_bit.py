@@ -98,6 +98,7 @@ class CompressedMomentum(Strategy):
 
     sends_gradients = True
     reads_gradient = True
+    skips_nonfinite = True
     data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
     steady_from = trait(lambda self: self.warmup_steps or 0)
     needs_equal_start = True

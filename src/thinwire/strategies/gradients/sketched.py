@@ -107,6 +107,7 @@ class SketchedSGD(Strategy):
     limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
 
     reads_gradient = True
+    skips_nonfinite = True
     needs_equal_start = True
     moves_parameters = False
 

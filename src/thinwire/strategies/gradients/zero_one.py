@@ -76,6 +76,7 @@ class ZeroOne(Strategy):
 
     sends_gradients = True
     reads_gradient = True
+    skips_nonfinite = True
     steady_from = trait(lambda self: self._widest_from)
     needs_equal_start = True
     moves_parameters = False

@@ -1,0 +1,226 @@
+"""Gradients that are NaN or infinite: raised, left out or ignored, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thinwire
+from tests.battery.runs import everything
+from tests.engine import Mixed, attach, batch, drawn, flat
+from tests.pool import run_processes
+from thinwire import (
+    AllReduce,
+    Comm,
+    CommError,
+    CompressedMomentum,
+    ConfigError,
+    EagerPushSum,
+    ErrorFeedback,
+    LocalSGD,
+    NonFiniteError,
+    OneBit,
+    OneBitAdam,
+    PushSum,
+    Strategy,
+    Worker,
+)
+
+BAD_STEP = 2
+Damage = Callable[[Worker], None]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(worker: Worker, ranks: tuple[int, ...] = (1,), *, value: float = float("nan"), count: int = 5) -> Worker:
+    """A user's loop in which one step's loss is no number on these ranks."""
+    for step in range(count):
+        x, y = batch(worker.comm.rank, step)
+        worker.optimizer.zero_grad()
+        loss = (worker.model(x) - y).square().mean()
+        (loss * value if step == BAD_STEP and worker.comm.rank in ranks else loss).backward()
+        worker.optimizer.step()
+    return worker
+
+
+def errors(strategy: Strategy, ranks: tuple[int, ...] = (1,), *, size: int = 3, **settings: Any) -> list[str]:
+    """What all threads raise; none has moved a parameter by what it raises about."""
+
+    def work(comm: Comm) -> str:
+        worker = attach(comm, strategy, **settings)
+        with pytest.raises(NonFiniteError) as found:
+            train(worker, ranks, value=float("inf"))
+            worker.state_dict()
+            with worker.consensus():
+                pass
+        assert flat(worker.model).isfinite().all()
+        return str(found.value)
+
+    return thinwire.run_threads(size, work, timeout=10)
+
+
+def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return OneBitAdam(model.parameters(), lr=0.02)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        (AllReduce(), {}),
+        (AllReduce(ErrorFeedback(OneBit(8))), {}),
+        (LocalSGD(2), {}),
+        (PushSum(), {}),
+        (EagerPushSum(staleness=1), {}),
+        (CompressedMomentum(OneBit(8), warmup_steps=4), {"optimizer": one_bit_adam}),
+        (CompressedMomentum(OneBit(8), warmup_steps=1), {"optimizer": one_bit_adam}),
+    ],
+    ids=str,
+)
+def test_all_ranks_raise_the_same_error(strategy: Strategy, settings: dict[str, Any]) -> None:
+    found = errors(strategy, **settings)
+    assert set(found) == {found[0]}
+    assert found[0].startswith(f"step {BAD_STEP}: the gradient of 0.weight on rank 1 is NaN or infinite; ")
+
+
+def test_the_first_of_several_ranks_is_named_where_gradients_are_exchanged() -> None:
+    assert all("on rank 1 " in text for text in errors(AllReduce(), (2, 1)))
+
+
+def test_a_parameter_of_any_dtype_is_named() -> None:
+    def work(comm: Comm) -> str:
+        with pytest.raises(NonFiniteError) as found:
+            train(attach(comm, AllReduce(), model=drawn(Mixed())))
+        return str(found.value)
+
+    for text in thinwire.run_threads(2, work, timeout=10):
+        assert "on rank 1 is NaN" in text
+
+
+def test_one_worker_alone_raises_too() -> None:
+    with pytest.raises(NonFiniteError, match=r"step 2: the gradient of 0\.weight on rank 0"):
+        train(attach(None, AllReduce()), (0,))
+
+
+def test_gradients_that_stay_in_place_name_their_rank_too() -> None:
+    def work(comm: Comm) -> str:
+        worker = attach(comm, AllReduce())
+        with pytest.raises(NonFiniteError) as found:
+            for step in range(4):
+                x, y = batch(comm.rank, step)
+                worker.optimizer.zero_grad(set_to_none=False)
+                factor = float("nan") if step == BAD_STEP and comm.rank == 2 else 1.0
+                (factor * (worker.model(x) - y).square().mean()).backward()
+                worker.optimizer.step()
+        return str(found.value)
+
+    assert all("on rank 2 " in text for text in thinwire.run_threads(3, work, timeout=10))
+
+
+def test_a_sum_that_overflows_is_nobodys_fault() -> None:
+    def work(comm: Comm) -> str:
+        worker = attach(comm, AllReduce())
+        with pytest.raises(NonFiniteError) as found:
+            (worker.model[2].bias * 3e38).sum().backward()
+            worker.optimizer.step()
+        return str(found.value)
+
+    for text in thinwire.run_threads(3, work, timeout=10):
+        assert text.startswith("step 0: the mean gradient of 2.bias is NaN or infinite; ")
+
+
+def test_large_gradients_are_no_error() -> None:
+    worker = attach(None, LocalSGD(2), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-38))
+    (worker.model[0].weight * 3e38).sum().backward()
+    worker.optimizer.step()
+    assert worker.step == 1
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(8)], ids=str)
+def test_a_step_that_is_left_out_changes_nothing_on_the_ranks_that_leave_it_out(strategy: Strategy) -> None:
+    def work(comm: Comm) -> tuple[bool, list[Tensor], list[Tensor]]:
+        worker = attach(comm, strategy, optimizer=adamw, nonfinite="skip")
+        train(worker, (), count=BAD_STEP)
+        before = everything(worker)
+        x, y = batch(comm.rank, BAD_STEP)
+        worker.optimizer.zero_grad()
+        ((float("nan") if comm.rank == 1 else 1.0) * (worker.model(x) - y).square().mean()).backward()
+        worker.optimizer.step()
+        assert worker.step == BAD_STEP + 1
+        return "skipped_steps" in worker.metrics(), before, everything(worker)
+
+    for rank, (skipped, before, after) in enumerate(thinwire.run_threads(3, work, timeout=10)):
+        leaves_out = rank == 1 or strategy.sends_gradients
+        assert skipped == leaves_out
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True)) == leaves_out
+
+
+def test_gradients_that_are_ignored_reach_the_optimizer() -> None:
+    def work(comm: Comm) -> bool:
+        return bool(flat(train(attach(comm, AllReduce(), nonfinite="ignore")).model).isnan().any())
+
+    assert thinwire.run_threads(2, work, timeout=10) == [True, True]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=str)
+def test_a_step_that_a_scaler_leaves_out_is_no_error(strategy: Strategy, fused: bool) -> None:
+    def work(comm: Comm) -> bool:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        make = lambda model: torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)  # noqa: E731
+        worker = attach(comm, strategy, optimizer=make, scaler=scaler)
+        for step in range(4):
+            x, y = batch(comm.rank, step)
+            worker.optimizer.zero_grad()
+            loss = (worker.model(x) - y).square().mean()
+            scaler.scale(loss * float("inf") if step == 1 and comm.rank == 0 else loss).backward()
+            scaler.step(worker.optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        return bool(flat(worker.model).isfinite().all())
+
+    assert thinwire.run_threads(2, work, timeout=10) == [True, True]
+
+
+def test_closures_are_looked_at_too() -> None:
+    worker = attach(None, LocalSGD(2))
+    x, y = batch(0, 0)
+
+    def closure() -> Tensor:
+        worker.optimizer.zero_grad()
+        (loss := (worker.model(x) - y).square().mean() * float("nan")).backward()
+        return loss
+
+    with pytest.raises(NonFiniteError, match=r"step 0: the gradient of 0\.weight on rank 0"):
+        worker.optimizer.step(closure)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match='nonfinite=\'stop\': must be "raise", "skip" or "ignore"'):
+        attach(None, LocalSGD(2), nonfinite="stop")
+
+
+def on_processes() -> list[str]:
+    """The errors on a Gloo group, by an exchange and by a message to all."""
+    found: list[str] = []
+    for strategy in (AllReduce(), LocalSGD(2), PushSum()):
+        try:
+            train(attach(None, strategy))
+        except (NonFiniteError, CommError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+    return found
+
+
+def test_processes_raise_the_same_error() -> None:
+    found = run_processes(3, on_processes)
+    assert found[1] == found[2] == found[0]
+    assert len(found[0]) == 3
+    for text in found[0]:
+        assert text.startswith("NonFiniteError: step 2: the gradient of 0.weight on rank 1 is NaN or infinite; ")
