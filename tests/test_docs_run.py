@@ -35,6 +35,9 @@ CHECKED = ("make ", "pip install ", "export ")
 QUICK = ("docs/explanation/graphs.md", "docs/how-to/choose.md")
 # What must have run before a page's first command.
 BEFORE = {
+    "docs/how-to/checkpoints.md": (
+        "thinwire train --task digits --steps 4 --workers 2 --save-every 4 --out runs/long",
+    ),
     "docs/how-to/read-a-run.md": ("thinwire compare --task digits --steps 4 --workers 2 --out runs/slow-link",),
     "docs/fusion/sweeps.md": (
         "thinwire sweep --task digits --trials 2 --steps 20 --lr 0.01,0.1 --out runs/digits-sweep-20260101-120000",

@@ -120,6 +120,13 @@ def test_a_run_that_resumes_is_bitwise_the_run_that_did_not_stop(tmp_path):
         assert [(line["step"], line[key]) for line in whole] == [(line["step"], line[key]) for line in parts]
 
 
+def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    train(tmp_path, save_every=3, eval_every=3, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
+    with pytest.raises(ConfigError, match="keep=0: must be at least 1"):
+        train(tmp_path, save_every=3, keep=0)
+
+
 def test_resuming_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         train(tmp_path, resume=True)

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from thinwire.runs import Comparison, Settings
 
 
-_SINGLE_RUN_ONLY = ["strategy", "tensor_parallel", "coreset", "device", "save_every", "timeline_steps", "tensorboard"]
+_SINGLE_RUN_ONLY = [
+    "strategy",
+    "tensor_parallel",
+    "coreset",
+    "device",
+    "save_every",
+    "keep",
+    "timeline_steps",
+    "tensorboard",
+]
 
 
 @dataclass(frozen=True)

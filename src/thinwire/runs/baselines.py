@@ -127,7 +127,7 @@ class BaselineEngine:
         finally:
             copy_each_(parameters, views(own, layout))
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> NoReturn:
+    def save(self, folder: Path, extra: dict[str, Any], *, keep: int) -> NoReturn:
         """Refuse: baselines are not saved.
 
         Raises:

@@ -76,8 +76,8 @@ class Engine(Protocol):
         """The model to evaluate; every rank must enter."""
         ...
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint; every rank must call."""
+    def save(self, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
+        """Write a checkpoint, and keep the newest ones; every rank must call."""
         ...
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -161,6 +161,6 @@ class ThinwireEngine:
         """Continue from the newest checkpoint, which another number of workers may have written."""
         return self.worker.load(folder)
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+    def save(self, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
         """Write a checkpoint of all ranks."""
-        self.worker.save(folder, extra=extra)
+        self.worker.save(folder, extra=extra, keep=keep)

@@ -62,6 +62,7 @@ class Settings:
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
+        keep: how many checkpoints to keep, the newest ones; older ones are removed.
         timeline_steps: number of early steps whose time intervals are recorded.
         timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
@@ -100,13 +101,14 @@ class Settings:
     eval_every: int | None = None
     eval_limit: int | None = 256
     save_every: int | None = None
+    keep: int = 3
     timeline_steps: int = 24
     timeout: float = 60.0
     tensorboard: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "batch_size", "threads", "steps", "eval_every", "eval_limit", "save_every"):
+        for name in ("workers", "batch_size", "threads", "steps", "eval_every", "eval_limit", "save_every", "keep"):
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "timeline_steps", "seed"):
             _at_least(name, getattr(self, name), 0)

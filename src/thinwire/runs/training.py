@@ -238,6 +238,7 @@ class Training:
                 "payload_bytes": self.payload_bytes,
                 "carried": None if wire is None else [wire.sent, wire.received],
             },
+            keep=self.context.settings.keep,
         )
 
 
