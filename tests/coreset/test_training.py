@@ -312,3 +312,13 @@ def test_points_join_the_nearest_medoid_of_their_own_class() -> None:
 def test_strata_that_give_more_than_they_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs at least 1 draw"):
         Strata(torch.tensor([0, 0, 1]), torch.tensor([1, 2]))
+
+
+def test_a_medoid_that_equals_another_one_stays_with_itself() -> None:
+    points = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0], [0.0, 5.1], [1.0, 0.1]])
+    strata = stratify(OuterDistances(points), torch.tensor([1, 0, 3]), 4)
+    assert strata.members[[1, 0, 3]].tolist() == [0, 1, 2]
+    assert torch.bincount(strata.members, minlength=3).min() >= 1
+    assert int(strata.draws.sum()) == 4 and bool((strata.draws >= 1).all())
+    # A tie between another point's medoids still goes to the first one.
+    assert int(strata.members[4]) == 0

@@ -223,3 +223,21 @@ def test_hooks_refuse_biased_codecs_without_feedback_and_the_state_of_another_mo
     hook, weight = ddp_hook(ErrorFeedback(OneBit())), nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match=r"bias: a residual of shape \(4,\) does not fit"):
         hook.load_state_dict({"error/bias": torch.zeros(4), "step": torch.tensor(3)}, {"weight": weight})
+
+
+def test_every_pass_draws_from_its_step_and_from_the_places_of_its_buckets() -> None:
+    def body(comm: Any) -> list[tuple[Tensor, Tensor]]:
+        hook, members = DdpHook(Quantize(4, 8), comm, seed=3), [nn.Parameter(torch.zeros(n)) for n in (24, 40)]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for step in range(3):
+            buckets = [ParameterBatch([p], p is members[-1], 10 * step + comm.rank) for p in members]
+            means = [hook(None, bucket) for bucket in buckets]
+            comm.step = step
+            for mean, bucket, offset in zip(means, buckets, (0, 24), strict=True):
+                key, x = draw_key(3, step, offset=offset), bucket.sent.clone()
+                pairs.append((mean.value(), compressed_mean_(comm, x, Quantize(4, 8), {}, key=key).wait()))
+            comm.step = step + 1
+        return pairs
+
+    for pairs in run_threads(2, body):
+        assert all(torch.equal(mean, expected) for mean, expected in pairs)

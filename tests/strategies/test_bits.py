@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 from math import log2
 
@@ -273,3 +274,16 @@ def test_rules_that_cannot_work_are_refused(make: object, words: str) -> None:
     assert callable(make)
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize("convexity", [0.05, 0.3])
+@pytest.mark.parametrize("remaining", [1, 2, 7, 30])
+def test_an_earlier_error_counts_as_what_will_be_left_of_it_at_the_end(remaining: int, convexity: float) -> None:
+    lr, steps, now = 0.4, 60, BitLedger(step=60 - remaining)
+    survives = (1 - 2 * convexity * lr + convexity * lr**2) ** remaining
+    for power in range(60):
+        earlier, bound = 0.02, 0.02 * survives + 1e-5 * 1.2**power
+        step = Step([1.0], [1], lr, 1.0)
+        found = ErrorBound(bound, steps, 1.0, convexity).choose(replace(now, error=earlier), step)
+        # As if the bound were smaller by it, and nothing had happened before.
+        assert found == ErrorBound(bound - survives * earlier, steps, 1.0, convexity).choose(now, step)

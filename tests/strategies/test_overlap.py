@@ -369,3 +369,31 @@ def test_recipes_that_cannot_work_are_refused_with_the_reason(make: Callable[[],
     with pytest.raises(ConfigError) as refused:
         make()
     assert re.search(words, str(refused.value))
+
+
+@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+def test_after_an_average_from_outside_the_anchor_does_not_go_on_moving(strategy: OverlapLocalSGD) -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+        model = torch.nn.Linear(3, 1, bias=False).double()
+        torch.nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        (r,) = worker.replicas
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.full((1, 3), comm.rank + 1.0, dtype=DOUBLE)).sum().backward()
+            optimizer.step()
+
+        for _ in range(4 * strategy.period):
+            step()
+        strategy.average_(r)
+        average = r.x.clone()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(3 * strategy.period):
+            step()
+        return average, r.x.clone()
+
+    for average, later in thinwire.run_threads(2, work):
+        assert (later - average).abs().max() < 1e-12

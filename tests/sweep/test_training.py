@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +145,27 @@ def test_the_command_sweeps_and_writes_its_results(tmp_path: Path, capsys: pytes
 def test_an_impossible_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--lr", "log:0:1"]) != 0
     assert "begins above 0" in capsys.readouterr().err
+
+
+class Dropping:
+    """A task whose models drop most of their outputs while they train."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def model(self, size: str, *, seed: int) -> torch.nn.Module:
+        return torch.nn.Sequential(self._task.model(size, seed=seed), torch.nn.Dropout(0.9))
+
+
+def test_trials_are_judged_in_evaluation_mode_and_go_on_training(plan: Plan) -> None:
+    dropping: Any = Dropping(plan.task)
+    judged = TrialArray(Plan(dropping, plan.steps, eval_limit=plan.eval_limit), trials(3))
+    plain = TrialArray(plan, trials(3))
+    assert [each.loss for each in judged.outcomes()] == [each.loss for each in plain.outcomes()]
+    assert judged.array.training
+    judged.advance()
+    plain.advance()
+    assert not torch.equal(judged.losses, plain.losses)  # dropout acts in training
