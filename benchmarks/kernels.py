@@ -6,10 +6,12 @@ python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only RECIPE_CLASSES
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import thinwire
 from benchmarks.paired import Step, start, take_turns
 from thinwire import kernels
+from thinwire.comm.threads import Hub, ThreadComm
 from thinwire.kernels import adaptive
 from thinwire.kernels.base import compiled
 from thinwire.kernels.reference import adaptive as by_torch
@@ -113,6 +117,45 @@ def large_cases(x: Tensor) -> list[Case]:
     ]
 
 
+def sketched_step_cases(x: Tensor) -> list[Case]:
+    """Whole steps of the strategies that estimate few elements from a sketch, with one worker."""
+
+    def case(recipe: str) -> Case:
+        strategy = thinwire.parse(recipe)
+        assert isinstance(strategy, thinwire.Strategy)
+        holder = torch.nn.Module()
+        holder.register_parameter("x", torch.nn.Parameter(torch.zeros_like(x)))
+        optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
+        (r,) = thinwire.attach(holder, optimizer, strategy, comm=ThreadComm(Hub(1), 0)).replicas
+
+        def ours() -> None:
+            r.g.copy_(x)
+            strategy.before_step(r)
+
+        def theirs() -> None:
+            with by_torch_alone():
+                ours()
+
+        return Case(f"a step of {recipe}", ours, theirs, 12.0)
+
+    return [
+        case("FetchSGD()"),
+        case("FetchSGD(conserving=True)"),
+        case("SketchedSGD(second_round=0, recovery='sketch')"),
+        case("SketchedSGD(recovery='sketch')"),
+    ]
+
+
+@contextmanager
+def by_torch_alone() -> Generator[None, None, None]:
+    """Switch compiled kernels off."""
+    os.environ["THINWIRE_NATIVE"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["THINWIRE_NATIVE"]
+
+
 def step_cases(x: Tensor) -> list[Case]:
     """Steps of 1-bit LAMB and 1-bit Adam with frozen variance."""
     one = torch.ones_like(x)
@@ -173,7 +216,7 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
     """Measure all rows of the table."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    for make in (sign_cases, bit_cases, large_cases, step_cases):
+    for make in (sign_cases, bit_cases, large_cases, step_cases, sketched_step_cases):
         yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
 
 

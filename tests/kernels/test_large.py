@@ -189,6 +189,13 @@ def test_heavy_hitters_are_found_among_many() -> None:
     assert set(true.tolist()) <= set(heavy(table_of(x, 5, 64 * k, 4), n, 4 * k, key=4).tolist())
 
 
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("wrong", [-1, 1000, 2**40])
+def test_estimates_of_elements_that_do_not_exist_are_refused(wrong: int) -> None:
+    with pytest.raises(ConfigError, match=r"must lie in 0\.\.999"):
+        unsketch(table_of(drawn(1000), 3, 60), torch.tensor([5, wrong]), 1000, key=0)
+
+
 def test_another_key_is_another_sketch() -> None:
     x = drawn(500)
     assert not table_of(x, 3, 60, 1).equal(table_of(x, 3, 60, 2))

@@ -92,6 +92,10 @@ def test_sketches_and_what_is_large_are_those_of_torch(n: int) -> None:
         assert same_bits(ours, theirs)
         estimates = sketched.unsketch(ours, None, n, key=n)
         assert kernels.unsketch(ours, None, n, key=n).equal(estimates)
+        for some in (torch.arange(n).flip(0)[::3], torch.arange(n)[: n // 2 + 1], torch.tensor([n - 1, 0, n - 1])):
+            found = kernels.unsketch(ours, some, n, key=n)
+            assert found.equal(estimates[some])
+            assert same_bits(found, kernels.unsketch(ours, None, n, key=n)[some]) or rows not in (1, 3, 5)
         for k in {1, n // 2, n} - {0}:
             assert kernels.heavy(ours, n, k, key=n).equal(largest.top_k(estimates, k))
     for k in {1, n // 3, n} - {0}:
@@ -132,10 +136,13 @@ def test_nan_and_infinity_give_the_same_by_c_and_by_torch(n: int) -> None:
         kernels.dequantize_(payload, decoded, **how)  # type: ignore[arg-type]
         quantized.dequantize_(expected, wanted, dither=False, **how)  # type: ignore[arg-type]
         assert same(decoded, wanted)
-    tables = torch.zeros(2, 3, 70)
+    tables, places = torch.zeros(2, 3, 70), torch.arange(n).flip(0)
     kernels.sketch_(with_nan(n), tables[0], key=n)
     sketched.sketch_(with_nan(n), tables[1], key=n, scale=1.0)
     assert same(tables[0], tables[1])
+    estimates = sketched.unsketch(tables[0], None, n, key=n)
+    assert same(sketched.unsketch(tables[0], places, n, key=n), estimates[places])
+    assert same(kernels.unsketch(tables[0], places, n, key=n), estimates[places])
 
 
 @pytest.mark.usefixtures("by_c")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import heavy, sketch_, unsketch
-from thinwire.strategies.gradients.sketches import Split, distinct_marks
+from thinwire.strategies.gradients.sketches import Split, Table
 
 
 def table_of(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
@@ -80,10 +80,28 @@ def test_four_candidates_for_each_hold_nearly_all_of_the_largest() -> None:
     assert found >= 0.98 * 5 * k
 
 
-def test_marks_of_updated_elements_never_cancel_in_a_cell() -> None:
-    where = torch.arange(0, 300, 3)
-    touched = table_of(distinct_marks(300, where), 5, 8, 1) != 0
-    assert touched.all()
+def test_the_cells_of_elements_are_those_that_any_of_them_alone_would_fill() -> None:
+    where, table = torch.arange(0, 300, 29), Table(torch.zeros(5, 40), 300, 1)
+    filled = torch.zeros(5, 40, dtype=torch.bool)
+    for i in where.tolist():
+        unit = torch.zeros(300)
+        unit[i] = 1.0
+        filled |= table_of(unit, 5, 40, 1) != 0
+    assert table.cells_of(where).equal(filled)
+    assert not filled.all()
+
+
+def test_a_few_values_are_subtracted_bit_by_bit_as_the_sketch_of_the_whole_vector() -> None:
+    where = torch.arange(3, 300, 7)
+    values, whole = drawn(len(where), 1), torch.zeros(300)
+    whole[where] = values
+    before = table_of(drawn(300, 2), 5, 8, 1)
+    table = Table(before.clone(), 300, 1)
+    table.subtract_(where, values)
+    assert table.cells.equal(before - table_of(whole, 5, 8, 1))
+    nothing = torch.empty(0, dtype=torch.int64)
+    table.subtract_(nothing, torch.empty(0))
+    assert not table.cells_of(nothing).any()
 
 
 def test_positions_in_a_split_vector_are_found_again() -> None:

@@ -13,12 +13,13 @@ from thinwire.kernels.quantized import clip_outliers, dequantize_, quantize_, qu
 from thinwire.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
 from thinwire.kernels.rng import mix64, uniform
 from thinwire.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
-from thinwire.kernels.sketched import heavy, sketch_, unsketch
+from thinwire.kernels.sketched import cells_at, heavy, sketch_, unsketch
 
 __all__ = [
     "all_finite",
     "all_finite_each",
     "bytes_of",
+    "cells_at",
     "clip_outliers",
     "decode_fp8",
     "decode_powers",

@@ -47,6 +47,7 @@ _ARGUMENTS = {
     "unpack_indices": [_at, _long, _int, _at],
     "sketch": [_at, _long, _at, _long, _long, _key, _float],
     "unsketch": [_at, _at],
+    "unsketch_at": [_at, _at, _long, _at],
     "heavy": [_at, _long, _at, _at, _at, _long],
     **{f"adam_rows{dtype}": [_at] * 6 for dtype in ("", "_double")},
     **dict.fromkeys(("layer_norm", "group_norm", "batch_norm"), (_at, _at, _at)),

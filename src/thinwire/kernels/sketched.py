@@ -66,8 +66,14 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
 def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
     """Estimate elements of the vector [n] that a table holds, by the median over rows; all elements if None.
 
+    Args:
+        table: fp32, [rows, columns].
+        indices: of the elements to estimate, int64 [k], in any order.
+        n: elements of the vector.
+        key: of columns and signs.
+
     Raises:
-        ConfigError: the table is empty.
+        ConfigError: the table is empty, or an index is not below n.
     """
     _check(table)
     table = as_fp32(table)
@@ -75,17 +81,52 @@ def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tens
         return table.new_zeros(0)
     if table.is_meta:
         return table.new_empty(n if indices is None else indices.numel())
-    if indices is None and on_gpu(table):
+    if indices is not None:
+        return _unsketch_at(table, indices, n, key)
+    if on_gpu(table):
         from thinwire.kernels import triton_sketched
 
         return triton_sketched.unsketch(table, n, key=key)
-    library = None if indices is not None else _median_kernels(table)
+    library = _median_kernels(table)
     if library is None:
-        return sketched.unsketch(table, indices, n, key=key)
+        return sketched.unsketch(table, None, n, key=key)
     out, wrapped = torch.empty(n), _wrapped(table)
     sketch = _Sketch(wrapped.data_ptr(), *table.shape, key & _UINT64, n)
     library.thinwire_unsketch(ctypes.byref(sketch), out.data_ptr())
     return out
+
+
+def _unsketch_at(table: Tensor, indices: Tensor, n: int, key: int) -> Tensor:
+    check_same_device(table, indices)
+    library = compiled(table) if len(table) <= _MAX_ROWS else None
+    if table.device.type == "cpu":  # on a GPU, reading the range back would wait for the device
+        low, high = (int(end) for end in indices.aminmax())
+        if low < 0 or high >= n:
+            raise ConfigError(f"indices from {low} to {high}: must lie in 0..{n - 1}, as the vector has {n} elements")
+    if library is None:
+        return sketched.unsketch(table, indices, n, key=key)
+    indices, out = indices.to(torch.int64).contiguous(), torch.empty(indices.numel())
+    sketch = _Sketch(table.data_ptr(), *table.shape, key & _UINT64, n)
+    library.thinwire_unsketch_at(ctypes.byref(sketch), indices.data_ptr(), indices.numel(), out.data_ptr())
+    return out
+
+
+def cells_at(table: Tensor, indices: Tensor, *, key: int) -> tuple[Tensor, Tensor]:
+    """Return the columns that elements are added to in every row of a table, int64 [rows, k], and their signs there.
+
+    Args:
+        table: [rows, columns]; only its shape counts.
+        indices: of the elements, int64 [k].
+        key: of columns and signs.
+
+    Returns:
+        The columns, and +1 or -1 in fp32.
+    """
+    rows, columns = table.shape
+    if indices.is_meta:
+        cells = indices.new_empty((rows, indices.numel()))
+        return cells, cells.to(torch.float32)
+    return sketched.cells_at(rows, columns, indices, key)
 
 
 def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:

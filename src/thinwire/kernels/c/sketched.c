@@ -132,6 +132,36 @@ void thinwire_unsketch(const sketch *s, float *out) {
     WITH_CONSTANT_ROWS(s->rows, estimates(s->table, ROWS, s->columns, s->key, s->n, out, 0))
 }
 
+/* Estimates of the elements at `indices`; the table need not repeat columns, and rows <= 15. */
+void thinwire_unsketch_at(const sketch *s, const int64_t *indices, int64_t count, float *out) {
+    uint64_t places[MAX_ROWS], signs[MAX_ROWS];
+    for (int64_t row = 0; row < s->rows; row++) {
+        places[row] = row_seed(s->key, row, 0);
+        signs[row] = row_seed(s->key, row, 1);
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        float cells[MAX_ROWS][LANES] = {0}, found[LANES];
+        floats v[MAX_ROWS];
+        int64_t some = smaller(LANES, count - i);
+        for (int64_t lane = 0; lane < some; lane++) {
+            int64_t place = indices[i + lane], block = place / s->columns, inner = place - block * s->columns;
+            for (int64_t row = 0; row < s->rows; row++) {
+                int64_t at = inner + rotation(places[row], block, s->columns);
+                uint32_t sign = word_at((uint32_t)(place >> 5), signs[row]) >> (place & 31) << 31;
+                float cell = s->table[row * s->columns + (at < s->columns ? at : at - s->columns)];
+                cells[row][lane] = float_of(bits_of(cell) ^ sign);
+            }
+        }
+        for (int64_t row = 0; row < s->rows; row++) v[row] = load(cells[row]);
+        store(found, median(v, s->rows));
+        /* The sorting networks lose a NaN. */
+        for (int64_t row = 0; row < s->rows; row++)
+            for (int64_t lane = 0; lane < some; lane++)
+                if (cells[row][lane] != cells[row][lane]) found[lane] = cells[row][lane];
+        memcpy(out + i, found, (size_t)some * sizeof(float));
+    }
+}
+
 /* thinwire_top_k of the estimates, which are never stored; rows <= 15. */
 int64_t thinwire_heavy(
     const sketch *s, int64_t k, int32_t *sizes, int64_t *indices, int32_t *counts, int64_t capacity

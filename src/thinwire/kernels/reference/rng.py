@@ -19,9 +19,13 @@ def mix64(key: int) -> int:
 
 def words(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:
     """Return random 32-bit numbers, int64 [n]; element i depends on the key and on `offset + i` alone."""
+    return words_at(torch.arange(offset, offset + n, dtype=torch.int64, device=device), key)
+
+
+def words_at(places: Tensor, key: int) -> Tensor:
+    """Return the random 32-bit numbers of these places, int64, as int64."""
     seed = mix64(key)
-    indices = torch.arange(offset, offset + n, dtype=torch.int64, device=device)
-    return _mix32(_mix32((indices ^ (seed & _WORD)) & _WORD) ^ (seed >> 32))
+    return _mix32(_mix32((places ^ (seed & _WORD)) & _WORD) ^ (seed >> 32))
 
 
 def uniform(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.rng import mix64, words
+from thinwire.kernels.reference.rng import mix64, words, words_at
 
 _WORD_BITS = 32
 
@@ -26,12 +26,26 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
 def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tensor:
     """Estimate elements by the medians over rows."""
     rows, columns = table.shape
-    indices = torch.arange(n, device=table.device) if indices is None else indices
+    if indices is not None:
+        cells, signs = cells_at(rows, columns, indices, key)
+        return (table.gather(1, cells) * signs).median(0).values
+    indices = torch.arange(n, device=table.device)
     found: list[Tensor] = []
     for row in range(rows):
         offset = rotations(n, columns, row, key, table.device)[indices // columns]
         found.append(table[row][(indices + offset) % columns] * signs_of(n, row, key, table.device)[indices])
     return torch.stack(found).median(0).values
+
+
+def cells_at(rows: int, columns: int, indices: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Return the column of every element in every row, int64 [rows, k], and its sign there, +1 or -1, fp32."""
+    cells, signs = list[Tensor](), list[Tensor]()
+    for row in range(rows):
+        offset = words_at(indices // columns, mix64(key) + 2 * row) % columns
+        cells.append((indices + offset) % columns)
+        drawn = words_at(indices // _WORD_BITS, mix64(key) + 2 * row + 1) >> indices % _WORD_BITS
+        signs.append(1.0 - 2.0 * (drawn & 1).to(torch.float32))
+    return torch.stack(cells), torch.stack(signs)
 
 
 def rotations(n: int, columns: int, row: int, key: int, device: torch.device) -> Tensor:

@@ -155,10 +155,8 @@ class FetchSGD(Strategy):
         where = candidates[largest]
         update = Update([(where, exact[largest])], where, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)
-        chosen = torch.zeros_like(fresh).index_put_((where,), exact[largest])
         # Where the learning rate is zero nothing was applied, and the table keeps it.
-        gone = torch.zeros_like(fresh).index_put_((applied,), chosen[applied])
-        error.cells.sub_(Table.of(gone, error.cells.shape, error.key).cells)
+        error.subtract_(applied, exact[largest][torch.searchsorted(where, applied)])
         unsent[applied] = 0.0
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

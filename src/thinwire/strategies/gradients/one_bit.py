@@ -75,8 +75,8 @@ class CompressedMomentum(Strategy):
             warm-up when the variance has settled.
         settled: with `warmup_steps=None`, the share of the variance that may still change in $1/(1-\beta_2)$ steps.
         max_norm: clips gradients with one factor on all ranks: by the norm of their mean during the warm-up, by the
-            root of their mean square norm afterwards. Where parameters have several dtypes, each dtype's vector is
-            clipped separately.
+            root of their mean square norm afterwards, which takes an all-reduce of 8 bytes before codes are sent.
+            Where parameters have several dtypes, each dtype's vector is clipped separately.
         rescale: scales the momenta of all tensors to one size before they are encoded; for one scale over the vector.
         overlap: send codes part by part while the backward pass still runs; the loop must not change gradients then.
         feedback: False drops the residuals, to measure what error feedback contributes.
@@ -153,7 +153,8 @@ class CompressedMomentum(Strategy):
             norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
             square = norm.double().square().reshape(1)
             if not warm:
-                # Each worker has a gradient of its own now; a factor of its own would bias the mean.
+                # Each worker has a gradient of its own now; a factor of its own would bias the mean. The norms in the
+                # codes' headers arrive too late: what is encoded depends on the factor.
                 square = mean_(r.comm, square, count=r.active).wait()
             r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
         if warm:

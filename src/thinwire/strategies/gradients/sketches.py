@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.kernels import all_finite, heavy, sketch_, unsketch
+from thinwire.kernels import all_finite, cells_at, heavy, sketch_, unsketch
 from thinwire.kernels.decisions import decide
 from thinwire.replica.replica import Replica
 
@@ -70,15 +70,21 @@ class Table:
 
     def cells_of(self, indices: Tensor) -> Tensor:
         """The cells that these elements are added to, as booleans like `cells`."""
-        marks = distinct_marks(self.length, indices)
-        return Table.of(marks, self.cells.shape, self.key).cells != 0
+        cells, _ = cells_at(self.cells, indices, key=self.key)
+        return torch.zeros_like(self.cells, dtype=torch.bool).scatter_(1, cells, True)
 
-
-def distinct_marks(length: int, indices: Tensor) -> Tensor:
-    """Different numbers between 1 and 2 at these indices, else 0: no two of them cancel in a cell."""
-    # Equal marks with opposite signs would cancel, and hide that a cell is occupied.
-    marks = 1 + torch.arange(indices.numel(), device=indices.device) / max(1, indices.numel())
-    return torch.zeros(length, device=indices.device).index_put_((indices,), marks)
+    def subtract_(self, indices: Tensor, values: Tensor) -> None:
+        """Subtract the sketch of a vector that has these values at these indices, ascending, and zeros elsewhere."""
+        if self.cells.is_cuda:
+            # There index_add_ adds in any order, and tables must be equal on all ranks.
+            dense = values.new_zeros(self.length).index_put_((indices,), values)
+            self.cells.sub_(Table.of(dense, self.cells.shape, self.key).cells)
+            return
+        cells, signs = cells_at(self.cells, indices, key=self.key)
+        gone = torch.zeros_like(self.cells)
+        for line, row, sign in zip(gone, cells, signs, strict=True):
+            line.index_add_(0, row, sign * values.float())
+        self.cells.sub_(gone)
 
 
 # -- the parts of a vector that are sketched ---------------------------------------------------------------------------
