@@ -180,6 +180,7 @@ def test_gradients_are_cut_into_the_messages_that_attach_would_cut() -> None:
     [
         ({"parameters": 0}, "parameters=0: a model has at least 1"),
         ({"parameters": []}, "parameters=0: a model has at least 1"),
+        ({"parameters": 10**20}, r"parameters=1e\+20: at most 1e\+15"),
         ({"workers": 0}, "workers=0: must be at least 1"),
         ({"dtype": torch.int64}, "must be|floating dtype"),
         ({"bits_per_second": 0.0}, "bits_per_second=0.0: must be positive"),
@@ -264,6 +265,8 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["LocalSGD", "--task", "digits", "--model-size", "huge"], "has the sizes"),
         (["LocalSGD", "--parameters", "10", "--link", "fast"], "100mbit"),
         (["LocalSGD", "--parameters", "10", "--workers", "0"], "workers=0"),
+        (["LocalSGD", "--momentum", "-1"], "momentum=-1.0: must lie in [0, 1)"),
+        (["--tensor-parallel", "9" * 20], "at most 65536 are looked at"),
         (["Gossip(Hypercube)", "--parameters", "10", "--workers", "3"], "needs a power of two"),
     ],
 )
@@ -345,6 +348,8 @@ def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(caps
     ("recipe", "workers", "words"),
     [
         ("Gossip(Complete)", "3000", "too many to be looked at as a whole"),
+        ("Gossip(Complete)", "300", "too many to be looked at as a whole"),
+        ("PushSum(RandomMatching)", "4000", "too many to be looked at as a whole"),
         ("Gossip(Ring)", "100000", "give at most 4096 workers"),
     ],
 )
@@ -357,4 +362,13 @@ def test_graphs_that_are_too_large_to_look_at_are_refused(
 
 
 def test_methods_without_a_graph_are_explained_for_any_number_of_workers() -> None:
-    assert explain(LocalSGD(2), parameters=10, workers=10**4).sent_bytes_per_step == pytest.approx(40, rel=1e-3)
+    for workers in (10**6, 10**20):
+        assert explain(LocalSGD(2), parameters=10, workers=workers).sent_bytes_per_step == pytest.approx(40)
+
+
+def test_models_of_any_size_are_explained_in_few_tensors() -> None:
+    card = explain(AllReduce(), parameters=10**12 + 1, workers=2)
+    assert (card.parameters, card.sent_bytes_per_step) == (10**12 + 1, 4 * (10**12 + 1))
+    assert card.messages_per_step <= 512
+    small = explain(AllReduce(), parameters=2**30, workers=2)
+    assert (small.messages_per_step, small.largest_message_bytes) == (512, 8 << 20)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +220,51 @@ def test_outcomes_that_diverged_are_the_same_after_resuming(tmp_path: Path, plan
     again = sweep(plan, RandomSampler(wild), 2, together=2, journal=Journal(tmp_path, resume=True))
     assert [repr(each) for each in found] == [repr(each) for each in again]
     assert all(isinstance(each, Outcome) and each.loss != each.loss for each in again)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("thinwire.tasks", "load"),
+        ("thinwire.sweep.sampling", "sampler_of"),
+        ("thinwire.sweep.sweeping", "sweep"),
+        ("thinwire.sweep.sweeping", "capacity_for"),
+        ("thinwire.sweep.journal", "train_together"),
+    ],
+)
+def test_a_sweep_interrupted_in_its_first_seconds_goes_on_as_it_says(
+    module: str,
+    name: str,
+    number: signal.Signals,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was ignored")
+
+    folder = tmp_path / "my sweep"
+    call = ["sweep", "--task", "digits", "--trials", "2", "--steps", "2", "--eval-limit", "8", "--out", str(folder)]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.{name}", end)
+        assert main(call) == 130
+    printed = told(capsys)
+    if "to resume: " in printed:
+        said = printed.partition("to resume: thinwire ")[2].partition(" thinwire: interrupted")[0]
+        assert main(shlex.split(said)) == 0
+    else:
+        assert "give the same command again" in printed and not (folder / "journal").exists()
+        assert main(call) == 0
+    assert json.loads((folder / "summary.json").read_bytes())["trials"] == 2
+    assert ("to resume: " in printed) == (name in ("sweep", "capacity_for", "train_together"))
+
+
+def test_a_capacity_that_was_measured_is_kept_at_once(tmp_path: Path) -> None:
+    assert Journal(tmp_path).capacity(lambda: 3) == 3
+    assert Journal(tmp_path, resume=True).capacity(lambda: 5) == 3

@@ -158,7 +158,12 @@ def test_what_cannot_be_shown_is_refused_with_the_fix(capsys: Capture, arguments
 
 @pytest.mark.parametrize(
     ("graph", "workers", "words"),
-    [("Complete", "100000", "at most 256 workers"), ("Ring", "300", "at most 256 workers")],
+    [
+        ("Complete", "100000", "at most 128 workers"),
+        ("Ring", "129", "at most 128 workers"),
+        ("Ring", "9" * 20, "at most 128 workers"),
+        ("Hierarchical(node_size=10**9)", "8", ""),
+    ],
 )
 def test_graphs_that_would_take_minutes_are_refused_at_once(
     graph: str, workers: str, words: str, capsys: Capture

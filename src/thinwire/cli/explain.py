@@ -135,6 +135,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         from thinwire.runs.optimizer import maker_of
 
         given = self.given()
+        if given["momentum"] is not None and not 0 <= given["momentum"] < 1:
+            raise ConfigError(f"momentum={given['momentum']}: must lie in [0, 1), such as 0.9")
         if given["optimizer"] is not None or given["momentum"] is not None:
             return maker_of(given["optimizer"] or "sgd", given["momentum"] or 0.0)
         if self.parameters is not None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json as json_text
 import math
 import shlex
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from thinwire.cli.console import err, out
 from thinwire.cli.options import command_line, default_folder
@@ -103,9 +106,19 @@ class Sweep:
 
     def __call__(self) -> int:
         """Sweep, write and show; returns 0."""
-        if self.resume is not None:
-            return self._resumed(self.resume)._run(self.resume, resume=True)
-        return self._run(self.out or default_folder(self.task, "sweep"))
+        folder = self.resume or self.out or default_folder(self.task, "sweep")
+        try:
+            with _terminated_like_interrupted():
+                return (self if self.resume is None else self._resumed(folder))._run(folder, resume=bool(self.resume))
+        except KeyboardInterrupt:
+            from thinwire.sweep.journal import begun
+
+            if begun(folder / _JOURNAL):
+                data = "" if self.data is None else f" --data {shlex.quote(str(self.data))}"
+                err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}{data}", markup=False)
+            else:
+                err.print("nothing was begun, so nothing is lost: give the same command again", markup=False)
+            raise
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
         # Imported here, because `thinwire --help` must not wait for torch.
@@ -130,12 +143,8 @@ class Sweep:
         # A sampler that learns needs the outcomes of some trials before it proposes others.
         at_once = -(-self.trials // 4) if self.sampler == "optuna" and self.together is None else None
         counts = {"together": self.together, "at_once": at_once}
-        try:
-            with progress_display(self.trials, self.steps) as callback:
-                outcomes = sweep(plan, sampler, self.trials, **counts, callback=callback, journal=journal)
-        except KeyboardInterrupt:
-            err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}", markup=False)
-            raise
+        with progress_display(self.trials, self.steps) as callback:
+            outcomes = sweep(plan, sampler, self.trials, **counts, callback=callback, journal=journal)
         seconds = journal.seconds
         best = ranked(outcomes)
         summary = self._summary(best, seconds) | (self._checked(plan, outcomes, seconds) if self.check else {})
@@ -176,8 +185,8 @@ class Sweep:
         from thinwire.sweep.trials import Halving
         from thinwire.tasks import load
 
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads {self.threads}: at least 1; leave it out to use all cores")
+        if self.threads is not None and not 1 <= self.threads <= 4096:
+            raise ConfigError(f"--threads {self.threads}: must lie in 1..4096; leave it out to use all cores")
         if self.halving is not None and self.halving >= self.steps:
             raise ConfigError(f"--halving {self.halving}: no rung within {self.steps} steps; use a tenth of them")
         if self.threads is not None:
@@ -294,3 +303,20 @@ class Sweep:
             headings=headings_of(space),
             rows=rows_of(space, best),
         )
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Generator[None]:
+    """Within it, SIGTERM ends the command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -24,8 +24,8 @@ _BYTES_PER_PARAMETER = 4
 # Longer lists of steps, or of messages in a step, are cut short.
 _MOST_STEPS = 8
 _MOST_EDGES = 16
-# Eigenvalues of larger graphs take longer than anyone waits.
-_MOST_WORKERS = 256
+# What strategies make of larger graphs takes longer than anyone waits.
+_MOST_WORKERS = 128
 # Columns of the table where the output is not a terminal.
 _WIDE = 150
 _CURVE_STEPS = 40

@@ -41,6 +41,8 @@ class MethodSettings:
         check_number("eps", self.eps)
         for name in ("seed", "neighbours", "parts"):
             check_number(name, getattr(self, name), whole=True)
+        if abs(self.seed) >= 2**32:
+            raise ConfigError(f"seed={self.seed}: must be less than {2**32}; 0 is usual")
         if not 0 < self.eps < 1:
             raise ConfigError(f"eps={self.eps}: must lie between 0 and 1; 0.01 is usual, 0.9 hardly beats random")
         if self.neighbours < 1:

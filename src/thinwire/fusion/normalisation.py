@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.fusion.autotune import Implementation, has_kernel, run_fastest
 from thinwire.fusion.batch import Batch, Value, along, contiguous, fold, loop
-from thinwire.fusion.routing import Context, Gradients, differentiable_gradients, rule
+from thinwire.fusion.routing import COMPOSITES, Context, Gradients, differentiable_gradients, rule
 from thinwire.kernels import normalised as kernels
 
 
@@ -349,3 +349,20 @@ def _batch_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps:
 def _samples_first(x: Tensor, axis: int) -> Tensor:
     """Return [n, B, ...] of what has its models along `axis`; its own inverse."""
     return x if axis else x.transpose(0, 1)
+
+
+def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
+    """As `F.normalize`; vmap has no calls with `out`, which spectral normalisation uses."""
+    found = input / input.norm(p, dim, keepdim=True).clamp_min(eps).expand_as(input)
+    return found if out is None else out.copy_(found)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """As `torch._weight_norm`, for which vmap has no rule: directions `v` with the norms `g` along `dim`; -1 is all."""
+    axes = tuple(axis for axis in range(v.dim()) if axis != dim)
+    norm = torch.linalg.vector_norm(v, dim=axes, keepdim=dim >= 0) if axes else v.abs()
+    return v * (g / norm)
+
+
+COMPOSITES[F.normalize] = normalize
+COMPOSITES[torch._weight_norm] = weight_norm  # pyright: ignore

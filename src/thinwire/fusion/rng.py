@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.batch import Batch, Value, along
+from thinwire.fusion.batch import Batch, Value, along, split_models, stack_models
 from thinwire.fusion.routing import RANDOM, Context, rule
 
 # The limit of SELU for large negative inputs, -scale * alpha.
@@ -173,5 +174,81 @@ def random(context: Context, function: Any, *shape: Any, **kwargs: Any) -> Any:
     return Batch(torch.stack([function(*shape, generator=generator, **kwargs) for generator in generators]), 0)
 
 
+@contextmanager
+def _as_default(generator: torch.Generator | None) -> Generator[None]:
+    """Within it, torch's own generator continues this one: functions that take no generator draw from it."""
+    if generator is None:
+        yield
+        return
+    device = generator.device
+    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(own.get_state())
+        own.set_state(before)
+
+
+_DRAWS = (
+    *(torch.bernoulli, torch.normal, torch.poisson, torch.binomial, torch.multinomial, torch.randperm, torch.rrelu),
+    *(torch.randint, torch.randint_like, Tensor.bernoulli, Tensor.multinomial, F.gumbel_softmax, F.rrelu),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.feature_alpha_dropout),
+    *(torch._standard_gamma, torch._sample_dirichlet),  # pyright: ignore
+)
+_DRAWS_IN_PLACE = (
+    *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_),
+    *(Tensor.log_normal_, Tensor.random_),
+)
+
+
+@rule(*_DRAWS)
+def draw(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that draws once per model, with the numbers of that model's own generator."""
+    if context.model is not None:
+        with _as_default(_own_generator(context)):
+            return function(*args, **kwargs)
+    results: list[Any] = []
+    for model, (own, named) in enumerate(split_models((args, kwargs), context.size)):
+        with _as_default(context.generators[model] if context.generators is not None else None):
+            results.append(function(*own, **named))
+    return stack_models(results)
+
+
+@rule(*_DRAWS_IN_PLACE)
+def draw_in_place(context: Context, function: Any, input: Value, *args: Any, **kwargs: Any) -> Any:
+    """Fill every model's part of a value with numbers of that model's own generator."""
+    if context.model is not None:
+        return draw(context, function, input, *args, **kwargs)
+    if not isinstance(input, Batch):
+        # As torch.vmap says it, so that the error names the layer.
+        raise RuntimeError(
+            f"vmap: in-place {function.__name__} of a tensor without models; use torch.randn, torch.rand"
+        )
+    values = input.at(0)
+    parts = [torch.empty_like(part) for part in values.detach()]
+    for model, part in enumerate(parts):
+        own = Context(context.size, context.generators, model)
+        draw(own, function, part, *args, **kwargs)
+    values.copy_(torch.stack(parts))
+    return input
+
+
+@rule(torch.empty, torch.empty_like, Tensor.new_empty)
+def empty(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Memory for every model, also where nothing differs between them yet: it will be filled, often by a draw."""
+    if context.model is not None:
+        return function(*args, **kwargs)
+    own, named = next(split_models((args, kwargs), context.size))
+    one: Tensor = function(*own, **named)
+    # Every model's part is laid out as in a separate run: generators fill in the order of memory.
+    shape, stride = (context.size, *one.shape), (one.numel(), *one.stride())
+    return Batch(torch.empty_strided(shape, stride, dtype=one.dtype, device=one.device), 0)
+
+
+RANDOM.update((torch.empty, torch.empty_like, Tensor.new_empty))
+RANDOM.update(_DRAWS)
+RANDOM.update(_DRAWS_IN_PLACE)
 RANDOM.update((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout))
 RANDOM.update((torch.rand_like, torch.randn_like, torch.rand, torch.randn))

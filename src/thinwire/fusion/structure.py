@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.errors import ConfigError
 
@@ -97,8 +98,10 @@ def difference(one: nn.Module, other: nn.Module, skip: Sequence[str] = ()) -> st
 
 
 def _difference_of_modules(a: nn.Module, b: nn.Module) -> str | None:
-    if type(a) is not type(b):
+    if _class_of(a) is not _class_of(b):
         return f"the other's is {type(b).__name__}"
+    if is_parametrized(a) != is_parametrized(b):
+        return "it is parametrised in one of them only"
     for word, mine, theirs in zip(("parameter", "buffer"), tensor_dicts(a), tensor_dicts(b), strict=True):
         for name in sorted({*mine, *theirs}):
             found = [_description(holder.get(name)) for holder in (mine, theirs)]
@@ -107,8 +110,24 @@ def _difference_of_modules(a: nn.Module, b: nn.Module) -> str | None:
     mine, theirs = _settings(a), _settings(b)
     for name in sorted({*mine, *theirs}):
         if not _equal(mine.get(name), theirs.get(name)):
-            return f"{name} is {mine.get(name)!r} in one and {theirs.get(name)!r} in the other"
+            if isinstance(mine.get(name), Tensor) and isinstance(theirs.get(name), Tensor):
+                return (
+                    f"{name} is an attribute with other values, and neither a parameter nor a buffer; register it as "
+                    "one (weight and spectral norm: those of torch.nn.utils.parametrizations)"
+                )
+            return f"{name} is {_short(mine.get(name))} in one and {_short(theirs.get(name))} in the other"
     return None
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class; torch makes a class of its own for each module that it parametrises."""
+    kind = type(module)
+    return kind.__bases__[0] if is_parametrized(module) else kind
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _description(tensor: Tensor | None) -> str:

@@ -21,6 +21,11 @@ from thinwire.strategies.recipe import brief
 from thinwire.topology.base import check_size
 
 
+# Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
+_MOST_TENSORS = 512
+_MOST_PARAMETERS = 10**15
+
+
 @dataclass(frozen=True)
 class Link:
     """What the worker sends to one other rank.
@@ -121,7 +126,8 @@ def explain(
         strategy: the recipe.
         parameters: the model, of which only the shapes are read; or its number of elements, or those of each of its
             parameter tensors in the model's order. Messages of gradients are cut between tensors, and some methods send
-            small tensors otherwise than large ones; a plain number is taken as tensors as large as a message.
+            small tensors otherwise than large ones; a plain number is taken as tensors as large as a message, or
+            as 512 tensors where these would be more.
         workers: number of workers.
         dtype: of the parameters; unless given the model's own, or torch.float32.
         optimizer: makes the optimizer from the parameters, as `torch.optim.AdamW` does; unless given, plain SGD, or one
@@ -141,6 +147,8 @@ def explain(
         >>> card.sent_bytes_per_step, card.all_reduce_bytes_per_step, card.messages_per_step
         (750000.0, 6000000.0, 0.125)
     """
+    if isinstance(parameters, int) and parameters > _MOST_PARAMETERS:
+        raise ConfigError(f"parameters={parameters:.3g}: at most {_MOST_PARAMETERS:g}; give those of one model")
     shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
     if not shapes:
         raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
@@ -210,6 +218,8 @@ def _tensors_of(
     if isinstance(parameters, int):
         # Many small tensors fill each bucket exactly to its limit.
         piece = max(1, bucket_bytes // dtype.itemsize)
+        # A dry run takes time for each tensor; and models as large have tensors that fill a message by themselves.
+        piece *= -(-parameters // (_MOST_TENSORS * piece)) or 1
         whole, rest = divmod(max(0, parameters), piece)
         parameters = [rest] * bool(rest) + [piece] * whole
     shapes = [(size,) for size in parameters if size]

@@ -286,8 +286,11 @@ def _fields(recipe: object) -> list[tuple[str, Any]]:
 
 def busiest(strategy: Strategy, workers: int) -> int:
     """The rank that sends or receives most in a recipe's topologies; rank 0 where all are alike."""
+    graphs = list(topologies(strategy))
+    if not graphs:
+        return 0
     loads = [0] * workers
-    for topology in topologies(strategy):
+    for topology in graphs:
         for rank in range(workers):
             peers = [topology.peers(rank, workers, step) for step in range(topology.period(workers))]
             loads[rank] += max(sum(len(each.dst) for each in peers), sum(len(each.src) for each in peers))

@@ -229,8 +229,8 @@ class Replica:
             others: other workers' vectors, like it.
             weights: the push-sum weights of this worker and of the others, by which vectors are divided first.
         """
-        if not own.numel():
-            # A rank's part of sharded parameters may be empty.
+        if own.is_meta or not own.numel():
+            # In a dry run there is nothing to estimate from, and a rank's part of sharded parameters may be empty.
             return
         stride = -(-own.numel() // _SAMPLE_SIZE)
         samples = [y[::stride] for y in (own, *others)]

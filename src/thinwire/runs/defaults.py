@@ -15,7 +15,7 @@ from thinwire.emulate import available, parse_links, parse_stops, parse_straggle
 from thinwire.errors import ConfigError
 from thinwire.runs.coreset import check_policy
 from thinwire.runs.recipes import describe, parse_recipe
-from thinwire.runs.settings import Settings, parse_mesh
+from thinwire.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.runs.tensor import check_tensor_parallel, size_for
 from thinwire.tasks import Task, load
 
@@ -58,6 +58,8 @@ def check_recipe(text: str, workers: int) -> str:
     """
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
+    if workers > MOST_WORKERS:
+        raise ConfigError(f"workers={workers}: must be at most {MOST_WORKERS}")
     recipe = parse_recipe(text)
     recipe.check(workers)
     return describe(recipe)

@@ -17,6 +17,12 @@ Schedule = Literal["constant", "cosine"]
 Device = Literal["cpu", "cuda"]
 
 
+MOST_WORKERS = 4096
+"""Data sets, graphs and links of more workers than this cannot be looked at before the start."""
+MOST_THREADS = 4096
+MOST_SEED = 2**32 - 1
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of one run; equal settings give equal numbers, as far as `seconds` or `target_loss` let it run.
@@ -112,6 +118,9 @@ class Settings:
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "timeline_steps", "seed"):
             _at_least(name, getattr(self, name), 0)
+        for name, most in (("workers", MOST_WORKERS), ("threads", MOST_THREADS), ("seed", MOST_SEED)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at most {most}")
         for name in ("seconds", "target_loss", "lr", "timeout"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

@@ -80,6 +80,8 @@ class Journal:
         self._capacities_asked += 1
         if self._capacities_asked > len(self._capacities):
             self._capacities.append(measure())
+            # A resumed sweep must not measure another one.
+            self._write(self._current)
         return self._capacities[self._capacities_asked - 1]
 
     def train(self, plan: Plan, trials: Sequence[Trial], callback: StepCallback | None = None) -> list[Outcome]:
@@ -164,6 +166,11 @@ class Journal:
         self._complete = content["complete"]
 
 
+def begun(folder: Path) -> bool:
+    """Whether there is a journal in a folder, from which a sweep can be resumed."""
+    return RankFile(folder, 0).path.exists()
+
+
 def settings_in(folder: Path) -> Fields:
     """The settings with which a journal's sweep began.
 
@@ -188,7 +195,7 @@ def _content(folder: Path) -> Fields:
 
 def _refuse_to_lose(folder: Path) -> None:
     """Raise CheckpointError if the folder holds a sweep that has begun to train and has not finished."""
-    if not RankFile(folder, 0).path.exists():
+    if not begun(folder):
         return
     before = _content(folder)
     if before["complete"] or not (before["arrays"] or before["current"]):

@@ -87,6 +87,8 @@ class Plan:
             raise ConfigError(f"steps={self.steps}: a trial needs at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: must not be negative; 0 is usual")
+        if self.seed >= 2**32:
+            raise ConfigError(f"seed={self.seed}: must be at most {2**32 - 1}; 0 is usual")
         if self.eval_limit is not None and self.eval_limit < 1:
             raise ConfigError(f"eval_limit={self.eval_limit}: at least 1 held-out example is needed; None takes all")
         if self.halving is not None and self.population is not None:

@@ -24,6 +24,7 @@ from thinwire.tensor2d.transformer import Transformer
 from thinwire.validation import check_field_types
 
 _GIB = 1 << 30
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,14 @@ def advise(
         limit_nbytes: memory of a rank; None is no limit.
 
     Raises:
-        ConfigError: fewer than one rank, or a limit that is not positive.
+        ConfigError: fewer than one rank or more than 65,536, or a limit that is not positive.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a mesh has at least 1")
+    if ranks > _MOST_RANKS:
+        raise ConfigError(
+            f"ranks={ranks}: at most {_MOST_RANKS} are looked at; give the ranks of one copy of the model"
+        )
     if limit_nbytes is not None and limit_nbytes <= 0:
         raise ConfigError(f"limit_nbytes={limit_nbytes}: must be positive, such as {16 * _GIB}; None is no limit")
     shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]

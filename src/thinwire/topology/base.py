@@ -104,11 +104,13 @@ class Topology(ABC):
 @lru_cache(maxsize=256)
 def doubly_stochastic(topology: Topology, size: int) -> bool:
     """Whether every step keeps the plain average: rows and columns of each mixing matrix sum to one."""
-    matrices = [topology.matrix(size, step) for step in range(topology.period(size))]
-    return all(np.allclose(m.sum(axis), 1.0, rtol=0, atol=1e-12) for m in matrices for axis in (0, 1))
+    # By the edges, as matrices of thousands of workers would take gigabytes.
+    steps = ([topology.peers(rank, size, step) for rank in range(size)] for step in range(topology.period(size)))
+    sums = (total for everyone in steps for total in (_kept(everyone), _given(everyone)))
+    return all(np.allclose(each, 1.0, rtol=0, atol=1e-12) for each in sums)
 
 
-def check_size(topology: Topology, size: int, *, most_workers: int = 4096, most_messages: int = 1 << 18) -> None:
+def check_size(topology: Topology, size: int, *, most_workers: int = 4096, most_messages: int = 1 << 16) -> None:
     """Refuse a graph that is too large to be looked at as a whole in a few seconds; workers may train on it.
 
     Args:
@@ -146,13 +148,12 @@ def check_edges(topology: Topology, size: int) -> None:
     topology.check(size)
     sends = np.zeros((size, size), dtype=bool)
     for step in range(topology.period(size)):
-        error = _edge_error([topology.peers(rank, size, step) for rank in range(size)])
-        if error is None:
-            mixing = topology.matrix(size, step)
-            error = _share_error(mixing)
-            sends |= mixing > 0
+        everyone = [topology.peers(rank, size, step) for rank in range(size)]
+        error = _edge_error(everyone) or _share_error(_given(everyone))
         if error is not None:
             raise ConfigError(f"{topology} with {size} workers, step {step}: {error}")
+        for rank, peers in enumerate(everyone):
+            sends[rank, list(peers.src)] = True
     for i, j in out_of_reach(sends):
         raise ConfigError(
             f"{topology} with {size} workers: nothing ever travels from rank {i} to rank {j}; add edges until every "
@@ -179,9 +180,21 @@ def _edge_error(everyone: list[Peers]) -> str | None:
     return None
 
 
-def _share_error(mixing: NDArray[np.float64]) -> str | None:
+def _kept(everyone: list[Peers]) -> NDArray[np.float64]:
+    """The sum of the weights that each rank mixes with."""
+    return np.array([peers.own + sum(peers.weights) for peers in everyone])
+
+
+def _given(everyone: list[Peers]) -> NDArray[np.float64]:
+    """The sum of the shares of each rank's vector that it keeps and sends."""
+    shares = np.array([peers.own for peers in everyone])
+    for peers in everyone:
+        np.add.at(shares, list(peers.src), peers.weights)
+    return shares
+
+
+def _share_error(columns: NDArray[np.float64]) -> str | None:
     """The rank whose kept and sent shares do not sum to one, as text; None where there is none."""
-    columns = mixing.sum(0)
     rank = int(np.argmax(np.abs(columns - 1)))
     if abs(columns[rank] - 1) <= 1e-9:
         return None
