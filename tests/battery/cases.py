@@ -101,7 +101,7 @@ DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 12), ErrorB
 
 STRATEGIES: list[Case] = [
     case(AllReduce(), to.stacked(common.all_reduce)),
-    case(AllReduce(ErrorFeedback(OneBit(8))), to.coded_gradients(8), **CODED),
+    case(AllReduce(ErrorFeedback(OneBit(8))), to.coded_gradients(8), "adamw", **CODED),
     case(Local(), to.stacked(common.local_sgd, period=100)),
     case(LocalSGD(3), to.stacked(common.local_sgd, period=3)),
     case(MinibatchLocalSGD(3, inner=0.5), to.from_rates(minibatch.inner_outer, period=3, inner=0.5), *PLAIN, "decay"),

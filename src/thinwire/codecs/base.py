@@ -62,6 +62,11 @@ class Codec(ABC):
         return False
 
     @property
+    def sign_only(self) -> bool:
+        """Whether all elements of a block are decoded to one absolute value, so that no element's own size is sent."""
+        return False
+
+    @property
     def error_bound(self) -> float:
         r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge."""
         return 0.0

@@ -67,6 +67,11 @@ class ErrorFeedback(Codec):
         return self.codec.linear and not self.codec.rounds_sums
 
     @property
+    def sign_only(self) -> bool:
+        """The codec's `sign_only`."""
+        return self.codec.sign_only
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the codec's payloads."""
         return self.codec.dtype

@@ -33,6 +33,11 @@ class MajorityVote(Codec):
     """
 
     @property
+    def sign_only(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def alignment(self) -> int:
         """The elements in a byte of signs."""
         return 8

@@ -60,6 +60,11 @@ class OneBit(Codec):
         return True
 
     @property
+    def sign_only(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def alignment(self) -> int:
         """The elements of a block; of a byte of signs where the vector has one scale."""
         return 8 if self.whole else self.block

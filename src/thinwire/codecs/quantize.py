@@ -60,6 +60,11 @@ class Quantize(Codec):
             raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
 
     @property
+    def sign_only(self) -> bool:
+        """With one bit."""
+        return self.bits == 1
+
+    @property
     def error_bound(self) -> float:
         """Reached by small elements beside a large one."""
         # With one bit every element becomes plus or minus the largest of its block, however small it is.

@@ -1,9 +1,11 @@
 """Average gradients at every step."""
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.comm.work import Work
+from thinwire.optimizers.adaptive import check_signs
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
@@ -22,7 +24,8 @@ class AllReduce(Strategy):
     With a `codec` the mean is that of the decoded payloads. The payloads of a linear codec, such as `Bf16()`, are added
     up by the all-reduce itself. Others take two stages: an all-to-all, in which every rank receives all ranks' codes of
     one piece of the vector, and an all-gather of the encoded means of these pieces. A gradient that is not finite on
-    any rank is then NaN on all of them.
+    any rank is then NaN on all of them. Codecs of signs, such as `OneBit()`, are refused under optimizers that divide
+    each element by its own size, as Adam does: `CompressedMomentum` sends one bit an element there.
 
     Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none, or with
     `ErrorFeedback` the residuals, like the gradient in fp32 and an $n$-th of that.
@@ -57,6 +60,10 @@ class AllReduce(Strategy):
     def check(self, size: int) -> None:
         """Refuse a biased codec without error feedback, whose residual would be lost."""
         check_feedback(self.codec)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse signs of gradients where the optimizer divides each element by its own size."""
+        check_signs(self, self.codec, optimizer)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """Launch the mean of one bucket."""
