@@ -21,6 +21,7 @@ from thinwire.cli.train import Train
 from thinwire.errors import ConfigError
 from thinwire.runs import Settings, launch, worker
 from thinwire.runs.folder import RunFolder
+from thinwire.strategies.recipe import parse
 
 
 def refused(capsys, *arguments):
@@ -36,6 +37,14 @@ def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in commands.installed())
+
+
+def test_help_names_recipes_to_begin_with(capsys):
+    assert main(["help"]) == 0
+    out = capsys.readouterr().out
+    for recipe in commands.RECIPES:
+        assert recipe in out
+        assert parse(recipe)
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)

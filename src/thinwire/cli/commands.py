@@ -45,6 +45,14 @@ COMMANDS = {
 }
 
 
+RECIPES = {
+    "AllReduce()": "the network is fast enough",
+    "LocalSGD(period=8)": "sending takes several times as long as computing",
+    "LocalSGD(period=8, codec=Quantize(4))": "the same, on a very slow link",
+    "OverlapLocalSGD(period=8)": "the same, with no time to wait for averages",
+}
+
+
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Turn the arguments into a callable that does the work and returns the exit code.
 
@@ -87,6 +95,9 @@ def _help() -> int:
     out.print("usage: thinwire COMMAND ...\n\nTrain PyTorch models over thin wires.\n", markup=False)
     for name in installed():
         out.print(f"  {name:<11}{COMMANDS[name].summary}", markup=False)
+    out.print("\nRecipes to begin with; thinwire explain RECIPE says what each sends, and its limits:\n", markup=False)
+    for recipe, use in RECIPES.items():
+        out.print(f"  {recipe:<40}{use}", markup=False)
     out.print("\nthinwire COMMAND --help shows a command's options; thinwire --version, the version.", markup=False)
     return 0
 

@@ -35,7 +35,7 @@ _SINGLE_RUN_ONLY = [
 class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     """Run several strategies one after another, from the same parameters and on the same data in the same order.
 
-    Example: thinwire compare --task text --strategies "AllReduce(); PushSum(); ddp" --workers 4 --link 100mbit
+    Example: thinwire compare --task text --strategies "ddp; LocalSGD(period=8); PushSum()" --workers 4 --link 100mbit
 
     All runs have the same settings. --steps, --seconds and --target-loss are the limits of each run, not of all
     together. Options that are not given take the task's defaults.
@@ -50,7 +50,9 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         json: print the summaries as JSON.
     """
 
-    strategies: str = "ddp; AllReduce(); LocalSGD(period=8); SlowMo(); PushSum()"
+    strategies: str = (
+        "ddp; LocalSGD(period=8); LocalSGD(period=8, codec=Quantize(4)); OverlapLocalSGD(period=8); PushSum()"
+    )
     workers: int = 4
     rounds: int = 1
     out: Path | None = None

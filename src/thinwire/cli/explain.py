@@ -28,14 +28,14 @@ _MOST_NAMED_RANKS = 8
 class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "momentum"])):
     """Show the bytes, the memory and the waits of a strategy, without training; or compare meshes that split a model.
 
-    Example: thinwire explain "SlowMo(base=PushSum(), period=48)" --task text --workers 4 --link 100mbit
+    Example: thinwire explain "LocalSGD(period=8, codec=Quantize(4))" --task text --workers 4 --link 100mbit
 
     The strategy is run on tensors without data, so the bytes are exactly those of a real run; where they depend on the
     data, the least and the most are shown. The model is that of --task (text unless given), or has --parameters. The
     optimizer, which some strategies average too, is the task's, or one that the strategy needs.
 
     Args:
-        recipe: the strategy as text, such as "SlowMo(base=PushSum(), period=48)".
+        recipe: the strategy as text, such as "LocalSGD(period=8, codec=Quantize(4))".
         tensor_parallel: instead of a recipe, a number of ranks: compares every mesh of rows and columns over which so
             many ranks can split the task's language model, and names the best for --link RATE+DELAY.
         batch_size: with --tensor-parallel, samples in the whole batch.
@@ -70,7 +70,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         from thinwire.plan import explain
 
         if self.recipe is None:
-            raise ConfigError('RECIPE is missing; name one, such as "SlowMo(period=48)", or give --tensor-parallel 4')
+            raise ConfigError('RECIPE is missing; name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
         name, model = self._model()
@@ -194,6 +194,11 @@ def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             ("together", f"{total}, besides the state of {card.optimizer} and activations"),
         ],
     )
+    if card.lr_factor not in (None, 1.0):
+        words = (
+            f"{_number(card.lr_factor)} times the optimizer's in the long run; for the same effect give the optimizer"
+        )
+        yield "Learning rate", [("effective", f"{words} {_number(1 / card.lr_factor)} times what AllReduce() has")]
     for method in card.methods:
         lines = {"paper": method.paper, "waits": method.waits, "limits": method.limits}
         yield method.name, [(name, words) for name, words in lines.items() if words]

@@ -38,7 +38,7 @@ _FIXED = (
 class Train(settings_as_options(without=["timeline_steps"])):
     """Train a task with one strategy, on several workers of this machine, and write the run's record to a folder.
 
-    Example: thinwire train --task text --strategy "SlowMo(base=PushSum(), period=48)" --workers 4 --link 100mbit
+    Example: thinwire train --task text --strategy "LocalSGD(period=8, codec=Quantize(4))" --workers 4 --link 100mbit
 
     Starts 4 workers unless --workers is given. Under torchrun, on one machine or several, the same command is one of
     torchrun's workers instead. Options that are not given take the task's defaults. A run ends after 200 steps unless

@@ -78,6 +78,7 @@ class Card:
         collective_bytes_per_step: the part sent in collectives; the transport decides to which ranks.
         links: the part sent to named ranks.
         memory_bytes_per_parameter: memory that thinwire adds, by name; without the optimizer's state and activations.
+        lr_factor: the effective learning rate in the long run, as a multiple of the optimizer's; None if not known.
         methods: the strategies of the recipe, outermost first.
         all_reduce_bytes_per_step: what AllReduce() would send.
         bf16_all_reduce_bytes_per_step: what AllReduce(codec=Bf16()) would send.
@@ -102,6 +103,7 @@ class Card:
     collective_bytes_per_step: float
     links: tuple[Link, ...]
     memory_bytes_per_parameter: dict[str, float]
+    lr_factor: float | None
     methods: tuple[Method, ...]
     all_reduce_bytes_per_step: float
     bf16_all_reduce_bytes_per_step: float
@@ -198,6 +200,7 @@ def explain(
         collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
         links=_links(steps),
         memory_bytes_per_parameter=_memory(run, steps),
+        lr_factor=strategy.lr_factor,
         methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
         bf16_all_reduce_bytes_per_step=dry(AllReduce(Bf16()), 0).step().sent,

@@ -35,8 +35,8 @@ class Settings:
     Args:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
         model: a named size of the task's model.
-        strategy: a recipe such as "SlowMo(base=PushSum(), period=48)", or one of torch's own methods: ddp, ddp+bf16,
-            ddp+powersgd, post-local-sgd.
+        strategy: a recipe such as "LocalSGD(period=8, codec=Quantize(4))", or one of torch's own methods: ddp,
+            ddp+bf16, ddp+powersgd, post-local-sgd.
         workers: number of processes that train together.
         tensor_parallel: rows and columns of the mesh of workers over which each copy of a language model is split, such
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.

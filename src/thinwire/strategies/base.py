@@ -17,7 +17,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
 
 
-def trait(of: Callable[[Any], bool | int]) -> Any:
+def trait(of: Callable[[Any], bool | float | None]) -> Any:
     """A trait of a strategy that depends on its hyperparameters, for the body of the class.
 
     Args:
@@ -57,6 +57,8 @@ class Strategy(ABC):  # noqa: B024
             messages in flight belong to single workers or to the graph between them.
         growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
             training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
+        lr_factor: the learning rate that training has in effect, where gradients stay alike for long, as a multiple of
+            the optimizer's: slow momentum makes it larger, and a pull to an older mean smaller. None is not known.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 
@@ -100,6 +102,7 @@ class Strategy(ABC):  # noqa: B024
     steady_from: ClassVar[int] = 0
     needs_equal_start: ClassVar[bool] = False
     local_rounds: ClassVar[bool] = False
+    lr_factor: ClassVar[float | None] = 1.0
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
     restarts_on_resize: ClassVar[bool] = False
     growing: ClassVar[tuple[str, ...]] = ()

@@ -61,6 +61,7 @@ class Wrapper(Strategy):
     steady_from = trait(lambda self: self.base.steady_from)
     needs_equal_start = trait(lambda self: self.base.needs_equal_start)
     local_rounds = trait(lambda self: self.base.local_rounds)
+    lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
     # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing` and
     # `restarts_on_resize` speak of a class's own state; who asks for them looks at the base, too.

@@ -7,10 +7,10 @@ from torch import Tensor
 from thinwire.codecs.base import Codec
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.strategies.local.outer_step import OuterStep
+from thinwire.strategies.local.outer_step import OuterStep, scaled_by
 
 
 @registered
@@ -60,10 +60,16 @@ class DiLoCo(OuterStep):
     codec: Codec | None = None
 
     paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105"
-    limits = "the outer learning rate and momentum are tuned together with the period"
+    limits = (
+        "the outer learning rate and momentum are tuned together with the period: with SGD the effective learning rate "
+        "is the optimizer's times lr / (1 - momentum)"
+    )
 
     # An optimizer may use norms, and keeps numbers such as step counters.
     elementwise = False
+    lr_factor = trait(
+        lambda self: None if self.outer.momentum is None else scaled_by(self.base, self.outer.lr, self.outer.momentum)
+    )
 
     def check_sharded(self) -> None:
         """Refuse an outer optimizer whose step on a part of the vector is another one than on all of it."""

@@ -97,6 +97,14 @@ class OuterOptimizer:
         """The module that the optimizer's name has; None for one of torch."""
         return self.optimizer.rpartition(":")[0] or None
 
+    @property
+    def momentum(self) -> float | None:
+        """That of SGD, in [0, 1); None of other optimizers, and with dampening."""
+        arguments = dict(self.arguments)
+        momentum = arguments.get("momentum", 0.0)
+        plain = self.optimizer == "SGD" and not arguments.get("dampening") and 0 <= momentum < 1
+        return momentum if plain else None
+
     def is_elementwise(self) -> bool:
         """Whether two steps on a vector are those on each of its parts; not so where norms are used, as in LAMB."""
 

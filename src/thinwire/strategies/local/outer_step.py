@@ -51,6 +51,11 @@ WHOLE = Placement()
 """All of the state on every worker, with the parameters."""
 
 
+def scaled_by(base: Strategy, lr: float, momentum: float) -> float | None:
+    """The `lr_factor` of a step with momentum on what the base's rounds do."""
+    return None if base.lr_factor is None else base.lr_factor * lr / (1 - momentum)
+
+
 class OuterStep(Wrapper):
     """Rounds of a base; after each, `step_` moves the point where it started, and all go on from there.
 

@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.coded_means import common_point, restart_mean, tracked_mean
 
 
@@ -87,6 +87,7 @@ class OverlapLocalSGD(Strategy):
     limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
 
     has_period = True
+    lr_factor = trait(lambda self: 1.0 if self.compensate else self.progress)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -15,7 +15,7 @@ from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.local_sgd import Local
-from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement
+from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement, scaled_by
 
 
 @registered
@@ -26,6 +26,8 @@ class SlowMo(OuterStep):
 
     $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
 
+    While gradients stay alike a round moves $x_0$ by $\alpha/(1-\beta)$ times what its steps did: the paper's effective
+    learning rate is $\alpha\gamma/(1-\beta)$.
     `momentum=0` is the base with exact averages; `period=1` under SGD is AllReduce with heavy-ball momentum.
     Traffic: the base's, and per period its exact average: one all-reduce of what it sends. State: `anchor` ($x_0$) and
     `slow` ($u$), like the parameters, and of the round `lr_sum`, like the learning rate, and its steps `num_steps`.
@@ -64,9 +66,13 @@ class SlowMo(OuterStep):
     codec: Codec | None = None
 
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
-    limits = "tune the momentum: too much of it, or too long a period, overshoots"
+    limits = (
+        "too much momentum, or too long a period, overshoots: the effective learning rate is the optimizer's times "
+        "lr / (1 - momentum), so lower one of them"
+    )
     elementwise = trait(lambda self: self.base.elementwise and self.buffers == "maintain")
     growing = ("lr_sum",)
+    lr_factor = trait(lambda self: scaled_by(self.base, self.lr, self.momentum))
 
     def __post_init__(self) -> None:
         """Check the ranges."""
