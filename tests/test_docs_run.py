@@ -138,7 +138,7 @@ def shell(wheel: Path, tmp_path: Path) -> Iterator[Shell]:
     }
     started: list[subprocess.Popen[str]] = []
 
-    def run(*lines: str, seconds: float = 300.0, **more: str) -> list[subprocess.CompletedProcess[str]]:
+    def run(*lines: str, seconds: float = 400.0, **more: str) -> list[subprocess.CompletedProcess[str]]:
         processes = [
             subprocess.Popen(
                 ["bash", "-ec", line],
@@ -164,7 +164,7 @@ def shell(wheel: Path, tmp_path: Path) -> Iterator[Shell]:
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, 9)
-            process.wait()
+            process.communicate()
 
 
 # -- commands ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def single() -> Iterator[object]:
     """The pages with commands for one machine, each with those commands."""
     for page in dict.fromkeys(page for page, _ in RUN):
         lines = [line for where, line in RUN if where == page and "torchrun --nnodes" not in line]
-        marks = [] if page in QUICK else [pytest.mark.slow, pytest.mark.timeout(500)]
+        marks = [] if page in QUICK else [pytest.mark.slow, pytest.mark.timeout(600)]
         if any("--link" in line and not line.startswith("thinwire explain") for line in lines):
             marks.append(pytest.mark.skipif(NO_LINKS is not None, reason=f"no links here: {NO_LINKS}"))
         if lines:
