@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +174,34 @@ def test_a_wait_times_out_with_rank_step_and_reason(call: str) -> None:
     reason = "all ranks to join the all_reduce of 2 x float32" if call == "all_reduce" else "a message from rank 1"
     with pytest.raises(CommTimeoutError, match=rf"rank 0 waited 0\.2 s for {reason} at step 3"):
         run_threads(2, work, timeout=0.2)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "send_recv", "mailbox"])
+def test_a_timeout_names_the_rank_that_does_not_answer_and_none_that_waits_itself(call: str) -> None:
+    ended, words = [threading.Event() for _ in range(3)], ["", "", ""]
+
+    def work(comm: Comm) -> None:
+        box = comm.open_mailbox(comm, torch.zeros(2)) if call == "mailbox" else None
+        if comm.rank == 0:
+            assert all(event.wait(20) for event in ended[1:])
+            return
+        # Rank 1 waits for rank 0, and rank 2 for rank 1.
+        try:
+            if call == "all_reduce":
+                comm.all_reduce_(torch.zeros(2)).wait()
+            elif box is None:
+                comm.send_recv(torch.zeros(2), [], [comm.rank - 1]).wait()
+            else:
+                box.expect(comm.rank - 1, torch.zeros(2)).wait()
+        except CommTimeoutError as error:
+            words[comm.rank] = str(error)
+        ended[comm.rank].set()
+
+    run_threads(3, work, timeout=0.2)
+    assert words[1].endswith(
+        "; rank 0 is not answering" if call == "all_reduce" else " a message from rank 0 at step 0"
+    )
+    assert words[2].endswith("; rank 0 is not answering")
 
 
 @pytest.mark.parametrize(

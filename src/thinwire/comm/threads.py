@@ -5,6 +5,7 @@ Sums are added in the order of ranks, so a run's values depend on nothing but it
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -56,6 +57,7 @@ class Hub:
         lost: the first rank that has failed, and why.
         shared: an error that a rank has found, and that all are to raise.
         duplicates: hubs of further comms for the same threads.
+        waiting: for each rank that waits, or has waited in vain, the ranks that it waits for.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -68,6 +70,7 @@ class Hub:
         self.lost: tuple[int, BaseException] | None = None
         self.shared: ThinwireError | None = None
         self.duplicates: list[Hub] = []
+        self.waiting: dict[int, Sequence[int]] = {}
 
     def report_failure(self, rank: int, reason: BaseException) -> None:
         """Record that `rank` has failed, so that the waits of all others fail too."""
@@ -102,16 +105,34 @@ class Hub:
             rank, reason = self.lost
             raise PeerLostError(f"rank {rank} was lost at step {step} ({type(reason).__name__}: {reason})")
 
-    def wait_until(self, ready: Callable[[], bool], comm: ThreadComm, waiting_for: str) -> None:
-        """Wait until `ready()`; the caller holds `changed`."""
+    def wait_until(self, missing: Callable[[], Sequence[int]], comm: ThreadComm, waiting_for: str) -> None:
+        """Wait until no rank is `missing()`; the caller holds `changed`."""
         end = time.monotonic() + comm.timeout
-        while not ready():
+        while ranks := missing():
             self.check_lost(comm.step)
+            self.waiting[comm.rank] = ranks
             # Asked again after a timeout, since it may have become true just then.
-            if not self.changed.wait(end - time.monotonic()) and not ready():
-                raise CommTimeoutError(
-                    f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
-                )
+            if not self.changed.wait(end - time.monotonic()) and missing():
+                waited = f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
+                raise CommTimeoutError(waited + self.not_answering(comm.rank, waiting_for))
+        self.waiting.pop(comm.rank, None)
+
+    def not_answering(self, rank: int, waiting_for: str) -> str:
+        """Whom a rank waits for in the end, for an error: those it waits for may be waiting for others themselves.
+
+        Args:
+            rank: waits in vain; stays among those that wait, so that no other blames it.
+            waiting_for: what it waits for. Nothing is added to words that name the right ranks already.
+        """
+        seen, frontier, found = {rank}, [rank], set[int]()
+        while frontier:
+            for peer in set(self.waiting.get(frontier.pop(), ())) - seen:
+                seen.add(peer)
+                (frontier.append if peer in self.waiting else found.add)(peer)
+        names = [f"rank {peer}" for peer in sorted(found)]
+        if not names or all(re.search(rf"{name}\b", waiting_for) for name in names):
+            return ""
+        return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} not answering"
 
 
 class ThreadComm(Comm):
@@ -182,7 +203,8 @@ class ThreadComm(Comm):
     def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
         key = (peer, self.rank, number)
         with self._hub.changed:
-            self._hub.wait_until(lambda: key in self._hub.messages, self, f"a message from rank {peer}")
+            messages = self._hub.messages
+            self._hub.wait_until(lambda: [] if key in messages else [peer], self, f"a message from rank {peer}")
             message = self._hub.messages.pop(key)
         if message.shape != like.shape or message.dtype != like.dtype:
             raise MismatchError(f"rank {peer} sent {describe(message)}, rank {self.rank} expects {describe(like)}")
@@ -229,9 +251,12 @@ class ThreadComm(Comm):
                 del hub.collectives[call]
                 hub.changed.notify_all()
 
+        def missing() -> list[int]:
+            return [rank for rank in range(hub.size) if rank not in collective.inputs]
+
         def finish() -> U:
             with hub.changed:
-                hub.wait_until(lambda: len(collective.inputs) == hub.size, self, f"all ranks to join the {label}")
+                hub.wait_until(missing, self, f"all ranks to join the {label}")
             return collective.result
 
         return Work(finish)
@@ -256,6 +281,26 @@ class ThreadMailbox(Mailbox):
         with self.changed:
             self._closed = True
             self.changed.notify_all()
+
+    def wait_until(
+        self,
+        missing: Callable[[], Sequence[int]],
+        waiting_for: str,
+        *,
+        meanwhile: Callable[[], float | None] | None = None,
+    ) -> None:
+        """Wait until no rank is missing; the caller holds `changed`."""
+        hub, rank = self._hub, self._rank
+
+        def noted() -> Sequence[int]:
+            hub.waiting[rank] = ranks = missing()
+            return ranks
+
+        try:
+            super().wait_until(noted, waiting_for, meanwhile=meanwhile)
+        except CommTimeoutError as error:
+            raise CommTimeoutError(f"{error}{hub.not_answering(rank, str(error))}") from None
+        hub.waiting.pop(rank, None)
 
     def _transmit(self, dst: int, message: Message, number: int) -> None:
         peer = self._hub.mailboxes[self._epoch, dst]
