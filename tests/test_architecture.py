@@ -53,6 +53,8 @@ NEIGHBOURS = {
     ("comm.group", "comm.roll_call"),
     ("comm.group", "comm.rendezvous"),
     ("comm.rendezvous", "comm.roll_call"),
+    ("comm.group", "comm.liveness"),
+    ("comm.roll_call", "comm.liveness"),
     ("comm.group", "comm.mailbox.zeromq"),
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),
 }

@@ -210,7 +210,9 @@ def test_a_rank_that_has_closed_its_mailbox_is_named(backend: str) -> None:
             return
         box.send(1, LIKE)
         assert box.expect(1, LIKE).wait()
-        with pytest.raises(PeerLostError, match=r"rank 0: rank 1 has closed its mailbox; end training together"):
+        with pytest.raises(
+            PeerLostError, match=r"rank 0, step 0, messages: rank 1 has closed its mailbox; end training together"
+        ):
             box.expect(1, LIKE).wait()
 
     between(2, backend, work)

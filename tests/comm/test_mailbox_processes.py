@@ -93,7 +93,7 @@ def test_a_process_that_ends_is_named_long_before_the_timeout() -> None:
         worker.finish(deadline)
     assert survivor.error is None, survivor.error
     words, waited = survivor.result
-    assert words == "rank 0, step 0: rank 1 is lost (its connection was closed)"
+    assert words == "rank 0, step 0, messages: rank 1 is lost (the connection to rank 1 was closed)"
     assert waited < 10
 
 

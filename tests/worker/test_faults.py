@@ -16,7 +16,19 @@ import torch.distributed as dist
 
 from tests.engine import attach, batches, steps
 from tests.pool import start_processes
-from thinwire import AllReduce, CommError, Gossip, GroupComm, LocalSGD, SlowMo, Strategy
+from thinwire import (
+    ADPSGD,
+    AllReduce,
+    AsyncLeaderSGD,
+    CommError,
+    EagerPushSum,
+    Gossip,
+    GroupComm,
+    LocalSGD,
+    SlowMo,
+    Strategy,
+)
+from thinwire.comm import roll_call
 
 SICK_STEP = 5
 Report = tuple[str, str, float, str]
@@ -128,6 +140,43 @@ def around() -> Report:
     return "nothing", "", 0.0, ""
 
 
+def exchange(strategy: Strategy, victims: Sequence[int]) -> Report:
+    """Train at each worker's own pace until the victims, which are killed, are missed."""
+    rank = dist.get_rank()
+    worker = attach(None, strategy, timeout=30.0)
+    start = time.monotonic()
+    try:
+        for step, data in enumerate(batches(rank, 300)):
+            if step == SICK_STEP and rank in victims:
+                os.kill(os.getpid(), signal.SIGKILL)
+            worker.record_batch(loss=float(rank))
+            steps(worker, [data])
+        with worker.consensus():
+            pass
+    except CommError as error:
+        stay_for_others(victims)
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
+def busy() -> Report:
+    """Rank 1 is killed while rank 2 computes for longer than a roll call lasts."""
+    roll_call._ROLL_CALL_SECONDS = 0.6
+    comm = GroupComm(timeout=30.0)
+    comm.all_reduce_(torch.ones(1)).wait()
+    start = time.monotonic()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 2:
+        time.sleep(2)
+    try:
+        comm.all_reduce_(torch.ones(1)).wait()
+    except CommError as error:
+        stay_for_others([1])
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What happens to which ranks."""
@@ -148,6 +197,12 @@ KILLED = {
     "a neighbour": (fault(SlowMo(Gossip(), period=4), [2], signal.SIGKILL, 30.0), "rank 2 is lost"),
     "two ranks": (fault(LocalSGD(4), [1, 2], signal.SIGKILL, 30.0), "rank 1, rank 2 are lost"),
 }
+# Their messages go over mailboxes.
+ASYNCHRONOUS = {
+    "ADPSGD": (Scenario(4, [2], exchange, (ADPSGD(), [2])), "rank 2 is lost"),
+    "AsyncLeaderSGD": (Scenario(4, [1], exchange, (AsyncLeaderSGD(period=2), [1])), "rank 1 is lost"),
+    "EagerPushSum": (Scenario(4, [3], exchange, (EagerPushSum(), [3])), "rank 3 is lost"),
+}
 STOPPED = {
     f"{name} {victim}": (fault(strategy, [victim], signal.SIGSTOP, 1.5), victim)
     for name, strategy in {"all_reduce": AllReduce(), "send_recv": Gossip(order="after")}.items()
@@ -159,6 +214,8 @@ SCENARIOS = {
     "careless": Scenario(3, [1], careless),
     "around": Scenario(4, [2], around),
     **{name: scenario for name, (scenario, _) in STOPPED.items()},
+    **{name: scenario for name, (scenario, _) in ASYNCHRONOUS.items()},
+    "busy": Scenario(3, [1], busy),
     "absent": Scenario(3, [1], absent),
     "late": Scenario(3, [], late),
 }
@@ -196,6 +253,22 @@ def test_a_killed_rank_ends_all_others_within_five_seconds_and_is_named(
         assert SICK_STEP <= int(text.split("step ")[1].split(",")[0]) <= SICK_STEP + 3
         assert seconds < 5
         assert again.startswith("these ranks' connections are closed since an earlier failure: ")
+
+
+@pytest.mark.parametrize("name", list(ASYNCHRONOUS))
+def test_the_ranks_that_were_killed_are_named_by_all_that_exchange_messages(
+    name: str, failures: dict[str, dict[int, Report]]
+) -> None:
+    for rank, (kind, text, *_) in failures[name].items():
+        assert kind == "PeerLostError"
+        assert text.startswith(f"rank {rank}, step ")
+        assert ASYNCHRONOUS[name][1] in text
+
+
+def test_a_rank_that_computes_is_not_blamed_for_one_that_is_killed(failures: dict[str, dict[int, Report]]) -> None:
+    for rank, (kind, text, *_) in failures["busy"].items():
+        assert kind == "PeerLostError"
+        assert text.startswith(f"rank {rank}, step 0, all_reduce: rank 1 is lost (")
 
 
 @pytest.mark.parametrize("name", list(STOPPED))

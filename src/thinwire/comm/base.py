@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.runtime import REAL, Runtime
 from thinwire.comm.work import Meter, Work, completed, nbytes_of
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError, ThinwireError
 
 T = TypeVar("T")
 
@@ -141,6 +141,23 @@ class Comm(ABC):
             rank 1, step 0: the loss is nan
         """
         raise error
+
+    def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
+        """The error of a wait that other ranks have let fail; made by backends and mailboxes.
+
+        Args:
+            call: what was waited for.
+            problem: what is known of it here.
+            late: whether the timeout has passed; otherwise a rank is gone.
+            closed: whether that rank has said that it ends, which no failure needs to have caused.
+        """
+        if late:
+            return CommTimeoutError(f"rank {self.rank} waited {self.timeout:g} s for {call} at step {self.step}")
+        return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended; False where nothing is known."""
+        return False
 
     def duplicate(self) -> Comm:
         """A second comm over the same ranks, with connections of its own, for CPU tensors; all ranks call it together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm.base import Comm
+from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
 from thinwire.comm.roll_call import Failure, Findings, RollCall, within
@@ -30,6 +32,8 @@ from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError, Thinwi
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
+_LOGGER = logging.getLogger("thinwire")
+_ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 # Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
 _NETWORK_ERROR = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
@@ -91,6 +95,14 @@ class GroupComm(Comm):
             if problem is not None:
                 raise self._failed("connecting", problem, time.monotonic() - start)
             weakref.finalize(self, self._own.clear)
+            self._roll_call.processes = Processes(self._gather_rows(own_row()), self.rank)
+
+    def _gather_rows(self, row: bytes) -> list[bytes]:
+        """All-gather a few bytes, which count as a part of connecting."""
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = list(own.new_empty((self.size, own.numel())))
+        self._start("connecting", own, lambda group: group.all_gather(own, rows), lambda: None).wait()
+        return [bytes(each.tolist()) for each in rows]
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         return self._start("all_reduce", x, lambda group: group.all_reduce(x), lambda: x)
@@ -182,30 +194,52 @@ class GroupComm(Comm):
         if self.size == 1 or self._fault is not None:
             raise error
         own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
+        _LOGGER.error("%s", error)
         found = self._roll_call.run(own, self._close_connections)
         self._fault = error if found.first == own else self._fault_of(found, "raise_on_all", "")
         raise self._fault from (None if self._fault is error else error)
+
+    def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
+        """Ask the other ranks what went wrong first, and close the connections; later calls repeat the first error."""
+        if self._fault is None and closed and not self._roll_call.has_begun():
+            return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
+        return self._failed(call, problem, self.timeout if late else 0.0)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank of this machine has ended."""
+        return self._roll_call.processes.state(rank) is State.ENDED
 
     def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
         """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
         if self._fault is not None:
             return self._closed(self._fault)
         # Gloo's text does not always name a timeout, so the time waited counts too.
-        timed_out = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
-        own = Failure("late" if timed_out else "lost", self.rank, self.step, operation, waited)
-        self._fault = self._fault_of(self._roll_call.run(own, self._close_connections), operation, problem)
+        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
+        processes = self._roll_call.processes
+        gone = processes.in_state(State.STOPPED, State.ENDED) if late else processes.ended(within=_ENDED_SECONDS)
+        own = Failure("late" if late else "lost", self.rank, self.step, operation, waited, gone)
+
+        def report(found: Findings) -> None:
+            # Before the others are asked: a launcher such as torchrun ends this process soon after another one.
+            _LOGGER.error("%s", self._fault_of(found, operation, problem))
+
+        self._fault = self._fault_of(self._roll_call.run(own, self._close_connections, report), operation, problem)
         return self._fault
 
     def _fault_of(self, found: Findings, operation: str, problem: str) -> ThinwireError:
         """The error of what the roll call has found."""
         if found.first.cause == "error":
             return error_named(found.first.error, found.first.text)
-        where, who = f"rank {self.rank}, step {self.step}, {operation}", ", ".join(found.missing)
+        where, who = f"rank {self.rank}, step {self.step}, {operation}", self._roll_call.names(found.missing)
         be, problem = "is" if len(found.missing) == 1 else "are", f" ({problem})" if problem else ""
         if found.first.cause == "late":
             names = f"; {who} {be} not answering" if found.missing else ""
             return CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names}{problem}")
-        return PeerLostError(f"{where}: {f'{who} {be} lost' if found.missing else 'a connection was closed'}{problem}")
+        if not found.missing:
+            return PeerLostError(f"{where}: a connection was closed{problem}")
+        if all(self._roll_call.processes.state(rank) is State.RUNNING for rank in found.missing):
+            return PeerLostError(f"{where}: a connection was closed; {who} {be} not answering{problem}")
+        return PeerLostError(f"{where}: {who} {be} lost{problem}")
 
     @staticmethod
     def _closed(fault: ThinwireError) -> ThinwireError:
@@ -217,6 +251,8 @@ class GroupComm(Comm):
             handles.clear()
         self._inflight.clear()
         self._own.clear()
+        for box in list(self._mailboxes.values()):
+            box.tell_failure()
 
 
 class _Connections:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
+from thinwire.comm.liveness import Processes, State
+
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
@@ -49,6 +51,7 @@ class Failure:
         step: the training step.
         call: what the rank was doing, such as "all_reduce".
         seconds: how long it had waited in that call.
+        gone: the ranks that it knew to be gone; only the first of all failures says more than that they end too.
         error: the class of an error that the rank tells the others.
         text: of that error.
     """
@@ -58,6 +61,7 @@ class Failure:
     step: int
     call: str = ""
     seconds: float = 0.0
+    gone: Sequence[int] = ()
     error: str = ""
     text: str = ""
 
@@ -80,12 +84,12 @@ class Findings:
 
     Attributes:
         first: the first failure of any rank, the cause of all others.
-        missing: names of the ranks that did not answer.
+        missing: the ranks that did not answer; without those that are only busy, where others are known to be gone.
         answers: how the ranks that did answer have ended, by rank.
     """
 
     first: Failure
-    missing: Sequence[str]
+    missing: Sequence[int]
     answers: dict[int, Failure]
 
 
@@ -96,44 +100,66 @@ class RollCall:
         store: this group's part of the rendezvous store.
         members: the group's ranks, each as its rank in the whole job.
         rank: this rank in the group.
+
+    Attributes:
+        processes: of the group's ranks, once they are known.
     """
 
     def __init__(self, store: Store, members: Sequence[int], rank: int) -> None:
+        self.processes = Processes([], rank)
         self._store = store
         self._members = members
         self._rank = rank
 
-    def run(self, own: Failure, close_connections: Callable[[], None]) -> Findings:
+    def names(self, ranks: Sequence[int]) -> str:
+        """Ranks by their number in the group, and in the whole job where that is another one."""
+        return ", ".join(self._name(rank) for rank in ranks)
+
+    def run(
+        self, own: Failure, close_connections: Callable[[], None], report: Callable[[Findings], None] = lambda _: None
+    ) -> Findings:
         """Agree on the first failure, close the connections, and find the missing ranks.
 
         Args:
             own: how this rank has failed.
             close_connections: called once the first failure is in the store. The others' calls then fail at once, and
                 they must read it and not take the closed connection for the cause.
+            report: called before that with what is known already.
         """
-        first, answers = own, {self._rank: own}
+        first, answers, reported = own, {self._rank: own}, False
         try:
             # The first rank to fail sets the cause for all.
-            stored = within(
-                _STORE_SECONDS, lambda: self._store.compare_set("first", "", json.dumps(asdict(own), sort_keys=True))
-            )
+            mine = json.dumps(asdict(own))
+            stored = within(_STORE_SECONDS, lambda: self._store.compare_set("first", "", mine))
             with suppress(ValueError):
                 first = Failure.read(stored)
+            reported = True
+            report(Findings(first, first.gone, answers))
             close_connections()
             if first.cause == "error":
                 within(_NAMED_SECONDS + 2 * _LINGER_SECONDS, self._let_all_read)
                 return Findings(first, [], answers)
-            missing = within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, lambda: self._missing(own, answers))
+            missing = within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, lambda: self._missing(own, first, answers))
             return Findings(first, missing, answers)
         except TimeoutError:
             late = True  # the process that hosts the store is alive, and does not answer
         except (RuntimeError, OSError):
             late = False  # the process that hosts the store has ended
-        close_connections()
-        if first.cause == "error":
-            return Findings(first, [], answers)
-        first = replace(first, cause="late") if late else first
-        return Findings(first, [self._name(rank) for rank in self._host()], answers)
+        if late and first.cause == "lost":
+            first = replace(first, cause="late")
+        # Other processes may have ended because of the same failure, without a store that would say so.
+        found = Findings(first, [] if first.cause == "error" else self._host(), answers)
+        if not reported:
+            report(found)
+            close_connections()
+        return found
+
+    def has_begun(self) -> bool:
+        """Whether a rank has failed already, as far as the store can be asked."""
+        try:
+            return within(_STORE_SECONDS, lambda: self._store.check(["first"]))
+        except (RuntimeError, OSError):  # TimeoutError too
+            return False
 
     def _host(self) -> list[int]:
         """The rank that hosts the store, if it is another one of this group."""
@@ -152,9 +178,12 @@ class RollCall:
             if self._members[self._rank] == 0:
                 self._unset("done", self._others, _NAMED_SECONDS)
 
-    def _missing(self, own: Failure, answers: dict[int, Failure]) -> list[str]:
+    def _missing(self, own: Failure, first: Failure, answers: dict[int, Failure]) -> list[int]:
         self._store.set(f"here/{self._rank}", json.dumps(asdict(own)))
         missing = self._unset("here", self._others, _ROLL_CALL_SECONDS)
+        # A rank that computes for longer than the roll call lasts is not to blame for one that is gone.
+        ended = [rank for rank in missing if rank in first.gone or self.processes.state(rank) is State.ENDED]
+        stopped = [rank for rank in missing if self.processes.state(rank) is State.STOPPED]
         with suppress(RuntimeError, OSError):
             for rank in self._others:
                 if rank not in missing:
@@ -164,15 +193,18 @@ class RollCall:
         if self._members[self._rank] == 0:
             # This process hosts the store, which the others may still be reading.
             self._unset("done", [rank for rank in self._others if rank not in missing], _LINGER_SECONDS)
-        return [self._name(rank) for rank in missing]
+        return ended or stopped or missing
 
     def _unset(self, prefix: str, ranks: list[int], seconds: float) -> list[int]:
         """Wait for the ranks' keys; the ranks that have not set theirs in time, or before the store was gone."""
         end = time.monotonic() + seconds
         try:
             while ranks := [rank for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]:
-                if time.monotonic() >= end:
-                    break
+                # What a process has not set before it ended it will never set.
+                ended = [rank for rank in ranks if self.processes.state(rank) is State.ENDED]
+                if len(ended) == len(ranks) or time.monotonic() >= end:
+                    # It may have set its key and ended just now.
+                    return [rank for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
                 time.sleep(0.02)
         except (RuntimeError, OSError):
             return [rank for rank in self._host() if rank in ranks] or ranks

@@ -320,7 +320,7 @@ class ThreadMailbox(Mailbox):
         self._hub.check_lost(self._comm.step)
         for rank in src:
             if self._hub.mailboxes[self._epoch, rank]._closed:
-                raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
+                raise self._lost_error(f"rank {rank} has closed its mailbox; end training together", closed=True)
 
 
 def single_worker() -> Comm:

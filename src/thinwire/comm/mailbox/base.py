@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm.runtime import Condition, Runtime
 from thinwire.comm.work import Meter, Work, describe, nbytes_of
-from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError
+from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 _MIN_BYTES = 64  # always allowed, for messages that carry a single number
 _POLL_SECONDS = 0.2  # how often a wait checks whether the other rank is still connected
@@ -53,6 +53,14 @@ class Endpoint(Protocol):
     timeout: float
     meter: Meter
     runtime: Runtime
+
+    def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
+        """The error of a wait that other ranks have let fail."""
+        ...
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended."""
+        ...
 
 
 @dataclass
@@ -249,6 +257,9 @@ class Mailbox(ABC):
         if threading.get_ident() == self._owner_thread:
             self._flush_meter()
 
+    def tell_failure(self) -> None:
+        """Let the other ranks know that this one has failed, where they would not notice by themselves."""
+
     @abstractmethod
     def close(self) -> None:
         """Tell the other ranks, and release all resources; a second call does nothing."""
@@ -363,9 +374,18 @@ class Mailbox(ABC):
             )
         return message if x.device == like.device else message._replace(content=x.to(like.device))
 
-    def _timeout_error(self, waiting_for: str) -> CommTimeoutError:
-        seconds, step = self._comm.timeout, self._comm.step
-        return CommTimeoutError(f"rank {self._rank} waited {seconds:g} s for {waiting_for} at step {step}")
+    def _timeout_error(self, waiting_for: str) -> ThinwireError:
+        if threading.get_ident() != self._owner_thread:
+            seconds, step = self._comm.timeout, self._comm.step
+            return CommTimeoutError(f"rank {self._rank} waited {seconds:g} s for {waiting_for} at step {step}")
+        return self._comm.failure(waiting_for, "", late=True)
+
+    def _lost_error(self, problem: str, *, closed: bool = False) -> ThinwireError:
+        """The error of a rank that is gone."""
+        if threading.get_ident() != self._owner_thread:
+            # Training may be over, and the other rank at its end; the training thread will ask if it is not.
+            return PeerLostError(f"rank {self._rank}, step {self._comm.step}: {problem}")
+        return self._comm.failure("messages", problem, late=False, closed=closed)
 
     def _count(self, nbytes: int) -> None:
         """Count a message; one that a handler sent from another thread is counted when the owner's thread calls."""

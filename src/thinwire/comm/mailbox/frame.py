@@ -34,6 +34,7 @@ class Kind(IntEnum):
     MESSAGE = 0
     ACKNOWLEDGEMENT = 1
     CLOSE = 2
+    FAILURE = 3  # the sender has failed, or knows of a rank that has
 
 
 class Header(NamedTuple):

@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.mailbox.frame import PART_BYTES, Header, Kind, bytes_of, dtype_number, parse, split
-from thinwire.errors import CommError, ConfigError, PeerLostError
+from thinwire.errors import CommError, ConfigError
 
 if TYPE_CHECKING:
     import zmq
@@ -110,6 +111,7 @@ class Sockets:
         port: the receiver's port.
         public_key: by which other ranks recognise this one.
         disconnected: ranks whose connection is gone, with the time of `time.monotonic` since when.
+        reached: ranks to which there has been a connection.
         refused_connections: connections to the port that were closed because they were not a rank's, or too many.
     """
 
@@ -125,6 +127,7 @@ class Sockets:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self.disconnected: dict[int, float] = {}
+        self.reached: set[int] = set()
         self.refused_connections = 0
         # ZeroMQ asks here, before the first byte of a message, whether a connection's key is one of a rank.
         self._admission = self._context.socket(self._zmq.REP)
@@ -248,6 +251,7 @@ class Sockets:
         if recv_monitor_message(monitor)["event"] == self._zmq.EVENT_DISCONNECTED:
             self.disconnected.setdefault(rank, time.monotonic())
         else:
+            self.reached.add(rank)
             self.disconnected.pop(rank, None)
 
     def close(self) -> None:
@@ -290,6 +294,7 @@ class ZeroMqMailbox(Mailbox):
         self.foreign_frames = 0
         self._epoch = epoch
         self._closed_peers: set[int] = set()
+        self._failed_peers: set[int] = set()
         # Each message may be followed by an acknowledgement.
         self._sockets = Sockets(own_address(), ranks=comm.size, queue=4 * capacity + 16)
         close = weakref.finalize(self, self._sockets.close)
@@ -318,6 +323,13 @@ class ZeroMqMailbox(Mailbox):
         # Outside the lock, which the receiving thread may need to end.
         self._sockets.close()
 
+    def tell_failure(self) -> None:
+        """Tell all other ranks, also those that wait for others or for nobody."""
+        with self.changed:
+            if not self._closed:
+                for dst in self._edges:
+                    self._send_frame(Kind.FAILURE, dst, 0)
+
     def receive(self, src: int, parts: Sequence[memoryview]) -> None:
         """Handle a frame of a rank; called by the receiving thread, which no frame may end."""
         try:
@@ -332,9 +344,9 @@ class ZeroMqMailbox(Mailbox):
         header, content = found
         if header.kind is Kind.ACKNOWLEDGEMENT:
             self._on_acknowledgement(header.src, header.number)
-        elif header.kind is Kind.CLOSE:
+        elif header.kind in (Kind.CLOSE, Kind.FAILURE):
             with self.changed:
-                self._closed_peers.add(header.src)
+                (self._closed_peers if header.kind is Kind.CLOSE else self._failed_peers).add(header.src)
                 self.changed.notify_all()
         else:
             self._deliver(Message(header.src, header.step, header.topic, content), header.number)
@@ -367,15 +379,19 @@ class ZeroMqMailbox(Mailbox):
 
     def _check_peers(self, src: Sequence[int]) -> None:
         super()._check_peers(src)
+        if self._failed_peers:
+            raise self._lost_error(f"rank {min(self._failed_peers)} reports a failure")
         for rank in src:
             # A rank that only receives must connect too: only a connection shows that the other process has ended.
             self._sockets.connect(rank, self._addresses[rank])
             if rank in self._closed_peers:
-                raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
-            if time.monotonic() - self._sockets.disconnected.get(rank, float("inf")) > _RECONNECT_SECONDS:
-                raise PeerLostError(
-                    f"rank {self._rank}, step {self._comm.step}: rank {rank} is lost (its connection was closed)"
-                )
+                raise self._lost_error(f"rank {rank} has closed its mailbox; end training together", closed=True)
+            since = self._sockets.disconnected.get(rank)
+            if since is None and rank in self._sockets.reached:
+                continue
+            # What has never been connected is not closed either, where the other process ended early.
+            if (since or inf) + _RECONNECT_SECONDS < time.monotonic() or self._comm.has_ended(rank):
+                raise self._lost_error(f"the connection to rank {rank} was closed")
 
 
 def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.device) -> Directory:

@@ -1,0 +1,54 @@
+"""A worker that is killed under torchrun, which ends all others a moment later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import thinwire
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+worker = thinwire.attach(model, optimizer, sys.argv[1], timeout=20)
+while worker.step < 40:
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    if worker.step == 5 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["AllReduce()", "EASGD(period=1)"])
+def test_survivors_name_the_killed_rank_before_torchrun_ends_them(recipe: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        str(script),
+        recipe,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert said, done.stderr[-3000:]
+    for line in said:
+        assert "rank 1 is lost (" in line
+        assert not line.startswith("rank 1")
