@@ -14,7 +14,18 @@ import thinwire
 from tests.optimizers.one_bit_runs import begun, parameters_of, taken
 from tests.pool import run_processes
 from tests.problems import Regression
-from thinwire import AllReduce, BackupWorkers, Comm, LocalSGD, Strategy, Worker
+from thinwire import (
+    ADPSGD,
+    AllReduce,
+    AsyncLeaderSGD,
+    BackupWorkers,
+    Comm,
+    EagerPushSum,
+    LocalSGD,
+    ParameterServer,
+    Strategy,
+    Worker,
+)
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import CheckpointError
 from thinwire.optimizers.one_bit_adam import OneBitAdam
@@ -173,6 +184,38 @@ def test_what_has_no_mean_is_refused_and_changes_nothing(kind: str, tmp_path: Pa
 
     thinwire.run_threads(2, lambda comm: body(comm, False), timeout=20)
     thinwire.run_threads(3, lambda comm: body(comm, True), timeout=20)
+
+
+MAILBOXES: list[Strategy] = [EagerPushSum(), ADPSGD(), ParameterServer(), BackupWorkers(), AsyncLeaderSGD(4)]
+
+
+def in_turn(folder: str, strategies: list[Strategy], resume: bool) -> list[bool]:
+    """One process: train a little under each strategy, after loading what other processes saved."""
+    problem = Regression(4, 40, torch.float32)
+    found: list[bool] = []
+    for i, strategy in enumerate(strategies):
+        worker = begun(None, strategy, problem.model(), SGD, lr=0.02)
+        if resume:
+            load(worker, Path(folder) / str(i))
+        first = worker.step
+        while worker.step < first + 3:
+            worker.optimizer.zero_grad()
+            loss = problem.loss(worker.model, worker.comm.rank, worker.step)
+            loss.backward()
+            worker.record_batch(loss=loss)
+            worker.optimizer.step()
+        with worker.consensus() as model:
+            agreed = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        rows = worker.comm.all_gather(agreed).wait()
+        found.append(first == 3 * resume and all(torch.equal(row, rows[0]) for row in rows))
+        worker.save(Path(folder) / str(i))
+        worker.detach()
+    return found
+
+
+def test_processes_with_mailboxes_go_on_with_more_of_them(tmp_path: Path) -> None:
+    for size, resume in ((2, False), (4, True)):
+        assert run_processes(size, in_turn, str(tmp_path), MAILBOXES, resume) == [[True] * len(MAILBOXES)] * size
 
 
 def test_a_missing_file_is_one_error(tmp_path: Path) -> None:
