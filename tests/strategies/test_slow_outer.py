@@ -287,3 +287,31 @@ def test_the_order_of_arguments_makes_no_other_recipe() -> None:
 )
 def test_optimizers_with_norms_are_told_from_elementwise_ones(outer: OuterOptimizer, elementwise: bool) -> None:
     assert outer.is_elementwise() == elementwise
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5),
+        Sharded(SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5)),
+        SlowMo(Local(), period=4, momentum=0.0, lr=0.5, codec=thinwire.ErrorFeedback(thinwire.TopK(1.0))),
+        DiLoCo(period=4, outer=OuterOptimizer("SGD", lr=0.5)),
+    ],
+    ids=str,
+)
+def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy) -> None:
+    def work(comm: Comm) -> Tensor:
+        model = torch.nn.Linear(3, 1, bias=False).double()
+        torch.nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for step in range(8):
+            if step == 5:
+                r.x.fill_(5.0)
+                strategy.restart(r)
+            model.weight.grad = torch.full_like(model.weight, (comm.rank + 1.0) * (step < 5))
+            optimizer.step()
+        return r.x.clone()
+
+    for x in thinwire.run_threads(2, work):
+        assert torch.equal(x, torch.full_like(x, 5.0))
