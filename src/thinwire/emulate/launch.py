@@ -1,9 +1,11 @@
 """Start workers on this machine, hand over the lines they print, and end all of them."""
 
 import math
+import os
 import selectors
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +26,8 @@ DAY_SECONDS = 86_400.0
 TERMINATE_SECONDS = 2.0
 # A worker's child may hold its output open after it has ended; it is read for this long.
 LAST_LINES_SECONDS = 1.0
-DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Windows has no SIGHUP.
+DEFERRED = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
 NO_HOSTNAME = "The hostname of the client socket cannot be retrieved"
 
 
@@ -340,6 +343,11 @@ def _without_name_warnings(on_line: OnLine) -> OnLine:
 def _check(command: Sequence[str], workers: int, network: Network | None) -> None:
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
+    if not hasattr(os, "wait4"):
+        raise ConfigError(
+            f"workers={workers}: processes are started here on Linux and macOS, and this is {sys.platform}; start each "
+            "worker by torchrun"
+        )
     if network is not None and network.workers != workers:
         raise ConfigError(f"workers={workers}: the network has {network.workers} links; give one for each worker")
     if not command:

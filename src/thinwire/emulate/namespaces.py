@@ -15,7 +15,6 @@ object that has either `error` or the `kinds` of the descriptors that are sent w
 """
 
 import ctypes
-import fcntl
 import json
 import os
 import signal
@@ -34,8 +33,6 @@ TUNSETOFFLOAD = 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class Refused(Exception):
     """This machine does not allow what the plan needs; the message says what."""
@@ -47,7 +44,8 @@ def call(name: str, *arguments: int) -> None:
     Raises:
         OSError: when it returns -1.
     """
-    if getattr(_libc, name)(*arguments) == -1:
+    # Here, as `enter_command` is imported on other systems too.
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
@@ -140,6 +138,8 @@ def open_tunnel() -> int:
     """Make the tun device `eth0` here, with packet headers that allow packets of up to 64 KiB."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR)
+    import fcntl
+
     fcntl.ioctl(descriptor, TUNSETIFF, request)
     fcntl.ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
     return descriptor

@@ -206,12 +206,14 @@ _DRAWS_IN_PLACE = (
 @rule(*_DRAWS)
 def draw(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function that draws once per model, with the numbers of that model's own generator."""
+    # Code that passes a generator draws from that one.
+    generators = None if kwargs.get("generator") is not None else context.generators
     if context.model is not None:
-        with _as_default(_own_generator(context)):
+        with _as_default(generators and generators[context.model]):
             return function(*args, **kwargs)
     results: list[Any] = []
     for model, (own, named) in enumerate(split_models((args, kwargs), context.size)):
-        with _as_default(context.generators[model] if context.generators is not None else None):
+        with _as_default(generators and generators[model]):
             results.append(function(*own, **named))
     return stack_models(results)
 

@@ -120,12 +120,18 @@ def _opened(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
     # Another rank may be writing it anew, or the file system may not allow programs.
     with suppress(OSError):
         about = path.lstat()
-        mine = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        mine = _is_mine(about)
         # A library that is loaded when it is not whole kills the process.
         if stat.S_ISREG(about.st_mode) and mine and path.stem.endswith(_hash(path)):
             found = ctypes.CDLL(str(path))
             return found if all(hasattr(found, each) for each in symbols) else None
     return None
+
+
+def _is_mine(about: os.stat_result) -> bool:
+    """Whether a file is this user's and nobody else may write to it; not known, so False, without users' numbers."""
+    user = getattr(os, "getuid", lambda: None)()
+    return about.st_uid == user and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _hash(path: Path) -> str:
@@ -154,7 +160,7 @@ def _private(folder: Path) -> Path:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not _is_mine(found):
         raise PermissionError(f"{folder}: it is another user's, or others may write to it")
     return folder
 
