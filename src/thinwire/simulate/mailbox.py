@@ -117,7 +117,8 @@ class SimulatedMailbox(Mailbox):
         self.changed.notify_all()
 
     def _peer(self, rank: int) -> SimulatedMailbox | None:
-        return self._world.mailboxes.get((self._epoch, rank))
+        found = self._world.mailboxes.get((self._epoch, rank))
+        return found if isinstance(found, SimulatedMailbox) else None
 
     def _arrive(self, dst: int, seconds: float, call: Callable[[], None], *, last: bool = False) -> None:
         """Let something happen at another worker, behind what was sent before unless messages may overtake."""

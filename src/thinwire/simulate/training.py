@@ -91,7 +91,10 @@ class Training:
         model = nn.ParameterList([torch.zeros(size, device=device) for size in sizes])
         minimum = None if self.numbers == "meta" else self._minimum(comm.rank)
         centres = [torch.empty_like(p) for p in model] if minimum is None else list(minimum.split(sizes))
-        worker = attach(model, self._optimizer(model, 0.1), self.strategy, comm=comm, seed=self.seed)
+        optimizer = self._optimizer(model, 0.1)
+        worker = attach(model, optimizer, self.strategy, comm=comm, seed=self.seed)
+        if minimum is None:
+            _spare_arithmetic(optimizer, worker)
 
         def gradients() -> None:
             for parameter, centre in zip(model, centres, strict=True):
@@ -160,3 +163,14 @@ class Training:
         for group in optimizer.param_groups:
             group["lr"] = lr if isinstance(optimizer, SGD) else group["lr"]
         return optimizer
+
+
+def _spare_arithmetic(optimizer: Optimizer, worker: Worker) -> None:
+    """Let an optimizer of torch do nothing from its second step on, when it has its state: meta tensors are slow."""
+
+    def drop_gradients(*_: object) -> None:
+        if worker.step:
+            optimizer.zero_grad()
+
+    if type(optimizer).__module__.startswith("torch.optim."):
+        optimizer.register_step_pre_hook(drop_gradients)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.work import Interval
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError, ThinwireError, error_named
 from thinwire.simulate.faults import Draws
@@ -13,9 +13,6 @@ from thinwire.simulate.network import Death, Network
 from thinwire.simulate.record import NETWORK, Record, Step
 from thinwire.simulate.schedule import Actor, Schedule, Stopped
 from thinwire.simulate.wires import Wires
-
-if TYPE_CHECKING:
-    from thinwire.simulate.mailbox import SimulatedMailbox
 
 RECONNECT_SECONDS = 1.0
 """How long a mailbox's connection may be gone before its rank counts as lost, as with ZeroMQ."""
@@ -111,7 +108,7 @@ class World:
         self.shared: ThinwireError | None = None
         self.heard: ThinwireError | None = None
         self.groups: list[Connections] = []
-        self.mailboxes: dict[tuple[int, int], SimulatedMailbox] = {}
+        self.mailboxes: dict[tuple[int, int], Mailbox] = {}
         self._stolen = [0.0] * size
         self._deaths: dict[int, Death] = {}
         for death in network.deaths:
