@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -153,6 +155,14 @@ def saved_and_refused(folder: str) -> dict[str, Any]:
     steps(worker, data(group, 1))
     found["bytes"] = worker.comm.meter.payload_bytes - before
     found["elements"] = sum(r.x.numel() for r in worker.replicas)
+    # Whole tensors, as the only rank that holds the first shard of the first copy writes them.
+    exported = worker.export(Path(folder) / "model.safetensors")
+    alone = net()
+    with worker.consensus() as agreed:
+        expected = whole(agreed)
+    dist.barrier()
+    alone.load_state_dict(load_file(exported))
+    found["exported"] = torch.equal(flat(alone), expected)
     worker.detach()
     for name, wrong in (
         ("gradients", lambda: sharded(mesh, AllReduce(), momentum)),
@@ -177,6 +187,7 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
         assert {path.name for path in (Path(folder) / "SlowMo").iterdir()} == {"shard-0-of-2", "shard-1-of-2"}
     for found in results:
         assert found["resumed"] == [True, True]
+        assert found["exported"]
         assert found["bytes"] == 4 * found["elements"]
         assert "fully_shard" in found["gradients"]
         assert "part 0 of 2" in found["group"]
