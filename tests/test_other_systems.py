@@ -17,7 +17,8 @@ import sys
 import torch, torch.distributed, torch.utils._pytree, numpy, ctypes, os, signal, socket, pathlib
 import torch.nn.parallel, torch.optim, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.utils.parametrize
 import importlib.metadata, multiprocessing, subprocess, asyncio, tyro, rich.console, rich.progress, safetensors.torch
-import matplotlib.figure, matplotlib.backends.backend_agg, selectors, tempfile, shutil, platform, http.server, torch._dynamo
+import matplotlib.figure, matplotlib.backends.backend_agg, selectors, tempfile, shutil, platform, http.server
+import torch._dynamo
 import torch.func, torch._functorch.predispatch, sklearn.datasets
 
 HIDDEN = {
@@ -59,7 +60,8 @@ def without_proc(self, *more, **named):
         raise FileNotFoundError(2, "No such file or directory", str(self))
     return real(self, *more, **named)
 pathlib.Path.open = without_proc
-pathlib.Path.exists = lambda self, _real=pathlib.Path.exists: not str(self).startswith(("/proc", "/sys")) and _real(self)
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda self: not str(self).startswith(("/proc", "/sys")) and exists(self)
 sys.platform = sys.argv[1]
 """
 

@@ -209,11 +209,11 @@ def draw(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
     # Code that passes a generator draws from that one.
     generators = None if kwargs.get("generator") is not None else context.generators
     if context.model is not None:
-        with _as_default(generators and generators[context.model]):
+        with _as_default(None if generators is None else generators[context.model]):
             return function(*args, **kwargs)
     results: list[Any] = []
     for model, (own, named) in enumerate(split_models((args, kwargs), context.size)):
-        with _as_default(generators and generators[model]):
+        with _as_default(None if generators is None else generators[model]):
             results.append(function(*own, **named))
     return stack_models(results)
 

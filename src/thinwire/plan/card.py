@@ -20,7 +20,6 @@ from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.topology.base import check_size
 
-
 # Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
 _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15

@@ -177,8 +177,8 @@ class Backward:
         names: of the parameters, in the order of the buckets.
         find_unused: whether parameters without a gradient on any rank keep none.
         skips_steps: a rank may leave out a pass, and no others wait for it.
-        raises_own: with `skips_steps`, a gradient of this rank that is not finite is an error before it is sent, as ranks
-            that are not in step cannot ask each other whose it was.
+        raises_own: with `skips_steps`, a gradient of this rank that is not finite is an error before it is sent, as
+            ranks that are not in step cannot ask each other whose it was.
         syncing: False while gradients accumulate locally.
         unused: parameters that had no gradient on this rank in the last pass.
         exchanged: gradients were exchanged since the last step, in the last pass.
