@@ -402,3 +402,29 @@ def test_passes_that_accumulate_are_one_gradient(overlap: bool) -> None:
     strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
     expected = path(2, strategy, problem, 12, lr=0.03)[-1]
     assert torch.equal(torch.stack(thinwire.run_threads(2, body, timeout=20)), expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_feedback_every_code_is_of_its_momentum_alone(overlap: bool) -> None:
+    def work(comm: Comm, feedback: bool, forget: bool) -> Tensor:
+        model = nn.Linear(40, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = OneBitAdam(model.parameters(), lr=0.01)
+        strategy = CompressedMomentum(OneBit(8), warmup_steps=2, overlap=overlap, feedback=feedback)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for step in range(6):
+            if forget:
+                for name, residual in r.state.items():
+                    if "error" in name:
+                        residual.zero_()
+            optimizer.zero_grad()
+            (model(torch.linspace(-1, 2, 40)[None] * (comm.rank + step + 1)) - 1).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    without, emptied, kept_ones = (
+        thinwire.run_threads(2, lambda comm, how=how: work(comm, *how))[0]
+        for how in ((False, False), (True, True), (True, False))
+    )
+    assert torch.equal(without, emptied)
+    assert not torch.equal(without, kept_ones)

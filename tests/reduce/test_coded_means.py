@@ -13,7 +13,7 @@ from tests.oracles import codecs as oracles
 from tests.pool import run_processes
 from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, Ring, run_threads
 from thinwire.codecs.base import draw_key
-from thinwire.codecs.cast import Fp8
+from thinwire.codecs.cast import Fp8, Fp16
 from thinwire.codecs.feedback import ErrorFeedback, resize_errors
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal
 from thinwire.codecs.majority import MajorityVote
@@ -329,6 +329,29 @@ def test_codes_that_overflow_skip_the_step_and_leave_finite_residuals(codec: Cod
     for whole, state in run_threads(2, body):
         assert whole == [True] * 3
         assert all(x.isfinite().all() for x in state.values())
+
+
+def test_a_mean_that_the_second_code_cannot_hold_skips_the_step() -> None:
+    def body(comm: Comm) -> tuple[list[Tensor], State]:
+        means, state = list[Tensor](), State()
+        for step, value in enumerate((1.0, 1e5, 1.0)):  # 1e5 is infinite in half precision
+            comm.step, x = step, torch.full((40,), value)
+            codec = ErrorFeedback(TopK(1.0))
+            means.append(two_stage_mean_(comm, x, codec, state, key=step, server=Fp16()).wait().clone())
+        return means, state
+
+    for (first, skipped, last), state in run_threads(2, body):
+        assert skipped.isnan().all()
+        assert torch.equal(first, torch.ones(40)) and torch.equal(last, first)
+        assert all(x.isfinite().all() for x in state.values())
+
+
+@pytest.mark.parametrize("place", range(0, 40, 3))
+def test_a_linear_codec_that_leaves_elements_out_does_not_leave_out_one_that_is_not_finite(place: int) -> None:
+    xs = torch.ones(1, 2, 40)
+    xs[0, 1, place] = float("inf")
+    for means, _ in run_threads(2, lambda comm: run(comm, xs, RandomK(0.1))):
+        assert means.isnan().any()  # in what is sent, on both ranks
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
