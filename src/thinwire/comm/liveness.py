@@ -41,7 +41,7 @@ def own_row() -> bytes:
 
 
 def _stat(process: int) -> tuple[str, int]:
-    """The letter of a process's state, and the clock tick at which it started."""
+    """The state of a process as one character, and the clock tick at which it started."""
     # The name, in parentheses, may hold anything.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
@@ -65,15 +65,15 @@ class Processes:
         if row is None or row[:2] != self._own[:2] or not any(row[0]):
             return State.UNKNOWN
         try:
-            letter, started = _stat(row[2])
+            state, started = _stat(row[2])
         except (FileNotFoundError, ProcessLookupError):
             return State.ENDED
         except (OSError, ValueError, IndexError):
             return State.UNKNOWN
         # Its number may belong to another process by now; Z and X are processes that have ended.
-        if started != row[3] or letter in "ZX":
+        if started != row[3] or state in "ZX":
             return State.ENDED
-        return State.STOPPED if letter in "Tt" else State.RUNNING
+        return State.STOPPED if state in "Tt" else State.RUNNING
 
     def in_state(self, *states: State) -> list[int]:
         """The ranks of which one of these is known."""
