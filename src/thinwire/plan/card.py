@@ -25,6 +25,11 @@ _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15
 
 
+# Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
+_MOST_TENSORS = 512
+_MOST_PARAMETERS = 10**15
+
+
 @dataclass(frozen=True)
 class Link:
     """What the worker sends to one other rank.

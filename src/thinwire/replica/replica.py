@@ -232,8 +232,6 @@ class Replica:
         if own.is_meta or not own.numel():
             # In a dry run there is nothing to estimate from, and a rank's part of sharded parameters may be empty.
             return
-        if own.is_meta:  # there are no numbers to compare, and thousands of simulated workers would ask for them
-            return
         stride = -(-own.numel() // _SAMPLE_SIZE)
         samples = [y[::stride] for y in (own, *others)]
         if weights:
