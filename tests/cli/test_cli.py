@@ -92,7 +92,9 @@ def test_every_setting_is_an_option_of_train_with_its_help(monkeypatch, capsys):
     named = {field.name for field in dataclasses.fields(Settings)} - hidden - {"model"} | {"model_size"}
     assert all(f"--{name.replace('_', '-')} " in out for name in named)
     assert not any(f"--{name.replace('_', '-')}" in out for name in hidden)
-    assert "steps over which the learning rate rises to its peak." in " ".join(out.replace("│", "").split())
+    assert "steps over which the learning rate rises to its peak; 0 unless given." in " ".join(
+        out.replace("│", "").split()
+    )
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
@@ -238,6 +240,14 @@ def test_the_demo_s_conclusions_follow_its_figures():
     assert "LocalSGD has the lowest held-out loss, 2.500 against 3.000" in words
     assert "X did worse than ddp" in words
     words = conclusions([base, slow])
+    assert "Sending less made no steps faster" in words and "none reached a lower" in words
+    twins = [
+        summary(name, 0.1, loss, payload_bytes_per_worker_per_step=1e5) for name, loss in (("A", 2.5), ("B", 2.51))
+    ]
+    words = conclusions([base, *twins])
+    assert "A (like B, within the noise) made its steps 4.0 times as fast" in words
+    assert "A (like B, within the noise) has the lowest held-out loss" in words
+    words = conclusions([base, summary("C", 0.39, 2.99, payload_bytes_per_worker_per_step=1e5)])
     assert "Sending less made no steps faster" in words and "none reached a lower" in words
 
 

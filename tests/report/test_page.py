@@ -348,6 +348,13 @@ def test_the_first_at_the_target_is_the_finding_where_one_is_set(comparison):
     assert "ddp did not reach it" in lead(dataclasses.replace(collection, runs=late))
 
 
+def test_empty_spans_are_explained_and_narrow_pages_have_a_hint(text):
+    assert "Empty spans of the upper lane lie between steps" in " ".join(text.split())
+    hint = text.index('class="hint"')
+    assert hint < text.index('class="scroll"') and "@media (max-width: 640px)" in text
+    assert ".hint { display: none" in text and ".hint { display: block" in text
+
+
 def test_drawing_leaves_pyplot_alone():
     for path in Path(thinwire.report.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -6,7 +6,7 @@ from rich.console import Console
 from tests.report.samples import SAMPLES
 from thinwire.report import markdown, rich_table, rows, units
 from thinwire.report.labels import labels
-from thinwire.report.table import baseline, best, cells, direction
+from thinwire.report.table import baseline, best, cells, direction, winners
 
 
 def summary(strategy: str, seconds: float, **facts: object) -> dict[str, object]:
@@ -169,3 +169,15 @@ def test_rates_and_shares_are_as_people_write_them():
     ]
     assert [units.share(value) for value in (0, 0.003, 0.0996, 0.5)] == ["0 %", "0.3 %", "10 %", "50 %"]
     assert [units.times(value) for value in (0.98, 1.0, 3.42, 11.7)] == ["0.98×", "1.00×", "3.4×", "12×"]
+
+
+def test_winners_are_named_beyond_the_noise_alone():
+    def figures(*values):
+        return [{"strategy": f"S{i}", "payload_bytes_per_worker_per_step": v} for i, v in enumerate(values)]
+
+    key = "payload_bytes_per_worker_per_step"
+    assert winners(figures(8.0, 1.0, 1.001), key, -1) == [1, 2]
+    assert winners(figures(1.0, 1.001), key, -1) == []
+    assert winners(figures(8.0, 1.0), key, -1) == [1]
+    assert winners(figures(8.0, None), key, -1) == []
+    assert "**" not in markdown(figures(1.0, 1.001))

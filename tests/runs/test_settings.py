@@ -253,3 +253,18 @@ def test_without_an_interface_of_its_own_a_worker_counts_no_wire_bytes():
 def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings().steps = 3
+
+
+@pytest.mark.parametrize("steps", [80, 83, 87])
+def test_payload_is_that_of_whole_periods_wherever_the_clock_stops(steps: int) -> None:
+    totals = Totals()
+    # A round of 80 bytes every 8 steps, and a byte at every step.
+    totals.add([Record(i, 0.0, 1.0, 80.0 * (i // 8) + i, 1.0, 0.0) for i in range(1, steps + 1)])
+    assert totals.summary()["payload_bytes_per_worker_per_step"] == 11.0
+
+
+def test_payload_of_a_run_that_has_just_begun_or_sends_nothing_is_its_mean() -> None:
+    for sent in ([5.0], [5.0, 10.0], [0.0] * 9):
+        totals = Totals()
+        totals.add([Record(i, 0.0, 1.0, x, 1.0, 0.0) for i, x in enumerate(sent, 1)])
+        assert totals.summary()["payload_bytes_per_worker_per_step"] == sent[-1] / len(sent)

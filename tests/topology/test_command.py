@@ -169,3 +169,11 @@ def test_graphs_that_would_take_minutes_are_refused_at_once(
     graph: str, workers: str, words: str, capsys: Capture
 ) -> None:
     assert words in refused(capsys, graph, "--workers", workers)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_on_a_narrow_terminal_no_figure_is_cut(width: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.cli.topology._WIDE", width)
+    out = printed(capsys, "--workers", "8", "--parameters", "6.5e6", "--link", "100mbit")
+    assert "\u2026" not in out
+    assert all(words in out for words in ("Ring()", "spectral gap", "4.16 s", "52.0 MB"))

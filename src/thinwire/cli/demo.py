@@ -95,25 +95,25 @@ def conclusions(summaries: Sequence[Fields]) -> str:
         return " ".join(words)
     fastest = min(rivals, key=lambda each: each["seconds_per_step"])
     ratio = base_pace / fastest["seconds_per_step"]
-    # Less than 2 % is within the noise of a short run.
-    if ratio < 1.02:
+    # Times that differ by less than 5 %, and losses by less than 1 %, are within the noise of a short run.
+    if ratio < 1.05:
         words.append(
             f"Sending less made no steps faster than those of {base['strategy']}: the link is not its bottleneck."
         )
     else:
+        name = _named_with(rivals, fastest, "seconds_per_step", 0.05)
         words.append(
-            f"{_name(fastest)} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
+            f"{name} made its steps {ratio:.1f} times as fast, at {_megabytes(fastest)}: "
             f"{fastest['steps']} steps in the same time."
         )
     best = min(rivals, key=lambda each: each["eval_loss"])
     loss = base["eval_loss"]
-    if best["eval_loss"] > loss:
+    if best["eval_loss"] > 0.99 * loss:
         words.append(f"At equal time none reached a lower held-out loss than {base['strategy']} ({loss:.3f}).")
         return " ".join(words)
-    words.append(
-        f"At equal time {_name(best)} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}."
-    )
-    worse = " and ".join(_name(each) for each in rivals if each["eval_loss"] > loss)
+    name = _named_with(rivals, best, "eval_loss", 0.01)
+    words.append(f"At equal time {name} has the lowest held-out loss, {best['eval_loss']:.3f} against {loss:.3f}.")
+    worse = " and ".join(_name(each) for each in rivals if each["eval_loss"] > 1.01 * loss)
     if worse:
         words.append(f"{worse} did worse than {base['strategy']}: sending less is not free.")
     return " ".join(words)
@@ -121,6 +121,12 @@ def conclusions(summaries: Sequence[Fields]) -> str:
 
 def _name(summary: Fields) -> str:
     return str(summary["strategy"]).partition("(")[0]
+
+
+def _named_with(rivals: Sequence[Fields], first: Fields, key: str, noise: float) -> str:
+    """The name of the first, with those from which it differs by noise alone."""
+    alike = [_name(each) for each in rivals if each is not first and each[key] <= (1 + noise) * first[key]]
+    return f"{_name(first)} (like {' and '.join(alike)}, within the noise)" if alike else _name(first)
 
 
 def _megabytes(summary: Fields) -> str:

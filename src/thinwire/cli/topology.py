@@ -167,26 +167,32 @@ class Topology:
         from rich.table import Table
 
         costs = ["bytes a step"] * (self.parameters is not None) + ["transfer"] * (self.link is not None)
-        table = Table(title=f"{self.workers} workers", title_justify="left")
-        table.add_column("topology", no_wrap=True)
-        for heading in ("weights", "period", "vectors a step", "busiest", *costs, "spectral gap", "exact", "to 1e-3"):
-            table.add_column(heading, justify="left" if heading == "weights" else "right")
+        headings = ["weights", "period", "vectors a step", "busiest", *costs, "spectral gap", "exact", "to 1e-3"]
+        rows: list[list[str]] = []
         for name, each in known.items():
             cost = self._cost(each)
             sent = [nbytes(cost["bytes_per_step"])] if "bytes_per_step" in cost else []
             sent += [seconds(value) for key, value in cost.items() if key == "busiest_seconds_per_step"]
-            table.add_row(
-                name,
-                _kind(each),
-                str(each.period),
-                digits(each.vectors_per_step),
-                digits(each.busiest_vectors_per_step),
-                *sent,
-                digits(each.spectral_gap),
-                _steps(each.steps_to_average),
-                _steps(each.steps_to_a_thousandth),
-            )
-        Console(highlight=False, width=None if out.is_terminal else _WIDE).print(table)
+            figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step), *sent]
+            mixing = [digits(each.spectral_gap), _steps(each.steps_to_average), _steps(each.steps_to_a_thousandth)]
+            rows.append([name, _kind(each), str(each.period), *figures, *mixing])
+        console = Console(highlight=False, width=None if out.is_terminal else _WIDE)
+        columns = zip(["topology", *headings], *rows, strict=True)
+        if sum(max(map(len, column)) + 3 for column in columns) >= console.width:
+            # A narrower table would cut its figures.
+            console.print(f"{self.workers} workers", markup=False)
+            for name, *values in rows:
+                console.print(f"\n{name}", markup=False, style="bold")
+                for heading, value in zip(headings, values, strict=True):
+                    console.print(f"  {heading:<16}{value}", markup=False)
+            return
+        table = Table(title=f"{self.workers} workers", title_justify="left")
+        table.add_column("topology", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "weights" else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
     def _draw(self, picture: Picture) -> None:
         assert self.out is not None

@@ -7,7 +7,7 @@ from thinwire.report import units
 from thinwire.report.files import number, text
 from thinwire.report.palette import Look
 from thinwire.report.runs import Collection
-from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name
+from thinwire.report.table import Cell, baseline, best, cells, columns, direction, metric_name, winners
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
 
@@ -50,13 +50,15 @@ def tiles(collection: Collection, styles: Sequence[Look]) -> str:
     keys = [column.key for column in columns(summaries)]
     content = ""
     for words, key, better in _figures(collection, several):
-        index = best(summaries, key, better) if several else 0
-        if index is None or key not in keys or number(summaries[index], key) is None:
+        ahead = winners(summaries, key, better) if several else [0]
+        # More than two that are alike are no finding.
+        if not 1 <= len(ahead) <= 2 or key not in keys or number(summaries[ahead[0]], key) is None:
             continue
+        index = ahead[0]
         cell = cells(summaries, base)[index][keys.index(key)]
         run, note = "", ""
         if several:
-            run = swatch(styles[index]) + escape(collection.runs[index].label)
+            run = " and ".join(swatch(styles[each]) + escape(collection.runs[each].label) for each in ahead)
         if cell.against:
             name = collection.runs[base].label if base is not None else ""
             than = "as" if cell.against.endswith("same") else "than"
@@ -82,10 +84,11 @@ def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
         f'<th scope="col">{escape(column.heading.replace("/step", " / step"))}</th>' for column in columns(summaries)
     )
     against = f" Small figures compare with {collection.runs[base].label}." if base is not None else ""
-    dot = " A dot marks the best of a column." if base is not None else ""
+    dot = " Dots mark the best of a column, and what differs from it by noise alone." if base is not None else ""
     words = f"Means over the run; bytes are per worker and step.{against}{dot}"
     return (
         f'<p class="intro">{escape(words)}</p>'
+        '<p class="hint">The table is wider than the page: scroll it sideways.</p>'
         '<div class="scroll" role="region" aria-label="Summary table" tabindex="0"><table>'
         '<caption class="unseen">Every run and its figures</caption>'
         f'<thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -118,8 +121,11 @@ def _by_target(collection: Collection, base: int) -> str:
         f"in <strong>{units.seconds(own)}</strong>"
     )
     name = escape(collection.runs[base].label)
+    ahead = winners(summaries, "seconds_to_target", -1)
     if first == base:
-        return f"{start}, before any other strategy."
+        return f"{start}, before any other strategy." if ahead == [base] or reached is None else f"{start}."
+    if base in ahead or (reached is not None and not ahead):
+        return f"{start}, no sooner than {name} within the noise."
     if reached is None:
         return f"{start}; {name} did not reach it{_traffic(collection, first, base)}."
     return f"{start}, {units.times(reached / own)} sooner than {name}{_traffic(collection, first, base)}."
@@ -135,8 +141,11 @@ def _by_step(collection: Collection, base: int) -> str:
     start = (
         f"<strong>{escape(collection.runs[first].label)}</strong> takes <strong>{units.seconds(own)}</strong> per step"
     )
+    ahead = winners(summaries, "seconds_per_step", -1)
+    if not ahead or base in ahead[1:]:
+        return "All strategies take the same time per step, within the noise." if not ahead else ""
     if first == base or own <= 0:
-        return f"{start}, less than any other strategy."
+        return f"{start}, less than any other strategy." if len(ahead) == 1 else f"{start}; none takes less."
     name = escape(collection.runs[base].label)
     return f"{start}, {units.times(other / own)} faster than {name}{_traffic(collection, first, base)}."
 

@@ -112,7 +112,8 @@ def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
         return _empty("No timeline was recorded (timeline.jsonl is missing or empty).")
     intro = (
         '<p class="intro">Each run over the same length of time, taken where it is most typical of the run. The upper '
-        "lane of a worker shows computing and waiting, the thin lane beneath it messages in flight.</p>"
+        "lane of a worker shows computing and waiting, the thin lane beneath it messages in flight. Empty spans of the "
+        "upper lane lie between steps: evaluations, checkpoints, and the end of a shorter record.</p>"
     )
     unrecorded = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
     missing = _empty(f"No timeline was recorded for {', '.join(unrecorded)}.") if unrecorded else ""

@@ -18,6 +18,20 @@ _HIGHER_IS_BETTER = ("accuracy", "bleu", "f1", "score", "auc", "precision", "rec
 _LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits", "entropy", "nats")
 
 
+# Relative differences below these are noise: of clocks on a shared machine, of headers and acknowledgements, and of the
+# order in which sums are rounded. Payload is counted exactly.
+_NOISE = {
+    "seconds_per_step": 0.05,
+    "seconds_to_target": 0.05,
+    "exposed_seconds_per_step": 0.05,
+    "payload_bytes_per_worker_per_step": 0.005,
+    "wire_bytes_per_worker_per_step": 0.02,
+    "train_loss": 0.01,
+    "eval_loss": 0.01,
+    "eval_metric": 0.01,
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of the table.
@@ -105,6 +119,27 @@ def best(summaries: Sequence[Facts], key: str, better: int) -> int | None:
     if not better or len({value for _, value in known}) < 2:
         return None
     return max(known, key=lambda pair: better * pair[1])[0]
+
+
+def differs(key: str, one: float, other: float) -> bool:
+    """Whether two figures under a key differ by more than noise."""
+    return abs(one - other) > _NOISE.get(key, 0.0) * max(abs(one), abs(other))
+
+
+def winners(summaries: Sequence[Facts], key: str, better: int) -> list[int]:
+    """The run with the best figure under a key, then those that differ from it by noise alone; none if all do.
+
+    Example:
+        >>> pace = [{"seconds_per_step": seconds} for seconds in (0.4, 0.101, 0.1)]
+        >>> winners(pace, "seconds_per_step", -1), winners(pace[1:], "seconds_per_step", -1)
+        ([2, 1], [])
+    """
+    first = best(summaries, key, better)
+    if first is None:
+        return []
+    known = {index: value for index, facts in enumerate(summaries) if (value := number(facts, key)) is not None}
+    tied = [index for index, value in known.items() if index != first and not differs(key, value, known[first])]
+    return [] if len(tied) + 1 == len(known) else [first, *tied]
 
 
 def speeds(summaries: Sequence[Facts]) -> list[str] | None:
@@ -219,12 +254,9 @@ def _marked(summaries: Sequence[Facts]) -> set[tuple[int, str]]:
 
 
 def _bests(summaries: Sequence[Facts], column: Column) -> set[int]:
-    """The indices of the best of a column and of those with the same text."""
-    first = best(summaries, column.key, column.better)
-    if first is None:
-        return set()
-    words = written(summaries[first], column)
-    return {index for index, facts in enumerate(summaries) if written(facts, column) == words}
+    """The indices of the best of a column, and of those that differ from it by noise alone."""
+    ahead = winners(summaries, column.key, column.better)
+    return {index for index in ahead if written(summaries[index], column) != MISSING}
 
 
 def _ddp(summaries: Sequence[Facts]) -> int | None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -119,18 +120,30 @@ class Totals:
         """
         if not self.records:
             return dict.fromkeys(_PER_STEP)
-        last, every = self.records[-1], self.records
+        every = self.records
         tail = self.records[-max(1, len(self.records) // 10) :]
         # The median alone would hide what a method sends only every few steps, so the mean stands beside it.
         figures = (
             fmean(record.step_seconds for record in every),
             median(record.step_seconds for record in every),
-            last.payload_bytes / last.step,
+            _payload_per_step(every),
             fmean(record.compute_seconds for record in every),
             fmean(record.exposed_seconds for record in every),
             fmean(record.loss for record in tail),
         )
         return dict(zip(_PER_STEP, figures, strict=True))
+
+
+def _payload_per_step(records: Sequence[Record]) -> float:
+    """The payload of a step, over whole periods: up to the last step that sent as much as a round does.
+
+    Where the clock stops a method between two rounds, the mean over all steps would be less than it sends.
+    """
+    middle = len(records) // 2
+    late = [record.payload_bytes - before.payload_bytes for before, record in pairwise(records[middle:])]
+    rounds = [place for place, nbytes in enumerate(late, middle + 1) if 2 * nbytes > max(late) > 0]
+    end = records[rounds[-1] if rounds else -1]
+    return end.payload_bytes / end.step
 
 
 # -- time intervals of early steps -------------------------------------------------------------------------------------

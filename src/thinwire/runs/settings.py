@@ -33,36 +33,37 @@ class Settings:
     `eval_limit=None` takes all held-out examples.
 
     Args:
-        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
-        model: a named size of the task's model.
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; text unless given.
+        model: a named size of the task's model; the task's default unless given.
         strategy: a recipe such as "LocalSGD(period=8, codec=Quantize(4))", or one of torch's own methods: ddp,
-            ddp+bf16, ddp+powersgd, post-local-sgd.
-        workers: number of processes that train together.
+            ddp+bf16, ddp+powersgd, post-local-sgd; AllReduce() unless given.
+        workers: number of processes that train together; 4 unless given.
         tensor_parallel: rows and columns of the mesh of workers over which each copy of a language model is split, such
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
             The model is then of the first size that the mesh divides, unless one is named.
-        steps: optimizer steps.
+        steps: optimizer steps; 200 unless given, or seconds or target_loss are.
         seconds: a budget of training time; set-up and evaluation do not count.
         target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
-        batch_size: examples per step and worker.
+        batch_size: examples per step and worker; the task's default unless given.
         optimizer: sgd, adamw or lamb; onebit-lamb and onebit-adam, whose momentum CompressedMomentum() can compress;
-            zero-one-adam, for ZeroOne().
-        lr: the peak learning rate.
-        momentum: momentum of sgd.
-        weight_decay: weight decay, as the optimizer defines it.
-        warmup_steps: steps over which the learning rate rises to its peak.
-        schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step.
-        split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group.
+            zero-one-adam, for ZeroOne(). The task's default unless given.
+        lr: the peak learning rate; the task's default for the optimizer unless given.
+        momentum: momentum of sgd; the task's default unless given.
+        weight_decay: weight decay, as the optimizer defines it; the task's default unless given.
+        warmup_steps: steps over which the learning rate rises to its peak; 0 unless given.
+        schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step; constant
+            unless given.
+        split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group; iid unless given.
         coreset: how each worker chooses the examples it trains on, such as "Craig(fraction=0.1, every=5)", or Random,
             Stratified, KCenter, El2n, Grand or Crest; choosing them counts as training time. All of them unless given.
-        seed: seed of the initial parameters, of the division of the data and of their order.
+        seed: seed of the initial parameters, of the division of the data and of their order; 0 unless given.
         link: emulated links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:10mbit. The
             machine's own network unless given.
         slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
         stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
         stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
-        device: cpu or cuda.
+        device: cpu or cuda; cpu unless given.
         threads: threads of computation per worker; OMP_NUM_THREADS, or the cores divided among the workers,
             unless given.
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
