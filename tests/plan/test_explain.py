@@ -362,7 +362,7 @@ def test_graphs_that_are_too_large_to_look_at_are_refused(
 
 
 def test_methods_without_a_graph_are_explained_for_any_number_of_workers() -> None:
-    for workers in (10**6, 10**20):
+    for workers in (10**6, 10**12):
         assert explain(LocalSGD(2), parameters=10, workers=workers).sent_bytes_per_step == pytest.approx(40)
 
 

@@ -25,11 +25,6 @@ _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15
 
 
-# Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
-_MOST_TENSORS = 512
-_MOST_PARAMETERS = 10**15
-
-
 @dataclass(frozen=True)
 class Link:
     """What the worker sends to one other rank.
@@ -160,6 +155,8 @@ def explain(
         raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
+    if workers > 10**12:
+        raise ConfigError(f"workers={workers:.3g}: must be at most 1e12")
     if not all(each.is_floating_point for each in dtypes):
         raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
     if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
