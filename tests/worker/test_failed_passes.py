@@ -114,7 +114,9 @@ STRATEGIES: list[tuple[Strategy, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "settings"), STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "settings"), STRATEGIES, ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value)
+)
 @pytest.mark.parametrize("where", [FIRST, LAST])
 def test_a_batch_that_fails_on_all_ranks_is_as_if_it_had_not_been(
     strategy: Strategy, settings: dict[str, Any], where: str

@@ -81,7 +81,7 @@ def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
         (CompressedMomentum(OneBit(8), warmup_steps=4), {"optimizer": one_bit_adam}),
         (CompressedMomentum(OneBit(8), warmup_steps=1), {"optimizer": one_bit_adam}),
     ],
-    ids=str,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
 def test_all_ranks_raise_the_same_error(strategy: Strategy, settings: dict[str, Any]) -> None:
     found = errors(strategy, **settings)
