@@ -1,0 +1,280 @@
+"""`thinwire doctor`: what is wrong with the machines and links of a job, and what a training step costs on them."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import sys
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.cli.console import err, out
+from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.doctor.examination import TimeStep
+    from thinwire.doctor.findings import Examination, Finding
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Examine the machines and links of a job: what is wrong, how fast they are, what a training step costs on them.
+
+    On your machines, start it as you start training, on all of them at about the same time:
+
+        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m thinwire.cli doctor
+
+    Without torchrun it examines this machine alone; with --workers it starts so many ranks here, over emulated links.
+    Takes about a minute. Every wait has an end, and ranks that do not answer are named.
+
+    Example: thinwire doctor --workers 3 --link 100mbit,1:35mbit
+
+    Args:
+        task: whose model's training step is timed.
+        model_size: a named size of the task's model.
+        model: instead of a task, module:function of yours; it returns a model and a function without arguments that
+            computes the loss of a batch.
+        batch_size: examples per step of the task's model; the task's own unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        workers: start so many ranks on this machine.
+        link: with --workers, their emulated links, [RANK:]RATE[+DELAY], separated by commas.
+        timeout: seconds to wait for an answer of another rank.
+        json: print everything as JSON.
+    """
+
+    task: str = "text"
+    model_size: str | None = None
+    model: str | None = None
+    batch_size: int | None = None
+    data: Path | None = None
+    workers: int | None = None
+    link: str | None = None
+    timeout: float = 15.0
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Examine; returns 0, or 1 where something will break training.
+
+        Raises:
+            ConfigError: an option that cannot work.
+            CommTimeoutError: the rendezvous or rank 0 does not answer.
+        """
+        from thinwire.doctor.meeting import started
+
+        if not 1 <= self.timeout <= 600:
+            raise ConfigError(f"--timeout {self.timeout:g}: must be 1 to 600 seconds")
+        if self.workers is not None:
+            if started():
+                raise ConfigError("--workers starts ranks on this machine, but torchrun has started this one already")
+            return self._emulated(self.workers)
+        if self.link is not None:
+            raise ConfigError(f"--link {self.link}: emulates links of --workers; give that too")
+        return self._examine()
+
+    def _examine(self) -> int:
+        from thinwire.doctor.examination import Budget, examine
+        from thinwire.doctor.findings import findings_of
+        from thinwire.doctor.meeting import meet, started
+
+        time_step = self._time_step()
+        rendezvous = os.environ["MASTER_ADDR"] if started() else ""
+        meeting = meet(seconds=self.timeout)
+
+        def tell(part: str) -> None:
+            if meeting.rank == 0:
+                err.print(f"[dim]measuring {part} ...[/]")
+
+        budget = Budget(answer=self.timeout)
+        seen = examine(meeting, rendezvous, time_step, budget=budget, tell=tell)
+        if seen is None:
+            return 0
+        findings = findings_of(seen)
+        if self.json:
+            out.print_json(json_text.dumps(_as_json(seen, findings)))
+        else:
+            _print(seen, findings)
+        return int(any(finding.severity == "error" for finding in findings))
+
+    def _time_step(self) -> TimeStep:
+        """A function that times a step; the model is made now, so that a mistake is named before anyone waits."""
+        import torch
+
+        from thinwire import tasks
+        from thinwire.doctor.speeds import StepTime, time_steps
+
+        if self.model is not None:
+            model, loss = _own_model(self.model)
+            name = self.model
+        else:
+            task = tasks.load(self.task, data=self.data)
+            model = task.model(self.model_size, seed=0)
+            size = self.batch_size or task.defaults.batch_size
+            batch = task.batch(task.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
+            name = f"the model of {self.task}, batches of {size}"
+
+            def loss() -> torch.Tensor:
+                return task.loss(model, batch)
+
+        def timed(budget: float) -> StepTime:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            return time_steps(name, model, optimizer, loss, budget=budget)
+
+        return timed
+
+    def _emulated(self, workers: int) -> int:
+        from thinwire.emulate import Network, parse_links, run_workers
+
+        command = [
+            sys.executable,
+            "-m",
+            "thinwire.cli",
+            "doctor",
+            "--task",
+            self.task,
+            "--timeout",
+            f"{self.timeout:g}",
+        ]
+        for name, value in (("model-size", self.model_size), ("model", self.model), ("data", self.data)):
+            command += [] if value is None else [f"--{name}", str(value)]
+        command += [] if self.batch_size is None else ["--batch-size", str(self.batch_size)]
+        command += ["--json"] if self.json else []
+
+        def show(rank: int, stream: str, line: str) -> None:
+            if rank == 0 and stream == "stdout":
+                out.print(Text.from_ansi(line))
+            else:
+                err.print(Text.assemble(f"[{rank}] " if rank else "", Text.from_ansi(line)))
+
+        environment = {"COLUMNS": str(out.width), **({"FORCE_COLOR": "1"} if out.is_terminal else {})}
+        options: dict[str, Any] = {"environment": environment, "on_line": show, "timeout": 20 * self.timeout}
+        if self.link is None:
+            exits = run_workers(command, workers, **options)
+        else:
+            with Network(parse_links(self.link, workers)) as network:
+                exits = run_workers(command, workers, network=network, **options)
+        return max((1 if each.code is None else each.code for each in exits), default=0)
+
+
+def _own_model(place: str) -> Any:
+    """A user's model and loss, from module:function."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--model {place}: must be module:function of yours, such as train:make_model ({error})"
+        ) from None
+    try:
+        signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"--model {place}: must be a function that can be called without arguments ({error})"
+        ) from None
+    made = make()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+        raise ConfigError(
+            f"--model {place}: returned {type(made).__name__}; must return a model and a function without arguments "
+            "that computes the loss of a batch"
+        )
+    return made
+
+
+def _as_json(seen: Examination, findings: list[Finding]) -> dict[str, Any]:
+    return {**asdict(seen), "findings": [asdict(finding) for finding in findings]}
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def _print(seen: Examination, findings: list[Finding]) -> None:
+    out.print(_machines(seen))
+    if seen.pairs:
+        out.print(_links(seen))
+    if seen.all_reduces:
+        out.print(_all_reduces(seen))
+    for finding in findings:
+        out.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), finding.text))
+        out.print(Text.assemble("  → ", finding.fix))
+    if not findings:
+        out.print("[green]nothing is wrong with these machines and links[/]")
+    out.print(_verdict(seen), markup=False)
+
+
+def _machines(seen: Examination) -> Table:
+    table = Table("rank", "machine", "address", "interface", "cores", "threads", "step", title="machines")
+    for rank, host in seen.hosts.items():
+        used = host.interface_of(host.gloo_address)
+        step = seen.steps.get(rank)
+        table.add_row(
+            str(rank),
+            host.name,
+            host.gloo_address or "none",
+            used.name if used else "none",
+            str(host.cores),
+            str(host.threads),
+            f"{1e3 * step.seconds:.1f} ms" if step else "-",
+        )
+    return table
+
+
+def _links(seen: Examination) -> Table:
+    from thinwire.report.units import rate
+
+    table = Table("ranks", "round trip", "there", "back", "both at once", "4 streams", title="links")
+    for pair in sorted(seen.pairs, key=lambda pair: (pair.a, pair.b)):
+        if pair.problem:
+            table.add_row(f"{pair.a} - {pair.b}", "no connection", "-", "-", "-", "-")
+            continue
+        rates = (pair.there, pair.back, pair.both, pair.several)
+        trip = f"{1e3 * pair.seconds_per_round_trip:.2f} ms"
+        table.add_row(f"{pair.a} - {pair.b}", trip, *(rate(each) for each in rates))
+    return table
+
+
+def _all_reduces(seen: Examination) -> Table:
+    from thinwire.report.units import nbytes, rate, seconds
+
+    table = Table("all-reduce of", "takes", "bytes sent per second", title="all-reduce over Gloo")
+    for size, taken in seen.all_reduces.items():
+        sent = 2 * (seen.size - 1) / seen.size * size
+        table.add_row(nbytes(size), seconds(taken), rate(8 * sent / taken))
+    return table
+
+
+def _verdict(seen: Examination) -> str:
+    """The measured figures of the user's model, in a sentence."""
+    from thinwire.doctor.findings import all_reduce_seconds
+    from thinwire.report.units import nbytes, seconds
+
+    if not seen.steps:
+        return "no training step was timed"
+    step = max(seen.steps.values(), key=lambda each: each.seconds)
+    model = f"{step.name} ({step.parameters / 1e6:.3g} M parameters)"
+    reduce = all_reduce_seconds(seen.all_reduces, step.nbytes)
+    if reduce is None:
+        return f"A step of {model} takes {seconds(step.seconds)} without communication."
+    hidden = min(reduce, step.backward_seconds)
+    exposed = step.seconds + reduce - hidden
+    times = exposed / step.seconds
+    words = (
+        f"A step of {model} takes {seconds(step.seconds)} without communication; an all-reduce of its gradients, "
+        f"{nbytes(step.nbytes)}, takes {seconds(reduce)}. "
+    )
+    if times < 1.1:
+        return words + "Communication hides behind the backward pass: plain data parallelism suits these links."
+    share = seen.size / times
+    than_one = "slower than one worker alone" if share < 1 else f"{share:.2g} times the speed of one worker"
+    return words + (
+        f"Averaging gradients at every step, as DDP does, takes at least {times:.2g} times as long per step even if "
+        f"the backward pass hides all it can: {seen.size} workers would train at {than_one}. Strategies that send "
+        "less: see `thinwire explain` and `thinwire compare`."
+    )

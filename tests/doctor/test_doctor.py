@@ -1,0 +1,158 @@
+"""What the doctor says, from figures; its door, its calendar, its options."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
+from thinwire.doctor.host import Host, Interface, gloo_address
+from thinwire.doctor.links import Door, Pair, call, schedule
+from thinwire.doctor.speeds import StepTime
+
+LO = Interface("lo", "127.0.0.1", True, 0, 65536)
+ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
+WIFI = Interface("wlan0", "192.168.0.7", False, 54, 1500)
+HOST = Host(
+    rank=0,
+    name="a",
+    name_addresses=["10.0.0.1"],
+    interfaces=[ETH, WIFI, LO],
+    asked_interface="",
+    gloo_address="10.0.0.1",
+    route_address="10.0.0.1",
+    versions={"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.0", "thinwire": "1"},
+    threads=2,
+    local_ranks=1,
+    cores=4,
+    load=0.0,
+    open_files=65536,
+    accelerator="",
+)
+STEP = StepTime("a model", 1000, 4000, 0.1, 0.06)
+
+
+def link(a: int, b: int, mbit: float = 940.0) -> Pair:
+    return Pair(a, b, "", 0.0002, 1e6 * mbit, 1e6 * mbit, 1e6 * mbit, 1e6 * mbit, 0.0)
+
+
+def seen(size: int = 3) -> Examination:
+    pairs = [link(a, b) for a in range(size) for b in range(a + 1, size)]
+    hosts = {rank: replace(HOST, rank=rank, name="abcdef"[rank]) for rank in range(size)}
+    return Examination(size, "10.0.0.1", hosts, pairs, steps=dict.fromkeys(range(size), STEP))
+
+
+def kinds(examination: Examination) -> list[tuple[str, list[int]]]:
+    return [(finding.kind, finding.ranks) for finding in findings_of(examination)]
+
+
+def test_healthy_machines_have_no_findings() -> None:
+    assert kinds(seen()) == []
+
+
+def test_every_pair_of_ranks_meets_once_and_no_rank_twice_in_a_round() -> None:
+    for size in range(2, 12):
+        rounds = schedule(range(size))
+        assert sorted(pair for each in rounds for pair in each) == [
+            (a, b) for a in range(size) for b in range(a + 1, size)
+        ]
+        assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in rounds)
+
+
+def test_gloo_takes_the_asked_interface_or_the_machine_s_own_name() -> None:
+    assert gloo_address("wlan0", ["10.0.0.1"], HOST.interfaces) == "192.168.0.7"
+    assert gloo_address("nonsense", ["10.0.0.1"], HOST.interfaces) == ""
+    # An address that is not of this machine cannot be listened at; the loopback is left.
+    assert gloo_address("", ["198.51.100.7"], HOST.interfaces) == "127.0.0.1"
+    assert gloo_address("", ["127.0.1.1"], HOST.interfaces) == "127.0.1.1"
+
+
+def test_an_interface_without_the_route_to_the_others_is_named() -> None:
+    found = seen()
+    found.hosts[2] = replace(found.hosts[2], asked_interface="wlan0", gloo_address="192.168.0.7")
+    (finding,) = findings_of(found)
+    assert (finding.kind, finding.ranks) == ("wrong-interface", [2])
+    assert "eth0" in finding.text and "eth0" in finding.fix
+
+
+def test_a_rank_that_none_can_reach_is_one_finding() -> None:
+    found = seen()
+    pairs = [replace(pair, problem="10.0.0.3:4: refused") if pair.b == 2 else pair for pair in found.pairs]
+    assert kinds(replace(found, pairs=pairs)) == [("unreachable", [2])]
+
+
+def test_a_slow_path_between_two_ranks_blames_neither() -> None:
+    found = seen(4)
+    pairs = [link(1, 3, 90.0) if (pair.a, pair.b) == (1, 3) else pair for pair in found.pairs]
+    assert kinds(replace(found, pairs=pairs)) == [("slow-pair", [1, 3])]
+
+
+def test_the_one_clock_that_differs_is_named_though_offsets_are_seen_from_it() -> None:
+    found = seen()
+    pairs = [replace(pair, clock_offset=-7.0) if pair.a == 0 else pair for pair in found.pairs]
+    assert kinds(replace(found, pairs=pairs)) == [("clock", [0])]
+
+
+def test_a_rank_that_fell_silent_is_named_with_the_part_in_which_it_did() -> None:
+    (finding,) = findings_of(replace(seen(), silent={"its training step": [1]}))
+    assert finding.kind == "silent-rank" and "rank 1 came, but did not answer" in finding.text
+
+
+def test_several_streams_and_shared_directions_are_told() -> None:
+    found = seen(2)
+    thin = replace(found.pairs[0], several=3e9, both=4e8, seconds_per_round_trip=0.05)
+    assert kinds(replace(found, pairs=[thin])) == [("one-stream", []), ("half-duplex", [])]
+
+
+def test_the_time_of_an_all_reduce_lies_on_a_line_through_measured_sizes() -> None:
+    measured = {1000: 0.010, 3000: 0.020, 5000: 0.040}
+    assert all_reduce_seconds(measured, 2000) == pytest.approx(0.015)
+    assert all_reduce_seconds(measured, 6000) == pytest.approx(0.050)
+    assert all_reduce_seconds({}, 1) is None
+
+
+def test_a_door_hangs_up_on_strangers_and_answers_the_caller() -> None:
+    token = secrets.token_bytes(32)
+    door = Door("127.0.0.1", token)
+    problems: list[str] = []
+    answering = threading.Thread(target=lambda: problems.append(door.answer(0, 10.0, send_seconds=0.02)))
+    answering.start()
+    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
+        stranger.sendall(secrets.token_bytes(40))
+        assert stranger.recv(1) == b""
+    pair = call(0, 1, "127.0.0.1", door.port, token, seconds=10.0, send_seconds=0.02, clock=lambda: 5.0)
+    answering.join()
+    door.close()
+    assert pair.problem == "" and problems == [""]
+    assert min(pair.rate, pair.both, pair.several, pair.seconds_per_round_trip) > 0
+    # The caller's clock stands at 5; the door's is this machine's.
+    assert pair.clock_offset > 1e9
+
+
+def test_nobody_behind_a_port_is_told_in_words() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        pair = call(0, 1, "127.0.0.1", port, bytes(32), seconds=1.0, send_seconds=0.01)
+    assert "refused" in pair.problem and str(port) in pair.problem
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--timeout", "0"], "--timeout 0: must be 1 to 600 seconds"),
+        (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
+        (["--model", "no_such_module:f"], "--model no_such_module:f: must be module:function"),
+        (["--model", "tests.doctor.planted:main"], "--model tests.doctor.planted:main: must be a function"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *options]) == 2
+    assert words in capsys.readouterr().err.replace("\n", " ")
