@@ -67,12 +67,12 @@ class Doctor:
             ConfigError: an option that cannot work.
             CommTimeoutError: the rendezvous or rank 0 does not answer.
         """
-        from thinwire.doctor.meeting import started
+        from thinwire.comm.rendezvous import started_by_torchrun
 
         if not 1 <= self.timeout <= 600:
             raise ConfigError(f"--timeout {self.timeout:g}: must be 1 to 600 seconds")
         if self.workers is not None:
-            if started():
+            if started_by_torchrun():
                 raise ConfigError("--workers starts ranks on this machine, but torchrun has started this one already")
             return self._emulated(self.workers)
         if self.link is not None:
@@ -80,12 +80,13 @@ class Doctor:
         return self._examine()
 
     def _examine(self) -> int:
+        from thinwire.comm.rendezvous import started_by_torchrun
         from thinwire.doctor.examination import Budget, examine
         from thinwire.doctor.findings import findings_of
-        from thinwire.doctor.meeting import meet, started
+        from thinwire.doctor.meeting import meet
 
         time_step = self._time_step()
-        rendezvous = os.environ["MASTER_ADDR"] if started() else ""
+        rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
         meeting = meet(seconds=self.timeout)
 
         def tell(part: str) -> None:

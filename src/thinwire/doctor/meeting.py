@@ -15,12 +15,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm
+from thinwire.comm.rendezvous import started_by_torchrun
 from thinwire.comm.roll_call import within
 from thinwire.errors import CommError, CommTimeoutError
 
 _POLL_SECONDS = 0.02
 _STORE_SECONDS = 10.0
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Meeting:
@@ -93,11 +93,6 @@ class Meeting:
         return json.loads(within(_STORE_SECONDS, lambda: store.get(key)))
 
 
-def started() -> bool:
-    """Whether torchrun, or something that sets the same variables, started this process."""
-    return all(name in os.environ for name in _VARIABLES)
-
-
 def meet(*, seconds: float) -> Meeting:
     """Go to the meeting of the ranks that were started together, or be alone.
 
@@ -107,7 +102,7 @@ def meet(*, seconds: float) -> Meeting:
     Raises:
         CommTimeoutError: it cannot be reached; says from where, and why.
     """
-    if not started():
+    if not started_by_torchrun():
         return Meeting(0, 1, None)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
