@@ -96,7 +96,7 @@ def test_different_calls_are_named_on_both_sides() -> None:
 
     with pytest.raises(MismatchError, match=r"call 0 is (all_reduce|broadcast) of 3 x float32.* on rank \d and "):
         run_threads(2, work)
-    assert {type(end) for end in outcomes(2, work)} == {MismatchError, PeerLostError}
+    assert [type(end) for end in outcomes(2, work)] == [MismatchError, MismatchError]
 
 
 @pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["size", "dtype"])

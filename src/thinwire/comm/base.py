@@ -7,19 +7,23 @@ group, threads, counter) give the same figures.
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.runtime import REAL, Runtime
 from thinwire.comm.work import Meter, Work, completed, nbytes_of
-from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError, ThinwireError
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 T = TypeVar("T")
+_NAME_BYTES = 24
+_WORDS = struct.Struct("!3q")  # the name of a call, as integers
 
 
 class Comm(ABC):
@@ -33,6 +37,12 @@ class Comm(ABC):
         step: the training step that errors name; set by `Worker`.
         timeout: how long one wait may last, in seconds.
         meter: bytes sent and seconds waited so far.
+        in_step: whether all ranks make the same calls at the same step, so that messages of different steps are errors;
+            False for strategies whose workers go at their own pace.
+        round: what the next collective call belongs to; it is launched with a check that all ranks are there. Empty
+            for no check.
+        calling: the check that is being launched, for errors.
+        check_device: where the checks' few bytes lie.
         runtime: the clock that waits are measured by, the locks and the threads; a simulation brings its own.
 
     Example:
@@ -54,6 +64,10 @@ class Comm(ABC):
         self.step = 0
         self.timeout = timeout
         self.meter = Meter()
+        self.in_step = True
+        self.round = ""
+        self.calling = ""
+        self.check_device = torch.device("cpu")
         self.runtime: Runtime = REAL
         # Weak, so that a mailbox ends with its owner without being closed.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
@@ -109,6 +123,58 @@ class Comm(ABC):
         if not dst and not src:
             return completed([])
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
+
+    def meet(self, call: str, *, fingerprint: int = 0) -> Work[None]:
+        """Check that all ranks make this call, at the same step, with the same numbers; they send 40 bytes each.
+
+        Calls of different names meet each other, so that a rank which is in another one is found by all ranks at once,
+        and nothing that it sends is taken for something else. The bytes are counted as `meter.check_bytes`.
+
+        Args:
+            call: a name of up to 24 bytes.
+            fingerprint: a number of 63 bits of what must be equal on all ranks, such as the parameters.
+
+        Returns:
+            A handle whose `wait` raises MismatchError on all ranks, with the ranks, their calls and steps.
+
+        Example:
+            >>> from thinwire import Comm, MismatchError, run_threads
+            >>> def work(comm: Comm) -> None:
+            ...     comm.meet("save()" if comm.rank == 2 else "consensus()").wait()
+            >>> try:
+            ...     run_threads(3, work)
+            ... except MismatchError as error:
+            ...     print(str(error).partition(";")[0])
+            ranks are out of step: ranks 0, 1 are in consensus() at step 0, rank 2 is in save() at step 0
+        """
+        self.round = ""  # also where a hook has failed before its first call
+        if self.size == 1:
+            return completed(None)
+        words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
+        row = torch.tensor([self.step if self.in_step else -1, *words, fingerprint], device=self.check_device)
+        self.meter.check_bytes += (self.size - 1) * nbytes_of(row)
+        self.calling = call
+        try:
+            return self._all_gather(row).then(self._compare)
+        finally:
+            self.calling = ""
+
+    def _compare(self, rows: Sequence[Tensor]) -> None:
+        together = torch.stack(list(rows))
+        if bool((together == together[0]).all()):
+            return
+        entries = [tuple(row) for row in together.tolist()]
+        if len({entry[:-1] for entry in entries}) > 1:
+            found = "ranks are out of step: " + places([_place(entry) for entry in entries])
+            self.raise_on_all(MismatchError(f"{found}; all ranks must make the same calls after the same steps"))
+        kinds = sorted({entry[-1] for entry in entries}, key=lambda kind: [entry[-1] for entry in entries].count(kind))
+        odd = [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
+        self.raise_on_all(
+            MismatchError(
+                f"step {self.step}: the parameters of {named(odd)} differ from those of the others, and this strategy "
+                "keeps them equal; give all ranks the same weights, optimizer settings and learning rates"
+            )
+        )
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error that this rank has found by itself; calls of all other ranks raise it too.
@@ -211,6 +277,9 @@ class Comm(ABC):
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
         """Count the call, launch it, and time the wait for it."""
         self.meter.sent(operation, sent)
+        check = None
+        if self.round and operation != "send_recv":
+            check = self.meet(self.round)
         # The step of the launch: the wait may belong to a later step.
         clock, step = self.runtime.clock, self.step
         launched = clock()
@@ -218,6 +287,8 @@ class Comm(ABC):
 
         def finish() -> T:
             start = clock()
+            if check is not None:
+                check.wait()
             result = work.wait()
             self.meter.waited(operation, launched, start, clock(), step)
             return result
@@ -243,3 +314,22 @@ class Comm(ABC):
 
     @abstractmethod
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]: ...
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, for an error."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def places(calls: Sequence[str]) -> str:
+    """What the ranks do, in the order of ranks; those that do the same are named together."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        groups.setdefault(call, []).append(rank)
+    return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} in {call}" for call, ranks in groups.items())
+
+
+def _place(entry: Sequence[int]) -> str:
+    """The call and the step of a row that ranks have compared."""
+    call = _WORDS.pack(*entry[1:-1]).decode(errors="replace").rstrip()
+    return f"{call} at step {entry[0]}" if entry[0] >= 0 else call

@@ -20,19 +20,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, places
 from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
 from thinwire.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
-from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError, ThinwireError, error_named
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError, error_named
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
+_TAGS = 1 << 30
 _LOGGER = logging.getLogger("thinwire")
+_WAITED = 0.05  # of the timeout; a rank that has waited less was late
 _ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 # Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
@@ -75,6 +77,8 @@ class GroupComm(Comm):
         self._shared = _Connections(self._group, timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
+        if "cpu" not in backends:
+            self.check_device = torch.device(next(iter(backends)))
         self._chains = 0
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
@@ -117,9 +121,10 @@ class GroupComm(Comm):
         def launch(group: _Connections) -> Handles:
             if group.timed and self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES:
                 # Tags keep the chunks of broadcasts that are in flight together apart.
-                self._chains += 1
+                # Odd, as those of `send_recv` are even.
+                self._chains = (self._chains + 2) % _TAGS
                 position = (self.rank - src) % self.size
-                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._chains)
+                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._chains + 1)
             return group.broadcast(x, src)
 
         return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
@@ -143,8 +148,13 @@ class GroupComm(Comm):
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         received = [torch.empty_like(x) for _ in src]
         peers = ", ".join(str(j) for j in sorted({*dst, *src}))
+        # Messages of different steps never meet, so that a rank which is out of step is waited for and named.
+        tag = 2 * self.step % _TAGS if self.in_step else 0
         return self._start(
-            f"send_recv with ranks {peers}", x, lambda group: group.send_recv(x, dst, received, src), lambda: received
+            f"send_recv with ranks {peers}",
+            x,
+            lambda group: group.send_recv(x, dst, received, src, tag=tag),
+            lambda: received,
         )
 
     def duplicate(self) -> Comm:
@@ -163,6 +173,8 @@ class GroupComm(Comm):
     ) -> Work[T]:
         if self._fault is not None:
             raise self._closed(self._fault)
+        if self.calling:
+            operation = self.calling
         timed = x.device.type in self._gloo_devices
         handles: Handles = []
         problem = ""
@@ -230,6 +242,8 @@ class GroupComm(Comm):
         """The error of what the roll call has found."""
         if found.first.cause == "error":
             return error_named(found.first.error, found.first.text)
+        if (mismatch := self._out_of_step(found)) is not None:
+            return mismatch
         where, who = f"rank {self.rank}, step {self.step}, {operation}", self._roll_call.names(found.missing)
         be, problem = "is" if len(found.missing) == 1 else "are", f" ({problem})" if problem else ""
         if found.first.cause == "late":
@@ -240,6 +254,24 @@ class GroupComm(Comm):
         if all(self._roll_call.processes.state(rank) is State.RUNNING for rank in found.missing):
             return PeerLostError(f"{where}: a connection was closed; {who} {be} not answering{problem}")
         return PeerLostError(f"{where}: {who} {be} lost{problem}")
+
+    def _out_of_step(self, found: Findings) -> MismatchError | None:
+        """The error of ranks that all have waited for each other, in different calls."""
+        answers = [found.answers[rank] for rank in sorted(found.answers)]
+        if found.first.cause != "late" or len(answers) < self.size:
+            return None
+        # A rank that has hardly waited was late. Messages to neighbours may be some steps apart where one of them is.
+        waited = all(answer.seconds >= _WAITED * self.timeout for answer in answers)
+        kinds = {answer.call.partition(" with ")[0] for answer in answers}
+        if not waited or len({(answer.call.partition(" with ")[0], answer.step) for answer in answers}) == 1:
+            return None
+        if kinds == {"send_recv"}:
+            return None
+        found_at = places([f"{answer.call} at step {answer.step}" for answer in answers])
+        return MismatchError(
+            f"ranks are out of step: {found_at}; all ranks must make the same calls after the same steps (no answer "
+            f"within {self.timeout:g} s)"
+        )
 
     @staticmethod
     def _closed(fault: ThinwireError) -> ThinwireError:
@@ -305,12 +337,14 @@ class _Connections:
     def all_to_all(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
         return [self._group.alltoall_base(received, sent, sizes, counts)]
 
-    def send_recv(self, x: Tensor, dst: Sequence[int], received: list[Tensor], src: Sequence[int]) -> Handles:
+    def send_recv(
+        self, x: Tensor, dst: Sequence[int], received: list[Tensor], src: Sequence[int], *, tag: int
+    ) -> Handles:
         pairs = list(zip(src, received, strict=True))
         if self.timed:
             # Receives first: a send that meets no receive waits for it, which doubles the time of mutual exchanges.
-            receives = [self._group.recv([y], j, 0) for j, y in pairs]
-            return [*receives, *(self._group.send([x], j, 0) for j in dst)]
+            receives = [self._group.recv([y], j, tag) for j, y in pairs]
+            return [*receives, *(self._group.send([x], j, tag) for j in dst)]
         sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in dst]
         receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
         return list(dist.batch_isend_irecv(sends + receives))

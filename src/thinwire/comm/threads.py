@@ -66,7 +66,7 @@ class Hub:
         self.mailboxes: dict[tuple[int, int], ThreadMailbox] = {}
         self.changed = threading.Condition()
         self.collectives: dict[int, Collective] = {}
-        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        self.messages: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
         self.lost: tuple[int, BaseException] | None = None
         self.shared: ThinwireError | None = None
         self.duplicates: list[Hub] = []
@@ -192,20 +192,28 @@ class ThreadComm(Comm):
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         with self._hub.changed:
             for peer in dst:
-                self._hub.messages[self.rank, peer, self._sent[peer]] = x.clone()
+                self._hub.messages[self.rank, peer, self._sent[peer]] = self.step, x.clone()
                 self._sent[peer] += 1
             self._hub.changed.notify_all()
         # Numbered at the call, so that messages match whatever the order of the waits.
         numbers = [(peer, self._expected[peer]) for peer in src]
         self._expected.update(src)
-        return Work(lambda: [self._receive(peer, number, x) for peer, number in numbers])
+        step = self.step
+        return Work(lambda: [self._receive(peer, number, step, x) for peer, number in numbers])
 
-    def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
+    def _receive(self, peer: int, number: int, step: int, like: Tensor) -> Tensor:
         key = (peer, self.rank, number)
         with self._hub.changed:
             messages = self._hub.messages
             self._hub.wait_until(lambda: [] if key in messages else [peer], self, f"a message from rank {peer}")
-            message = self._hub.messages.pop(key)
+            sent_at, message = self._hub.messages.pop(key)
+        if self.in_step and sent_at != step:
+            self.raise_on_all(
+                MismatchError(
+                    f"ranks are out of step: rank {peer} has sent a message of step {sent_at} where rank {self.rank} "
+                    f"expects that of step {step}; all ranks must make the same calls after the same steps"
+                )
+            )
         if message.shape != like.shape or message.dtype != like.dtype:
             raise MismatchError(f"rank {peer} sent {describe(message)}, rank {self.rank} expects {describe(like)}")
         return message
@@ -242,8 +250,11 @@ class ThreadComm(Comm):
         with hub.changed:
             collective = hub.collectives.setdefault(call, Collective(label, self.rank))
             if collective.label != label:
-                raise MismatchError(
-                    f"call {call} is {collective.label} on rank {collective.first_rank} and {label} on rank {self.rank}"
+                self.raise_on_all(
+                    MismatchError(
+                        f"call {call} is {collective.label} on rank {collective.first_rank} and {label} on rank "
+                        f"{self.rank}"
+                    )
                 )
             collective.inputs[self.rank] = own
             if len(collective.inputs) == hub.size:

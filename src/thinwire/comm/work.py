@@ -86,6 +86,7 @@ class Meter:
         payload_bytes: bytes this rank sent, headers of the transport excluded. A collective counts what a
             bandwidth-optimal algorithm sends per rank: 2 (n-1)/n of the vector for an all-reduce, (n-1)/n for a
             broadcast.
+        check_bytes: bytes of the checks that all ranks are at the same place, which `payload_bytes` does not contain.
         messages: calls that sent anything.
         exposed_seconds: time spent blocked in `Work.wait`, in seconds.
         by_operation: payload bytes by the name of the call.
@@ -102,6 +103,7 @@ class Meter:
     """
 
     payload_bytes: float = 0.0
+    check_bytes: float = 0.0
     messages: int = 0
     exposed_seconds: float = 0.0
     by_operation: dict[str, float] = field(default_factory=dict[str, float])

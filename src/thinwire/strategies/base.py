@@ -52,6 +52,7 @@ class Strategy(ABC):  # noqa: B024
             workers that do.
         local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
             else may move the parameters in between, as a local step does.
+        equal_replicas: the parameters are equal on all ranks, bit for bit, after every step; compared now and then.
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
         restarts_on_resize: with another number of workers it begins anew at `resume_point`, since its state and its
             messages in flight belong to single workers or to the graph between them.
@@ -101,6 +102,7 @@ class Strategy(ABC):  # noqa: B024
     has_period: ClassVar[bool] = False
     steady_from: ClassVar[int] = 0
     needs_equal_start: ClassVar[bool] = False
+    equal_replicas: ClassVar[bool] = False
     local_rounds: ClassVar[bool] = False
     lr_factor: ClassVar[float | None] = 1.0
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)

@@ -60,6 +60,7 @@ class Wrapper(Strategy):
     has_period = trait(lambda self: self.base.has_period)
     steady_from = trait(lambda self: self.base.steady_from)
     needs_equal_start = trait(lambda self: self.base.needs_equal_start)
+    equal_replicas = trait(lambda self: self.base.equal_replicas)
     local_rounds = trait(lambda self: self.base.local_rounds)
     lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such

@@ -43,6 +43,8 @@ from thinwire.worker.state import WorkerState
 
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
+_COMPARED_STEPS = 500
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Worker(WorkerState):
@@ -116,6 +118,7 @@ class Worker(WorkerState):
 
     def _hooks_before(self) -> None:
         self.shards.read()
+        self._begin_round()
         with torch.no_grad():
             for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
                 if self.strategy.reads_gradient:
@@ -124,6 +127,7 @@ class Worker(WorkerState):
                     # The strategy may rewrite `r.g`; the optimizer must see that.
                     whole.expose()
                 self.strategy.before_step(replica)
+        self.comm.round = ""
         if self._dropped:
             # In the memory of a gradient that was dropped, the strategy has found zeros.
             drop_gradients(self)
@@ -133,16 +137,37 @@ class Worker(WorkerState):
         if self.attachment is not None:
             self.attachment.after_step()
         self.shards.read()
+        self._begin_round()
         with torch.no_grad():
             for replica in self.replicas:
                 replica.step += 1
                 self.strategy.after_step(replica)
                 replica.samples, replica.loss = 1.0, None
+        self.comm.round = ""
         if self.backward is not None:
             self.backward.exchanged = False
         self._dropped = False
         self.shards.write()
         self.comm.step = self.step
+        if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
+            self.comm.meet("a comparison of weights", fingerprint=self._fingerprint()).wait()
+
+    def _begin_round(self) -> None:
+        """Let the first collective call of the strategy's hook be checked."""
+        # Gradients are sent at every step, so that nothing else than another step's could be taken for them.
+        if not self.strategy.sends_gradients:
+            self.comm.round = "an average in training"
+
+    def _meet(self, call: str) -> None:
+        self.comm.meet(call, fingerprint=self._fingerprint() if self.strategy.equal_replicas else 0).wait()
+
+    def _fingerprint(self) -> int:
+        """A number of the parameters' bits."""
+        total = 0
+        for replica in self.replicas:
+            if not replica.x.is_meta:
+                total = 31 * total + int(replica.x.view(_INTEGERS[replica.x.element_size()]).sum(dtype=torch.int64))
+        return total % (1 << 63)
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
@@ -217,6 +242,7 @@ class Worker(WorkerState):
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             self.wait_pending()
+            self._meet("consensus()")
             self.shards.read()
             own = [replica.x.clone() for replica in self.replicas]
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -297,6 +323,8 @@ class Worker(WorkerState):
             [{'epoch': 3}, {'epoch': 3}]
         """
         self.end_failed_pass()
+        self.wait_pending()
+        self._meet("save()")
         return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -312,6 +340,7 @@ class Worker(WorkerState):
                 seed or optimizer, or something in it cannot be given to another number of workers. All ranks raise it,
                 and nothing has changed on any.
         """
+        self.comm.meet("load()").wait()
         return resizing.load(self, self.own_folder(folder))
 
     def export(self, path: str | Path) -> Path:
@@ -425,6 +454,7 @@ def attach(
     device = next(iter(named.values())).device
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
+    comm.in_step = comm.in_step and not strategy.timing_dependent
     settings = {
         "the number of workers": comm.size,
         "the strategy": brief(strategy),

@@ -54,6 +54,7 @@ class AllReduce(Strategy):
 
     sends_gradients = True
     needs_equal_start = True
+    equal_replicas = True
     moves_parameters = False
     elementwise = True
 

@@ -1,0 +1,180 @@
+"""Ranks that get out of step are told so on all ranks, and nothing of one call is taken for another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import attach, batches, flat, steps
+from tests.pool import run_processes
+from thinwire import (
+    AllReduce,
+    Comm,
+    CountingComm,
+    LocalSGD,
+    MismatchError,
+    OverlapLocalSGD,
+    PushSum,
+    SlowMo,
+    Strategy,
+    Streaming,
+    run_threads,
+)
+from thinwire.errors import ThinwireError
+
+Ending = tuple[str, str]
+AVERAGING = [LocalSGD(period=4), OverlapLocalSGD(period=4), SlowMo(period=4), Streaming(fragments=2)]
+
+
+def endings(size: int, train: Callable[[Comm], Any], *, timeout: float = 20) -> list[Ending]:
+    """The class and the text of the error on each rank."""
+
+    def caught(comm: Comm) -> Ending:
+        try:
+            train(comm)
+        except ThinwireError as error:
+            return type(error).__name__, str(error)
+        return "none", ""
+
+    return run_threads(size, caught, timeout=timeout)
+
+
+def alone_in_consensus(strategy: Strategy) -> Callable[[Comm], None]:
+    """Rank 0 evaluates after step 9, the others do not."""
+
+    def train(comm: Comm) -> None:
+        worker = attach(comm, strategy)
+        for step, data in enumerate(batches(comm.rank, 60)):
+            if step == 9 and comm.rank == 0:
+                with worker.consensus():
+                    pass
+            steps(worker, [data])
+        with worker.consensus():
+            pass
+
+    return train
+
+
+@pytest.mark.parametrize("strategy", AVERAGING, ids=str)
+def test_a_rank_alone_in_consensus_is_named_on_all_ranks(strategy: Strategy) -> None:
+    found = endings(3, alone_in_consensus(strategy))
+    assert len(set(found)) == 1
+    kind, text = found[0]
+    assert kind == "MismatchError"
+    assert text.startswith("ranks are out of step: rank 0 ")
+
+
+@pytest.mark.parametrize("strategy", [*AVERAGING, PushSum(), AllReduce()], ids=str)
+def test_a_rank_that_skips_a_step_is_named_on_all_ranks(strategy: Strategy) -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, strategy)
+        for step, data in enumerate(batches(comm.rank, 10)):
+            if comm.rank == 1 and step == 3:
+                continue
+            steps(worker, [data])
+        with worker.consensus():
+            pass
+
+    found = endings(2, train, timeout=1)
+    assert "none" not in {kind for kind, _ in found}
+    if strategy in AVERAGING[:1]:
+        where = "rank 0 is in consensus() at step 10, rank 1 is in consensus() at step 9"
+        assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 2
+
+
+RULE = "all ranks must make the same calls after the same steps"
+
+
+def test_calls_that_need_all_ranks_meet_each_other(tmp_path: Path) -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(period=4))
+        steps(worker, batches(comm.rank, 2))
+        if comm.rank == 0:
+            worker.save(tmp_path)
+        elif comm.rank == 1:
+            list(worker.join([]))
+        else:
+            worker.load(tmp_path)
+
+    found = endings(3, train)
+    where = "rank 0 is in save() at step 2, rank 1 is in join() at step 2, rank 2 is in load() at step 2"
+    assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 3
+
+
+def test_states_of_different_steps_are_found_at_the_next_average() -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(period=2))
+        kept = worker.state_dict()
+        steps(worker, batches(comm.rank, 2))
+        if comm.rank == 0:
+            worker.load_state_dict(kept)
+        steps(worker, batches(comm.rank, 4))
+
+    found = endings(2, train)
+    where = "rank 0 is in an average in training at step 1, rank 1 is in an average in training at step 3"
+    assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 2
+
+
+def test_a_rank_whose_parameters_have_changed_is_named() -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, AllReduce())
+        steps(worker, batches(comm.rank, 2))
+        if comm.rank == 2:
+            flat(worker.model)
+            with torch.no_grad():
+                next(worker.model.parameters()).view(-1)[0] += 1e-3
+        with worker.consensus():
+            pass
+
+    found = endings(4, train)
+    assert len(set(found)) == 1
+    assert found[0][0] == "MismatchError"
+    assert found[0][1].startswith("step 2: the parameters of rank 2 differ from those of the others")
+
+
+def test_a_check_is_counted_apart_alike_on_threads_and_on_the_counter() -> None:
+    def train(comm: Comm) -> tuple[float, float]:
+        worker = attach(comm, LocalSGD(period=2))
+        before, checks = comm.meter.payload_bytes, comm.meter.check_bytes
+        steps(worker, batches(comm.rank, 4))
+        return comm.meter.payload_bytes - before, comm.meter.check_bytes - checks
+
+    parameters = sum(p.numel() for p in attach(None, LocalSGD()).model.parameters())
+    expected = 2 * 2 * 2 / 3 * 4 * parameters, 2 * 2 * 40.0
+    assert run_threads(3, train) == [pytest.approx(expected)] * 3
+    assert train(CountingComm(0, 3)) == pytest.approx(expected)
+
+
+def in_processes() -> list[tuple[Ending, float]]:
+    """Rank 0 evaluates alone: where averages are collective, and where only messages to neighbours are sent."""
+    found: list[tuple[Ending, float]] = []
+    for strategy, timeout in ((LocalSGD(period=4), 30.0), (PushSum(), 1.0)):
+        worker = attach(None, strategy, timeout=timeout)
+        start = time.monotonic()
+        ending = "none", ""
+        try:
+            for step, data in enumerate(batches(dist.get_rank(), 60)):
+                if step == 9 and dist.get_rank() == 0:
+                    with worker.consensus():
+                        pass
+                steps(worker, [data])
+        except ThinwireError as error:
+            ending = type(error).__name__, str(error)
+        found.append((ending, time.monotonic() - start))
+        dist.barrier()
+    return found
+
+
+def test_processes_that_are_out_of_step_are_told_so_without_a_hang() -> None:
+    ranks = run_processes(2, in_processes)
+    for case, place in enumerate(("an average in training", "send_recv with ranks ")):
+        for (kind, text), seconds in (rank[case] for rank in ranks):
+            assert kind == MismatchError.__name__
+            assert "rank 0 is in consensus() at step 9, rank 1 is in " + place in text
+            assert seconds < 25
