@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -58,7 +59,13 @@ def on_threads(fault: Fault) -> list[Ending]:
 
 def on_a_process(seed: int, folder: str) -> Ending:
     """One rank's ending; the fault is drawn again, since a case cannot be sent to a process."""
-    return ended(drawn(seed), None, dist.get_rank(), folder)
+    each, rank = drawn(seed), dist.get_rank()
+    # Before the group is made everywhere, what happens is torch's.
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store.set(f"begun/{rank}", "1")
+    if rank in each.victims:
+        store.wait([f"begun/{other}" for other in range(each.size)], timedelta(seconds=SLACK_SECONDS))
+    return ended(each, None, rank, folder)
 
 
 def on_processes(faults: Sequence[Fault]) -> Iterator[tuple[Fault, list[Ending]]]:
@@ -111,7 +118,7 @@ def wrong(fault: Fault, endings: Sequence[Ending]) -> str:
     if fault.is_fatal:
         # Who has sent all that is sent in a whole run needs nothing of a victim any more.
         calm = _undisturbed(STRATEGIES.index(fault.case), fault.size) if done else []
-        needed = [rank for rank in done if endings[rank].sent < calm[rank].sent - 1]
+        needed = [rank for rank in done if fault.phase != "end" and endings[rank].sent < calm[rank].sent - 1]
         return f"ranks {needed} are done without ranks {list(fault.victims)}" if needed else ""
     if done and failed:
         return f"ranks {done} are done, and ranks {failed} are not: {endings[failed[0]].text}"
