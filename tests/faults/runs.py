@@ -21,7 +21,15 @@ from tests.faults.rank import Ending, ended
 from tests.pool import RankProcess, start_processes
 from thinwire import ThreadComm
 from thinwire.comm.threads import Hub
-from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
+from thinwire.errors import (
+    CheckpointError,
+    CommError,
+    CommTimeoutError,
+    ConfigError,
+    MismatchError,
+    NonFiniteError,
+    PeerLostError,
+)
 
 SLACK_SECONDS = 40.0
 """How much longer than a few timeouts a run may take, on a machine that does other things too."""
@@ -127,6 +135,8 @@ def wrong(fault: Fault, endings: Sequence[Ending]) -> str:
 
 def _wrong_error(fault: Fault, rank: int, ending: Ending) -> str:
     kinds = COMM_ERRORS | ({NonFiniteError.__name__} if fault.kind == "nan" else set())
+    # Ranks that are at different steps are noticed where they save.
+    kinds |= {CheckpointError.__name__} if fault.kind in ("skipped batch", "left out", "repeated batch") else set()
     # The loop's own mistake may be named where it is made.
     kinds |= {ConfigError.__name__} if rank in fault.victims and not fault.is_fatal else set()
     if ending.kind not in kinds:

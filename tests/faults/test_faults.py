@@ -22,7 +22,6 @@ QUICK = 2
 PENDING: dict[Kind, str] = {
     "skipped batch": "ranks at different steps are not noticed",
     "left out": "ranks at different steps are not noticed",
-    "nan": "what is not finite spreads to all ranks",
 }
 """Kinds that end badly under some strategies; who mends one takes it out of this table."""
 
