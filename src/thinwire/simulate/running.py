@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,6 +20,7 @@ from thinwire.simulate.world import Loss, World
 
 T = TypeVar("T")
 MOST_WORKERS = 8192
+_OBJECTS_PER_COLLECTION = 100_000
 
 
 @dataclass
@@ -115,12 +117,15 @@ def simulate(
     for rank in range(workers):
         world.times.start(rank, lambda rank=rank: body(rank))
     # A thread that computes has helpers of its own; thousands of them would not fit, and sums would depend on them.
-    threads = torch.get_num_threads()
+    threads, collected = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
+    # A collection looks at the objects of all workers, so it runs more rarely than for those of one.
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
     try:
         world.times.run()
     finally:
         torch.set_num_threads(threads)
+        gc.set_threshold(*collected)
     died = {rank: loss.at for rank, loss in world.lost.items() if rank not in failures}
     return Simulation(results, failures, died, world.times.now, world.record, comms)
 
