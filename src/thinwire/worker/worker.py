@@ -154,8 +154,9 @@ class Worker(WorkerState):
 
     def _begin_round(self) -> None:
         """Let the first collective call of the strategy's hook be checked."""
-        # Gradients are sent at every step, so that nothing else than another step's could be taken for them.
-        if not self.strategy.sends_gradients:
+        # Gradients are sent at every step, so that nothing else than another step's could be taken for them. Workers
+        # that go at their own pace may meet in a round that some of them reach while they wait for its end.
+        if not self.strategy.sends_gradients and not self.strategy.timing_dependent:
             self.comm.round = "an average in training"
 
     def _meet(self, call: str) -> None:
