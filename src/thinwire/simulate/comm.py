@@ -106,6 +106,11 @@ class SimulatedComm(Comm):
         """Virtual seconds since the start."""
         return self._world.times.now
 
+    @property
+    def slowdown(self) -> float:
+        """How many times as long this worker computes as others."""
+        return self._world.draws.slowdown(self.rank)
+
     def compute(self, seconds: float | None = None) -> None:
         """Let this worker compute for a while: what the work itself does takes no virtual time.
 
