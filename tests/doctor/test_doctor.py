@@ -14,6 +14,7 @@ from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_o
 from thinwire.doctor.host import Host, Interface, gloo_address
 from thinwire.doctor.links import Door, Pair, call, schedule
 from thinwire.doctor.speeds import StepTime
+from thinwire.doctor.verdict import costs_of, network_of
 
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
 ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
@@ -34,7 +35,7 @@ HOST = Host(
     open_files=65536,
     accelerator="",
 )
-STEP = StepTime("a model", 1000, 4000, 0.1, 0.06)
+STEP = StepTime("a model", [[10, 90], [100]], 4000, 0.03, 0.06, 0.01, [1.0, 0.1])
 
 
 def link(a: int, b: int, mbit: float = 940.0) -> Pair:
@@ -156,3 +157,21 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     assert main(["doctor", *options]) == 2
     assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_strategies_are_simulated_on_the_measured_links_and_the_slow_one_is_kept() -> None:
+    found = seen(3)
+    pairs = [link(a, b, 35.0 if 1 in (a, b) else 100.0) for a, b in ((0, 1), (0, 2), (1, 2))]
+    heavy = StepTime("a model", [[1000, 1000]], 4_000_000, 0.03, 0.06, 0.01, [1.0])
+    measured = replace(found, pairs=pairs, steps=dict.fromkeys(range(3), heavy))
+    assert network_of(measured).specials[0].ranks == (1,)
+    costs = {cost.recipe: cost for cost in costs_of(measured, ("AllReduce()", "LocalSGD(period=8)"))}
+    # A ring of 3 sends four thirds of the vector, as fast as the slowest link.
+    transfer = 8 * 4e6 * 4 / 3 / 35e6
+    assert costs["AllReduce()"].seconds == pytest.approx(heavy.seconds + transfer, rel=0.1)
+    assert costs["LocalSGD(period=8)"].seconds == pytest.approx(heavy.seconds + transfer / 8, rel=0.1)
+    assert costs["AllReduce()"].speed < 1 < costs["LocalSGD(period=8)"].speed
+
+
+def test_nothing_is_simulated_where_links_were_not_measured() -> None:
+    assert list(costs_of(replace(seen(), pairs=[]))) == []

@@ -20,7 +20,9 @@ from thinwire.errors import ConfigError
 if TYPE_CHECKING:
     from thinwire.doctor.examination import TimeStep
     from thinwire.doctor.findings import Examination, Finding
+    from thinwire.doctor.verdict import Cost
 
+_GOOD, _NEARLY = 0.9, 0.95
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -84,6 +86,7 @@ class Doctor:
         from thinwire.doctor.examination import Budget, examine
         from thinwire.doctor.findings import findings_of
         from thinwire.doctor.meeting import meet
+        from thinwire.doctor.verdict import costs_of
 
         time_step = self._time_step()
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
@@ -98,10 +101,12 @@ class Doctor:
         if seen is None:
             return 0
         findings = findings_of(seen)
+        tell("strategies, in a simulation")
+        costs = list(costs_of(seen))
         if self.json:
-            out.print_json(json_text.dumps(_as_json(seen, findings)))
+            out.print_json(json_text.dumps(_as_json(seen, findings, costs)))
         else:
-            _print(seen, findings)
+            _print(seen, findings, costs)
         return int(any(finding.severity == "error" for finding in findings))
 
     def _time_step(self) -> TimeStep:
@@ -189,14 +194,18 @@ def _own_model(place: str) -> Any:
     return made
 
 
-def _as_json(seen: Examination, findings: list[Finding]) -> dict[str, Any]:
-    return {**asdict(seen), "findings": [asdict(finding) for finding in findings]}
+def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> dict[str, Any]:
+    return {
+        **asdict(seen),
+        "findings": [asdict(finding) for finding in findings],
+        "strategies": [asdict(cost) for cost in costs],
+    }
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def _print(seen: Examination, findings: list[Finding]) -> None:
+def _print(seen: Examination, findings: list[Finding], costs: list[Cost]) -> None:
     out.print(_machines(seen))
     if seen.pairs:
         out.print(_links(seen))
@@ -207,7 +216,9 @@ def _print(seen: Examination, findings: list[Finding]) -> None:
         out.print(Text.assemble("  → ", finding.fix))
     if not findings:
         out.print("[green]nothing is wrong with these machines and links[/]")
-    out.print(_verdict(seen), markup=False)
+    if costs:
+        out.print(_costs(costs))
+    out.print(_verdict(seen, costs), markup=False)
 
 
 def _machines(seen: Examination) -> Table:
@@ -251,8 +262,17 @@ def _all_reduces(seen: Examination) -> Table:
     return table
 
 
-def _verdict(seen: Examination) -> str:
-    """The measured figures of the user's model, in a sentence."""
+def _costs(costs: list[Cost]) -> Table:
+    from thinwire.report.units import nbytes, seconds
+
+    table = Table("strategy", "step", "of linear speed", "sent per step", title="on these links, simulated")
+    for cost in costs:
+        table.add_row(cost.recipe, seconds(cost.seconds), f"{cost.efficiency:.2f}", nbytes(cost.payload_bytes))
+    return table
+
+
+def _verdict(seen: Examination, costs: list[Cost]) -> str:
+    """What these links make of the user's model, in a few sentences."""
     from thinwire.doctor.findings import all_reduce_seconds
     from thinwire.report.units import nbytes, seconds
 
@@ -260,22 +280,19 @@ def _verdict(seen: Examination) -> str:
         return "no training step was timed"
     step = max(seen.steps.values(), key=lambda each: each.seconds)
     model = f"{step.name} ({step.parameters / 1e6:.3g} M parameters)"
+    words = f"A step of {model} takes {seconds(step.seconds)} without communication"
     reduce = all_reduce_seconds(seen.all_reduces, step.nbytes)
-    if reduce is None:
-        return f"A step of {model} takes {seconds(step.seconds)} without communication."
-    hidden = min(reduce, step.backward_seconds)
-    exposed = step.seconds + reduce - hidden
-    times = exposed / step.seconds
-    words = (
-        f"A step of {model} takes {seconds(step.seconds)} without communication; an all-reduce of its gradients, "
-        f"{nbytes(step.nbytes)}, takes {seconds(reduce)}. "
-    )
-    if times < 1.1:
-        return words + "Communication hides behind the backward pass: plain data parallelism suits these links."
-    share = seen.size / times
-    than_one = "slower than one worker alone" if share < 1 else f"{share:.2g} times the speed of one worker"
-    return words + (
-        f"Averaging gradients at every step, as DDP does, takes at least {times:.2g} times as long per step even if "
-        f"the backward pass hides all it can: {seen.size} workers would train at {than_one}. Strategies that send "
-        "less: see `thinwire explain` and `thinwire compare`."
+    words += "." if reduce is None else f"; an all-reduce of its gradients, {nbytes(step.nbytes)}, {seconds(reduce)}."
+    if not costs:
+        return words
+    plain, best = costs[0], max(costs, key=lambda cost: cost.efficiency)
+    if plain.efficiency > _GOOD:
+        return f"{words} Plain data parallelism suits these links: {plain.efficiency:.2f} of linear speed."
+    share = f"{1 / plain.speed:.2g} times slower than" if plain.speed < 1 else f"{plain.speed:.2g} times as fast as"
+    # Of what is nearly as fast, the one that changes training least.
+    advised = next(cost for cost in costs if cost.efficiency > _NEARLY * best.efficiency)
+    return (
+        f"{words} These links make {seen.size} workers under DDP or AllReduce() {share} one of them alone. "
+        f"{advised.recipe} would run at {advised.efficiency:.2f} of linear speed, {advised.speed:.2g} times one "
+        "worker; what it costs in accuracy, `thinwire compare` measures on your task."
     )

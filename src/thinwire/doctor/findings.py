@@ -215,10 +215,8 @@ def _links(seen: Examination) -> Iterator[Finding]:
     if not good:
         return
     usual = median(pair.rate for pair in good)
-    ranks = sorted({rank for pair in good for rank in (pair.a, pair.b)})
-    # The rate of a rank is that of its best link: a slow one elsewhere is not its fault.
-    best = {rank: max(pair.rate for pair in good if rank in (pair.a, pair.b)) for rank in ranks}
-    fast = max(usual, median(best.values()))
+    fast, best = rates_of(good)
+    ranks = sorted(best)
     slow = [rank for rank in ranks if best[rank] < SLOW_LINK * fast]
     if len(ranks) == 2 or len(slow) == len(ranks):
         slow = []
@@ -365,9 +363,11 @@ def _step_times(seen: Examination) -> Iterator[Finding]:
             )
 
 
-def slowest_pair(pairs: Sequence[Pair]) -> Pair | None:
-    """The pair with the lowest rate."""
-    return min((pair for pair in pairs if not pair.problem), key=lambda pair: pair.rate, default=None)
+def rates_of(pairs: Sequence[Pair]) -> tuple[float, dict[int, float]]:
+    """The usual rate of a rank's link, and each rank's, which is that of its best pair: others may be to blame."""
+    ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
+    best = {rank: max(pair.rate for pair in pairs if rank in (pair.a, pair.b)) for rank in ranks}
+    return max(median(pair.rate for pair in pairs), median(best.values())), best
 
 
 def all_reduce_seconds(measured: Mapping[int, float], nbytes: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import median
 
 import torch
@@ -24,24 +25,38 @@ class StepTime:
 
     Attributes:
         name: of the model, for the report.
-        parameters: how many it has.
-        nbytes: of its gradients.
-        seconds: the median step, with forward pass, backward pass and optimizer.
-        backward_seconds: the part of it that the backward pass takes.
+        shapes: of the trained parameter tensors.
+        nbytes: of their gradients.
+        forward: median seconds of the forward pass and of all else before the backward pass.
+        backward: of the backward pass.
+        update: of the optimizer's step.
+        ready: for each tensor, the share of the backward pass that has passed when its gradient is final.
     """
 
     name: str
-    parameters: int
+    shapes: list[list[int]]
     nbytes: int
-    seconds: float
-    backward_seconds: float
+    forward: float
+    backward: float
+    update: float
+    ready: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.forward + self.backward + self.update
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(prod(shape) for shape in self.shapes)
 
 
-Step = Callable[[], Tensor]
+Loss = Callable[[], Tensor]
 """Computes the loss of one batch."""
 
 
-def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Step, *, budget: float) -> StepTime:
+def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, *, budget: float) -> StepTime:
     """Time steps of a model on this rank alone; the first one is a warm-up.
 
     Args:
@@ -51,10 +66,18 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         loss: computes the loss of one batch.
         budget: seconds to spend; three steps are taken in any case.
     """
-    whole: list[float] = []
-    backward: list[float] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    final = [0.0] * len(trained)
+    rows: list[list[float]] = []
+
+    def note(place: int) -> None:
+        final[place] = time.perf_counter()
+
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda _, place=place: note(place)) for place, p in enumerate(trained)
+    ]
     start = time.perf_counter()
-    while len(whole) < _FEWEST_STEPS + 1 or (len(whole) < STEPS + 1 and time.perf_counter() - start < budget):
+    while len(rows) < _FEWEST_STEPS + 1 or (len(rows) < STEPS + 1 and time.perf_counter() - start < budget):
         begin = time.perf_counter()
         optimizer.zero_grad()
         value = loss()
@@ -62,12 +85,14 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         value.backward()
         after = time.perf_counter()
         optimizer.step()
-        whole.append(time.perf_counter() - begin)
-        backward.append(after - middle)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
+        # A parameter without a gradient is ready at the end.
+        ready = [(at - middle) / (after - middle) if at >= middle else 1.0 for at in final]
+        rows.append([middle - begin, after - middle, time.perf_counter() - after, *ready])
+    for handle in handles:
+        handle.remove()
+    forward, backward, update, *ready = (median(column) for column in zip(*rows[1:], strict=True))
     nbytes = sum(p.numel() * p.element_size() for p in trained)
-    return StepTime(name, count, nbytes, median(whole[1:]), median(backward[1:]))
+    return StepTime(name, [list(p.shape) for p in trained], nbytes, forward, backward, update, ready)
 
 
 def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES) -> dict[int, float]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.counting import CountingComm
+from thinwire.comm.work import Work, completed
 from thinwire.errors import ConfigError
 from thinwire.plan.traffic import MakeOptimizer, cycle, default_optimizer
 from thinwire.simulate import Network, SimulatedComm, simulate
@@ -30,6 +31,13 @@ _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20
 
 
+class EchoComm(CountingComm):
+    """Sends nothing, and receives from every rank what this one has sent: payloads that can be decoded."""
+
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        return completed([xs[self.rank].clone() for _ in sizes])
+
+
 @dataclass(frozen=True)
 class ModelTime:
     """A model's training step on one worker without communication; `thinwire doctor` measures it.
@@ -39,7 +47,7 @@ class ModelTime:
         backward: seconds of the backward pass.
         update: seconds of the optimizer's step.
         ready: for each parameter tensor in the model's order, the share of the backward pass that has passed when its
-            gradient is final; empty if it is not known: then tensors take their time by their elements, last ones first.
+            gradient is final; empty if it is not known: then tensors take their time by their elements, the last first.
     """
 
     forward: float
@@ -131,7 +139,7 @@ def predict(
         network: rates and latencies, slow workers.
         model_time: of the model's step on one worker.
         optimizer: makes the optimizer from the parameters; unless given, one that the strategy takes.
-        own_seconds: what the strategy computes itself, for each step of a period (see `own_work`); nothing unless given.
+        own_seconds: what the strategy computes itself in each step of a period (see `own_work`); nothing unless given.
         bucket_bytes: bytes of gradient per message, as for `attach`.
 
     Raises:
@@ -159,7 +167,7 @@ def predict(
 
     def work(comm: SimulatedComm) -> None:
         worker, parameter_list = _meta_worker(strategy, shapes, comm, optimizer, bucket_bytes)
-        speed = comm.slowdown
+        speed, before = comm.slowdown, 0.0
         # A chain is passed back from its end: what is final last comes first.
         links = [(parameter_list[place], share * model_time.backward * speed) for place, share in reversed(ready)]
         for step in range(warm_up + counted):
@@ -173,7 +181,7 @@ def predict(
             comm.sleep((own[step % len(own)] + model_time.update) * speed)
             worker.record_batch(1, loss=0.0)
             worker.optimizer.step()
-        sent[comm.rank] = comm.meter.payload_bytes - before  # pyright: ignore[reportPossiblyUnbound]
+        sent[comm.rank] = comm.meter.payload_bytes - before
         # The last counted step ends here; what is in flight is of later ones.
         comm.compute(0.0)
         worker.wait_pending()
@@ -234,7 +242,7 @@ def _timed_steps(
     """Steps on real tensors with a comm that sends nothing."""
     model = nn.ParameterList([torch.randn(*shape) * 0.02 for shape in shapes])
     made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
-    worker = attach(model, made, strategy, comm=CountingComm(0, workers), bucket_bytes=bucket_bytes)
+    worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]
     found: list[float] = []
     for _ in range(steps):

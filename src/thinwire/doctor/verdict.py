@@ -1,0 +1,110 @@
+"""What training would cost with some strategies on the links that were measured: each simulated with its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from thinwire.doctor.findings import Examination, rates_of
+from thinwire.errors import ConfigError
+from thinwire.plan.predict import ModelTime, Prediction, own_work, predict
+from thinwire.simulate import Network, Pair, Special
+from thinwire.simulate.wires import PAYLOAD_SHARE
+from thinwire.strategies.recipe import parse
+
+RECIPES = (
+    "AllReduce()",
+    "AllReduce(codec=Bf16())",
+    "PushSum(staleness=1)",
+    "LocalSGD(period=8)",
+    "OverlapLocalSGD(period=8)",
+    "LocalSGD(period=8, codec=Quantize(4))",
+    "DiLoCo(period=32)",
+)
+"""From those that change training least to those that send least."""
+
+MOST_WORKERS = 32
+_SLOW = 0.8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe would cost.
+
+    Attributes:
+        recipe: as text.
+        seconds: of a training step.
+        efficiency: the workers' speed over that of as many which do not communicate.
+        speed: over that of one worker alone.
+        payload_bytes: that a worker sends in a step, on average.
+    """
+
+    recipe: str
+    seconds: float
+    efficiency: float
+    speed: float
+    payload_bytes: float
+
+
+def network_of(seen: Examination) -> Network:
+    """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ."""
+    good = [pair for pair in seen.pairs if not pair.problem]
+    if not good:
+        raise ConfigError("no link was measured")
+    fast, best = rates_of(good)
+    specials = tuple(Special((rank,), rate / PAYLOAD_SHARE) for rank, rate in best.items() if rate < _SLOW * fast)
+    slow = {rank for special in specials for rank in special.ranks}
+    pairs = tuple(
+        Pair((pair.a, pair.b), pair.rate / PAYLOAD_SHARE, pair.seconds_per_round_trip / 2)
+        for pair in good
+        if pair.rate < _SLOW * fast and not {pair.a, pair.b} & slow
+    )
+    latency = median(pair.seconds_per_round_trip for pair in good) / 2
+    return Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=pairs)
+
+
+def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Cost]:
+    """Simulate some recipes on the measured links, with the measured step of the slowest rank; none where it cannot be.
+
+    Args:
+        seen: with links of all ranks, and steps.
+        recipes: as text.
+    """
+    if not 2 <= seen.size <= MOST_WORKERS or len(seen.hosts) < seen.size or not seen.steps:
+        return
+    if any(pair.problem for pair in seen.pairs) or not seen.pairs:
+        return
+    step = max(seen.steps.values(), key=lambda each: each.seconds)
+    alone = min(each.seconds for each in seen.steps.values())
+    network = network_of(seen)
+    time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
+    for text in recipes:
+        found = _predicted(text, step.shapes, seen.size, network, time)
+        if found is not None:
+            speed = seen.size * alone / found.seconds
+            yield Cost(text, found.seconds, found.efficiency, speed, found.payload_bytes)
+
+
+def _predicted(
+    text: str, shapes: Sequence[Sequence[int]], workers: int, network: Network, time: ModelTime
+) -> Prediction | None:
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4)
+
+    strategy = parse(text, imports=False)
+    try:
+        own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer)
+        return predict(
+            strategy,
+            parameters=shapes,
+            workers=workers,
+            network=network,
+            model_time=time,
+            optimizer=optimizer,
+            own_seconds=own,
+        )
+    except ConfigError:
+        return None  # a recipe that does not exist for this number of workers
