@@ -229,8 +229,9 @@ def test_models_that_are_left_do_not_notice_that_others_have_gone(strategy: Stra
         return ended(run.array), ended(whole.array), few, many
 
     for ours, theirs, few, many in thinwire.run_threads(2, work):
-        assert all(torch.equal(ours[0][name], theirs[2][name]) for name in ours[0])
-        assert all(torch.equal(ours[1][name], theirs[0][name]) for name in ours[1])
+        # On some processors torch's products of two matrices at once differ from those of three in the last bit.
+        for mine, whole in ((ours[0], theirs[2]), (ours[1], theirs[0])):
+            torch.testing.assert_close(mine, whole, rtol=1e-13, atol=1e-15)
         assert 3 * few == pytest.approx(2 * many)
 
 

@@ -57,11 +57,10 @@ def test_adam_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype) -> None:
             for moved, step in ((ours, rows.adam_rows_), (theirs, reference.adam_rows_)):
                 most = moved[4] if amsgrad else None
                 step(*moved[:4], most, numbers=adam_numbers(), active=ACTIVE)
-            assert all(same(one, other) for one, other in zip(ours[1:], theirs[1:], strict=True))
-            # Torch's own roots in fp64 may miss the last bit.
-            torch.testing.assert_close(
-                ours[0], theirs[0], rtol=1e-13 * (dtype == torch.float64), atol=0, equal_nan=True
-            )
+            # Torch's own roots in fp64 may miss the last bit, and weight decay passes that on to the moments.
+            exact = dtype == torch.float32
+            limits = {"rtol": 0.0 if exact else 1e-13, "atol": 0.0 if exact else 1e-15}
+            torch.testing.assert_close(ours, theirs, **limits, equal_nan=True)
         assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
 
 

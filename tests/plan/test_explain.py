@@ -288,7 +288,8 @@ def test_a_complete_graph_needs_memory_for_what_everyone_sends() -> None:
 def test_small_tensors_that_travel_dense_are_counted() -> None:
     card = explain(SketchedSGD(), parameters=[100_000, 1000, 1000], workers=4)
     k = 30  # 0.0003 of the large one; four workers send their own largest entries
-    assert card.sent_bytes_per_step == 3 * 8 * k + 2 * 3 / 4 * 4 * 2000
+    header = 16
+    assert card.sent_bytes_per_step == 3 * (8 * k + header) + 2 * 3 / 4 * 4 * 2000
 
 
 def test_moments_that_are_averaged_are_counted_by_the_optimizer() -> None:

@@ -164,7 +164,7 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--steps 40 --halving 40", "--halving 40: no rung within 40 steps"),
         ("--seed -1", "seed=-1: must not be negative"),
         ("--eval-limit 0", "eval_limit=0: at least 1 held-out example"),
-        ("--threads 0", "--threads 0: at least 1"),
+        ("--threads 0", "--threads 0: must lie in 1..4096"),
         ("--batch-size 8:64", "batch_size=linear:8:64: examples are whole"),
         ("--beta1 0.5:0.9", "sgd has no such hyperparameter; leave it out, or use adamw"),
         (

@@ -30,6 +30,11 @@ class CountingComm(Comm):
         7000000000.0
     """
 
+    def meet(self, call: str, *, fingerprint: int = 0) -> Work[None]:
+        """Nobody else is there."""
+        self.round = ""
+        return completed(None)
+
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         return completed(x.mul_(self.size))
 

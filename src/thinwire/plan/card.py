@@ -23,6 +23,7 @@ from thinwire.topology.base import check_size
 # Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
 _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15
+_MOST_WORKERS = 10**12
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,11 @@ def explain(
         >>> card.sent_bytes_per_step, card.all_reduce_bytes_per_step, card.messages_per_step
         (750000.0, 6000000.0, 0.125)
     """
-    if isinstance(parameters, int) and parameters > _MOST_PARAMETERS:
-        raise ConfigError(f"parameters={parameters:.3g}: at most {_MOST_PARAMETERS:g}; give those of one model")
     shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
-    if not shapes:
-        raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
-    if workers > 10**12:
-        raise ConfigError(f"workers={workers:.3g}: must be at most 1e12")
-    if not all(each.is_floating_point for each in dtypes):
-        raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
+    if workers > _MOST_WORKERS:
+        raise ConfigError(f"workers={workers:.3g}: must be at most {_MOST_WORKERS:g}")
     if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
         raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
     for topology in topologies(strategy):
@@ -214,12 +209,22 @@ def explain(
 def _tensors_of(
     parameters: int | Sequence[int] | nn.Module, dtype: torch.dtype | None, bucket_bytes: int
 ) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-    """The shapes and dtypes of the trained parameters."""
+    """The shapes and dtypes of the trained parameters.
+
+    Raises:
+        ConfigError: there are none, too many, or they are no floating-point numbers.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: parameters are trained in a floating dtype, such as torch.float32")
     if isinstance(parameters, nn.Module):
         trained = [p for p in parameters.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError("the model has no parameters that are trained; set requires_grad")
         return [tuple(p.shape) for p in trained], [dtype or p.dtype for p in trained]
     dtype = dtype or torch.float32
     if isinstance(parameters, int):
+        if parameters > _MOST_PARAMETERS:
+            raise ConfigError(f"parameters={parameters:.3g}: at most {_MOST_PARAMETERS:g}; give those of one model")
         # Many small tensors fill each bucket exactly to its limit.
         piece = max(1, bucket_bytes // dtype.itemsize)
         # A dry run takes time for each tensor; and models as large have tensors that fill a message by themselves.
@@ -227,6 +232,8 @@ def _tensors_of(
         whole, rest = divmod(max(0, parameters), piece)
         parameters = [rest] * bool(rest) + [piece] * whole
     shapes = [(size,) for size in parameters if size]
+    if not shapes:
+        raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
     return shapes, [dtype] * len(shapes)
 
 

@@ -334,6 +334,8 @@ def _attach(
         init=init,
         seed=seed,
         bucket_bytes=bucket_bytes * array.size,
+        # A model that diverges leaves the others alone.
+        nonfinite="ignore",
     )
 
 
