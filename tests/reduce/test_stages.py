@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -181,7 +182,9 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
         words = "step 6: gradients were changed|step 6: the gradient of w1 on rank [01] is NaN"
         with pytest.raises((thinwire.ConfigError, thinwire.NonFiniteError), match=words):
             worker.optimizer.step()
-        worker.detach()
+        # What one rank has told all of them is raised by each of its calls from then on.
+        with suppress(thinwire.NonFiniteError):
+            worker.detach()
 
     thinwire.run_threads(2, body, timeout=20)
 
