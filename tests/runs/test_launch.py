@@ -155,7 +155,10 @@ def test_a_kill_explains_the_loss_of_a_rank(tmp_path):
     home.write_settings(resolve({"task": "digits"}))
     found = failure_of(ended(1, 9), output, home)
     assert type(found) is PeerLostError
-    assert "after step 7; rank 0, step 8: rank 1 is lost. Use --save-every" in str(found)
+    # The step that training had reached, and not also the steps at which others noticed.
+    assert "after step 7. Use --save-every" in str(found) and "step 8" not in str(found)
+    home.write_settings(resolve({"task": "digits", "save_every": 50}))
+    assert "after step 7. It had not saved yet (--save-every 50)" in str(failure_of(ended(1, 9), output, home))
     (home.checkpoints / "step-00000001").mkdir(parents=True)
     assert f"--resume {tmp_path}" in str(failure_of(ended(1, 9), output, home))
 

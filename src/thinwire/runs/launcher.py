@@ -125,10 +125,9 @@ def failure_of(workers: Workers, output: WorkerOutput, home: RunFolder) -> Thinw
     events = [event for _, event in sorted(output.errors.items())]
     causes = [event for event in events if event["kind"] not in ("PeerLostError", "CommError")]
     lost = [event for event in events if event not in causes]
-    # A killed worker sends no event itself; the others only report that they lost it.
+    # A killed worker sends no event itself; the others only report that they lost it, each at a step of its own.
     if failure is not None and failure.signal is not None:
-        details = f"; {lost[0]['message']}" if lost else ""
-        return PeerLostError(f"{failure} after step {output.step}{details}{_how_to_resume(home)}")
+        return PeerLostError(f"{failure} after step {output.step}{_how_to_resume(home)}")
     if causes:
         return _as_error(causes[0])
     for rank, lines in output.lines.items():
@@ -152,5 +151,8 @@ def _how_to_resume(home: RunFolder) -> str:
     """Advice on checkpoints; none for PyTorch's own methods, which cannot be saved."""
     if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
         return f". Continue from its last checkpoint with --resume {home.path}"
-    saved = isinstance(parse_recipe(home.settings().strategy, imports=False), Strategy)
+    settings = home.settings()
+    if settings.save_every:
+        return f". It had not saved yet (--save-every {settings.save_every}), so start it anew"
+    saved = isinstance(parse_recipe(settings.strategy, imports=False), Strategy)
     return ". Use --save-every to be able to continue a run that fails" if saved else ""
