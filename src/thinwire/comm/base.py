@@ -24,6 +24,8 @@ from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLo
 T = TypeVar("T")
 _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
+CHECK_BYTES = 8 * 5
+"""What each rank sends to every other one in `Comm.meet`: five integers."""
 
 
 class Comm(ABC):
@@ -152,7 +154,7 @@ class Comm(ABC):
             return completed(None)
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
         row = torch.tensor([self.step if self.in_step else -1, *words, fingerprint], device=self.check_device)
-        self.meter.check_bytes += (self.size - 1) * nbytes_of(row)
+        self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
         try:
             return self._all_gather(row).then(self._compare)

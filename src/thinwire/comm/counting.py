@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.comm.base import CHECK_BYTES, Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work, completed
 
@@ -31,8 +31,9 @@ class CountingComm(Comm):
     """
 
     def meet(self, call: str, *, fingerprint: int = 0) -> Work[None]:
-        """Nobody else is there."""
+        """Count the bytes; nobody else is there to compare with."""
         self.round = ""
+        self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         return completed(None)
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:

@@ -155,7 +155,7 @@ def predict(
         >>> given = dict(parameters=[(1000, 1000)], workers=4, network=Network(bits_per_second=1e8),
         ...              model_time=ModelTime(0.02, 0.03))
         >>> [round(predict(recipe, **given).seconds, 3) for recipe in (AllReduce(), LocalSGD(period=50))]
-        [0.554, 0.06]
+        [0.552, 0.06]
     """
     shapes = _shapes_of(parameters)
     ready = _order(shapes, model_time)
