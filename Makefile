@@ -24,7 +24,7 @@ demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several st
 	$(BIN)/thinwire demo
 
 test: $(VENV)/ok check  ## set-up, checks and the core tests; at most 8 minutes on two cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=10
 
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too
 	$(BIN)/python -m pip install --quiet --group docs

@@ -74,7 +74,7 @@ def elsewhere(system: str, code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
+@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_every_module_is_imported_and_a_model_trains_elsewhere(system: str) -> None:
     printed = elsewhere(
         system,
@@ -104,7 +104,7 @@ def test_every_module_is_imported_and_a_model_trains_elsewhere(system: str) -> N
     assert printed == "[4, 4]\n"
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
+@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_what_needs_linux_says_so_elsewhere(system: str) -> None:
     printed = elsewhere(
         system,

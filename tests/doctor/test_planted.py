@@ -49,6 +49,7 @@ def test_faults_of_machines_are_all_named_with_their_ranks() -> None:
     assert len(printed["pairs"]) == 3 and printed["all_reduces"]
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named_and_the_others_are_measured() -> None:
     findings, printed, _ = examined("missing_rank", options=("--quick", "--timeout", "4"))
     assert ranks_of(findings, "missing-rank") == [[2]]
@@ -93,6 +94,7 @@ def test_each_fault_is_named_within_a_minute_at_default_settings(
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_rank_0_that_does_not_come_is_named_by_the_others() -> None:
     lines: list[str] = []
     code = (

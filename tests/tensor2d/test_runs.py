@@ -58,6 +58,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return RunFolder(folder).lines("metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_split_copies_train_like_whole_ones_and_resume_where_they_were_saved(tmp_path: Path) -> None:
     run_processes(4, several, str(tmp_path))
     run_processes(2, uncut_runs, str(tmp_path))
