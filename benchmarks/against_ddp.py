@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from benchmarks.paired import Step, report, start, take_turns
 from thinwire import tasks
+from thinwire.tasks.models.base import build
 from thinwire.tasks.models.gpt import GPT, GPTSize
 
 # By about how many million parameters they have.
@@ -41,8 +42,7 @@ def main(rounds: str = "10", size: str = "6", *, batch_size: int = 4, steps: int
         return once
 
     def contender(wrap: str) -> Step:
-        torch.manual_seed(0)
-        model: nn.Module = GPT(SIZES[size])
+        model: nn.Module = build(lambda: GPT(SIZES[size]), seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if wrap == "ddp":
             model = DistributedDataParallel(model)
