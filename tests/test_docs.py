@@ -141,7 +141,15 @@ def runnable() -> list[Path]:
     return [page for page in PAGES if any(marked for marked, _ in blocks(page, "python"))]
 
 
-@pytest.mark.parametrize("page", runnable(), ids=str)
+LONG = {Path("docs/tutorials/own-strategy.md")}
+"""Pages whose programs take half a minute; under `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG else page for page in runnable()],
+    ids=str,
+)
 def test_blocks_that_are_marked_run_one_after_another(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
