@@ -35,7 +35,7 @@ HOST = Host(
     open_files=65536,
     accelerator="",
 )
-STEP = StepTime("a model", [[10, 90], [100]], 4000, 0.03, 0.06, 0.01, [1.0, 0.1])
+STEP = StepTime("a model", [[10, 90], [100]], "float32", 4000, 0.03, 0.06, 0.01, [1.0, 0.1])
 
 
 def link(a: int, b: int, mbit: float = 940.0) -> Pair:
@@ -162,7 +162,7 @@ def test_options_that_cannot_work_are_refused(
 def test_strategies_are_simulated_on_the_measured_links_and_the_slow_one_is_kept() -> None:
     found = seen(3)
     pairs = [link(a, b, 35.0 if 1 in (a, b) else 100.0) for a, b in ((0, 1), (0, 2), (1, 2))]
-    heavy = StepTime("a model", [[1000, 1000]], 4_000_000, 0.03, 0.06, 0.01, [1.0])
+    heavy = StepTime("a model", [[1000, 1000]], "float32", 4_000_000, 0.03, 0.06, 0.01, [1.0])
     measured = replace(found, pairs=pairs, steps=dict.fromkeys(range(3), heavy))
     assert network_of(measured).specials[0].ranks == (1,)
     costs = {cost.recipe: cost for cost in costs_of(measured, ("AllReduce()", "LocalSGD(period=8)"))}

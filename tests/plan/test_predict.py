@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from thinwire import (
     AllReduce,
@@ -118,3 +119,14 @@ def test_times_that_cannot_be_are_refused(time: object, words: str) -> None:
     assert callable(time)
     with pytest.raises(ConfigError, match=words):
         time()
+
+
+def test_a_model_in_half_precision_sends_half_the_bytes() -> None:
+    models = [torch.nn.Linear(64, 64, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bfloat16)]
+    whole, half = (
+        predict(AllReduce(), parameters=model, workers=4, network=FAST, model_time=TIME).payload_bytes
+        for model in models
+    )
+    assert whole == 2 * half > 0
+    with pytest.raises(ConfigError, match="of 2 dtypes"):
+        predict(AllReduce(), parameters=torch.nn.ModuleList(models), workers=4, network=FAST, model_time=TIME)

@@ -53,13 +53,31 @@ def init_process_group(device: str, timeout: float) -> None:
 
 
 def _connect(backend: str, timeout: timedelta) -> None:
-    address = os.environ["MASTER_ADDR"]
-    if not _is_local(address):
+    if not _is_local(os.environ["MASTER_ADDR"]):
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _loopback_store(address, int(os.environ["MASTER_PORT"]), rank, size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=open_store(timeout), rank=rank, world_size=size, timeout=timeout)
+
+
+def open_store(timeout: timedelta) -> Store:
+    """The rendezvous store that torchrun's variables name; rank 0 hosts it, unless torchrun's agent does.
+
+    Where all ranks are on this machine it listens on the loopback alone.
+
+    Args:
+        timeout: how long to try to reach it.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+        OSError: its port is taken.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if _is_local(address):
+        return _loopback_store(address, port, rank, size, timeout)
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return TCPStore(address, port, size, hosts, timeout, wait_for_workers=False)
 
 
 def _is_local(address: str) -> bool:

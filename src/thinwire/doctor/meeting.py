@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm
-from thinwire.comm.rendezvous import started_by_torchrun
+from thinwire.comm.rendezvous import open_store, started_by_torchrun
 from thinwire.comm.roll_call import within
 from thinwire.errors import CommError, CommTimeoutError
 
@@ -105,17 +105,11 @@ def meet(*, seconds: float) -> Meeting:
     if not started_by_torchrun():
         return Meeting(0, 1, None)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if size == 1:
         return Meeting(rank, size, None)
-    # Under torchrun the agent hosts the store already.
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def connect() -> Store:
-        return TCPStore(host, port, size, hosts, timedelta(seconds=seconds), wait_for_workers=False)
-
     try:
-        store = within(seconds + 5.0, connect)
+        store = within(seconds + 5.0, lambda: open_store(timedelta(seconds=seconds)))
     except TimeoutError:
         problem = "timed out"
     except (RuntimeError, OSError) as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
+from thinwire.errors import ConfigError
 
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 STEPS = 8
@@ -26,6 +27,7 @@ class StepTime:
     Attributes:
         name: of the model, for the report.
         shapes: of the trained parameter tensors.
+        dtype: of the first of them, such as "float32".
         nbytes: of their gradients.
         forward: median seconds of the forward pass and of all else before the backward pass.
         backward: of the backward pass.
@@ -35,6 +37,7 @@ class StepTime:
 
     name: str
     shapes: list[list[int]]
+    dtype: str
     nbytes: int
     forward: float
     backward: float
@@ -65,8 +68,13 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         optimizer: over its parameters.
         loss: computes the loss of one batch.
         budget: seconds to spend; three steps are taken in any case.
+
+    Raises:
+        ConfigError: nothing in the model is trained.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError(f"{name}: the model has no parameters that are trained; set requires_grad")
     final = [0.0] * len(trained)
     rows: list[list[float]] = []
 
@@ -92,7 +100,8 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         handle.remove()
     forward, backward, update, *ready = (median(column) for column in zip(*rows[1:], strict=True))
     nbytes = sum(p.numel() * p.element_size() for p in trained)
-    return StepTime(name, [list(p.shape) for p in trained], nbytes, forward, backward, update, ready)
+    shapes, dtype = [list(p.shape) for p in trained], str(trained[0].dtype).removeprefix("torch.")
+    return StepTime(name, shapes, dtype, nbytes, forward, backward, update, ready)
 
 
 def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES) -> dict[int, float]:

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from thinwire.doctor.findings import Examination, rates_of
+from thinwire.doctor.speeds import StepTime
 from thinwire.errors import ConfigError
 from thinwire.plan.predict import ModelTime, Prediction, own_work, predict
 from thinwire.simulate import Network, Pair, Special
@@ -82,21 +83,21 @@ def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Co
     network = network_of(seen)
     time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
     for text in recipes:
-        found = _predicted(text, step.shapes, seen.size, network, time)
+        found = _predicted(text, step, seen.size, network, time)
         if found is not None:
             speed = seen.size * alone / found.seconds
             yield Cost(text, found.seconds, found.efficiency, speed, found.payload_bytes)
 
 
-def _predicted(
-    text: str, shapes: Sequence[Sequence[int]], workers: int, network: Network, time: ModelTime
-) -> Prediction | None:
+def _predicted(text: str, step: StepTime, workers: int, network: Network, time: ModelTime) -> Prediction | None:
+    shapes, dtype = step.shapes, getattr(torch, step.dtype)
+
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-4)
 
     strategy = parse(text, imports=False)
     try:
-        own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer)
+        own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer, dtype=dtype)
         return predict(
             strategy,
             parameters=shapes,
@@ -105,6 +106,7 @@ def _predicted(
             model_time=time,
             optimizer=optimizer,
             own_seconds=own,
+            dtype=dtype,
         )
     except ConfigError:
         return None  # a recipe that does not exist for this number of workers

@@ -129,6 +129,7 @@ def predict(
     optimizer: MakeOptimizer | None = None,
     own_seconds: Sequence[float] | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
+    dtype: torch.dtype = torch.float32,
 ) -> Prediction:
     """Simulate a recipe until its communication repeats, and average its steps.
 
@@ -141,6 +142,7 @@ def predict(
         optimizer: makes the optimizer from the parameters; unless given, one that the strategy takes.
         own_seconds: what the strategy computes itself in each step of a period (see `own_work`); nothing unless given.
         bucket_bytes: bytes of gradient per message, as for `attach`.
+        dtype: of the parameters, where only their shapes are given; a model's is its own.
 
     Raises:
         ConfigError: the recipe cannot serve this number of workers, or a value is out of its range.
@@ -157,7 +159,7 @@ def predict(
         >>> [round(predict(recipe, **given).seconds, 3) for recipe in (AllReduce(), LocalSGD(period=50))]
         [0.552, 0.06]
     """
-    shapes = _shapes_of(parameters)
+    shapes, dtype = _shapes_of(parameters, dtype)
     ready = _order(shapes, model_time)
     length = min(max(1, cycle(strategy, workers)), _MOST_STEPS)
     counted = length * -(-_FEWEST_STEPS // length)
@@ -166,7 +168,7 @@ def predict(
     sent = [0.0] * workers
 
     def work(comm: SimulatedComm) -> None:
-        worker, parameter_list = _meta_worker(strategy, shapes, comm, optimizer, bucket_bytes)
+        worker, parameter_list = _meta_worker(strategy, shapes, comm, optimizer, bucket_bytes, dtype)
         speed, before = comm.slowdown, 0.0
         # A chain is passed back from its end: what is final last comes first.
         links = [(parameter_list[place], share * model_time.backward * speed) for place, share in reversed(ready)]
@@ -210,6 +212,7 @@ def own_work(
     optimizer: MakeOptimizer | None = None,
     rounds: int = 3,
     bucket_bytes: int = _BUCKET_BYTES,
+    dtype: torch.dtype = torch.float32,
 ) -> list[float]:
     """Seconds that a strategy computes itself in each step of a period: its real code, without network or model.
 
@@ -222,11 +225,12 @@ def own_work(
         optimizer: makes the optimizer.
         rounds: periods to time; the median counts.
         bucket_bytes: as for `attach`.
+        dtype: as for `predict`.
     """
-    shapes = _shapes_of(parameters)
+    shapes, dtype = _shapes_of(parameters, dtype)
     length = min(max(1, cycle(strategy, workers)), _MOST_STEPS)
-    timed = _timed_steps(strategy, shapes, workers, optimizer, (rounds + 1) * length, bucket_bytes)
-    bare = median(_timed_steps(Local(), shapes, 1, optimizer, rounds + 3, bucket_bytes)[2:])
+    timed = _timed_steps(strategy, shapes, workers, optimizer, (rounds + 1) * length, bucket_bytes, dtype)
+    bare = median(_timed_steps(Local(), shapes, 1, optimizer, rounds + 3, bucket_bytes, dtype)[2:])
     steps = [timed[length + step :: length] for step in range(length)]
     return [max(0.0, median(each) - bare) for each in steps]
 
@@ -238,9 +242,10 @@ def _timed_steps(
     optimizer: MakeOptimizer | None,
     steps: int,
     bucket_bytes: int,
+    dtype: torch.dtype,
 ) -> list[float]:
     """Steps on real tensors with a comm that sends nothing."""
-    model = nn.ParameterList([torch.randn(*shape) * 0.02 for shape in shapes])
+    model = nn.ParameterList([torch.randn(*shape, dtype=dtype) * 0.02 for shape in shapes])
     made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
     worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]
@@ -264,8 +269,9 @@ def _meta_worker(
     comm: SimulatedComm,
     optimizer: MakeOptimizer | None,
     bucket_bytes: int,
+    dtype: torch.dtype,
 ) -> tuple[Worker, list[nn.Parameter]]:
-    model = nn.ParameterList([torch.empty(*shape, device="meta") for shape in shapes])
+    model = nn.ParameterList([torch.empty(*shape, device="meta", dtype=dtype) for shape in shapes])
     made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
     worker = attach(model, made, strategy, comm=comm, bucket_bytes=bucket_bytes)
     started = False
@@ -282,10 +288,21 @@ def _meta_worker(
     return worker, list(model)
 
 
-def _shapes_of(parameters: nn.Module | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    if isinstance(parameters, nn.Module):
-        return [tuple(p.shape) for p in parameters.parameters() if p.requires_grad]
-    return [tuple(shape) for shape in parameters]
+def _shapes_of(
+    parameters: nn.Module | Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[list[tuple[int, ...]], torch.dtype]:
+    """The shapes of the trained tensors, and their dtype.
+
+    Raises:
+        ConfigError: a model whose trained parameters have several dtypes, or without any.
+    """
+    if not isinstance(parameters, nn.Module):
+        return [tuple(shape) for shape in parameters], dtype
+    trained = [p for p in parameters.parameters() if p.requires_grad]
+    dtypes = list(dict.fromkeys(p.dtype for p in trained))
+    if len(dtypes) != 1:
+        raise ConfigError(f"trained parameters of {len(dtypes)} dtypes: a prediction is made for those of one")
+    return [tuple(p.shape) for p in trained], dtypes[0]
 
 
 def _order(shapes: Sequence[Sequence[int]], model_time: ModelTime) -> list[tuple[int, float]]:
