@@ -1,4 +1,4 @@
-"""What the doctor says, from figures; its door, its calendar, its options."""
+"""What the doctor says, from figures; its listener, its calendar, its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from thinwire.cli import main
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
-from thinwire.doctor.links import Door, Pair, call, schedule
+from thinwire.doctor.links import Listener, Pair, call, schedule
 from thinwire.doctor.speeds import StepTime
 from thinwire.doctor.verdict import costs_of, network_of
 
@@ -119,19 +119,19 @@ def test_the_time_of_an_all_reduce_lies_on_a_line_through_measured_sizes() -> No
 
 def test_a_door_hangs_up_on_strangers_and_answers_the_caller() -> None:
     token = secrets.token_bytes(32)
-    door = Door("127.0.0.1", token)
+    listener = Listener("127.0.0.1", token)
     problems: list[str] = []
-    answering = threading.Thread(target=lambda: problems.append(door.answer(0, 10.0, send_seconds=0.02)))
+    answering = threading.Thread(target=lambda: problems.append(listener.answer(0, 10.0, send_seconds=0.02)))
     answering.start()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as stranger:
         stranger.sendall(secrets.token_bytes(40))
         assert stranger.recv(1) == b""
-    pair = call(0, 1, "127.0.0.1", door.port, token, seconds=10.0, send_seconds=0.02, clock=lambda: 5.0)
+    pair = call(0, 1, "127.0.0.1", listener.port, token, seconds=10.0, send_seconds=0.02, clock=lambda: 5.0)
     answering.join()
-    door.close()
+    listener.close()
     assert pair.problem == "" and problems == [""]
     assert min(pair.rate, pair.both, pair.several, pair.seconds_per_round_trip) > 0
-    # The caller's clock stands at 5; the door's is this machine's.
+    # The caller's clock stands at 5; the listener's is this machine's.
     assert pair.clock_offset > 1e9
 
 

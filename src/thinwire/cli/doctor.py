@@ -85,19 +85,19 @@ class Doctor:
         from thinwire.comm.rendezvous import started_by_torchrun
         from thinwire.doctor.examination import Budget, examine
         from thinwire.doctor.findings import findings_of
-        from thinwire.doctor.meeting import meet
+        from thinwire.doctor.rendezvous import join
         from thinwire.doctor.verdict import costs_of
 
         time_step = self._time_step()
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
-        meeting = meet(seconds=self.timeout)
+        peers = join(seconds=self.timeout)
 
         def tell(part: str) -> None:
-            if meeting.rank == 0:
+            if peers.rank == 0:
                 err.print(f"[dim]measuring {part} ...[/]")
 
         budget = Budget(answer=self.timeout)
-        seen = examine(meeting, rendezvous, time_step, budget=budget, tell=tell)
+        seen = examine(peers, rendezvous, time_step, budget=budget, tell=tell)
         if seen is None:
             return 0
         findings = findings_of(seen)

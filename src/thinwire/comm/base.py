@@ -25,7 +25,7 @@ T = TypeVar("T")
 _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
 CHECK_BYTES = 8 * 5
-"""What each rank sends to every other one in `Comm.meet`: five integers."""
+"""What each rank sends to every other one in `Comm.check_in_step`: five integers."""
 
 
 class Comm(ABC):
@@ -126,7 +126,7 @@ class Comm(ABC):
             return completed([])
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
 
-    def meet(self, call: str, *, fingerprint: int = 0) -> Work[None]:
+    def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[None]:
         """Check that all ranks make this call, at the same step, with the same numbers; they send 40 bytes each.
 
         Calls of different names meet each other, so that a rank which is in another one is found by all ranks at once,
@@ -142,7 +142,7 @@ class Comm(ABC):
         Example:
             >>> from thinwire import Comm, MismatchError, run_threads
             >>> def work(comm: Comm) -> None:
-            ...     comm.meet("save()" if comm.rank == 2 else "consensus()").wait()
+            ...     comm.check_in_step("save()" if comm.rank == 2 else "consensus()").wait()
             >>> try:
             ...     run_threads(3, work)
             ... except MismatchError as error:
@@ -281,7 +281,7 @@ class Comm(ABC):
         self.meter.sent(operation, sent)
         check = None
         if self.round and operation != "send_recv":
-            check = self.meet(self.round)
+            check = self.check_in_step(self.round)
         # The step of the launch: the wait may belong to a later step.
         clock, step = self.runtime.clock, self.step
         launched = clock()

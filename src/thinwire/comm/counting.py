@@ -30,7 +30,7 @@ class CountingComm(Comm):
         7000000000.0
     """
 
-    def meet(self, call: str, *, fingerprint: int = 0) -> Work[None]:
+    def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[None]:
         """Count the bytes; nobody else is there to compare with."""
         self.round = ""
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.doctor.findings import Examination
 from thinwire.doctor.host import Host, look
 from thinwire.doctor.links import TOKEN_BYTES, Clock, Pair, measure
-from thinwire.doctor.meeting import Meeting
+from thinwire.doctor.rendezvous import Rendezvous
 from thinwire.doctor.speeds import StepTime, time_all_reduces
 from thinwire.errors import CommError, CommTimeoutError
 
@@ -42,7 +42,7 @@ class Budget:
 
 
 def examine(
-    meeting: Meeting,
+    peers: Rendezvous,
     rendezvous: str,
     time_step: TimeStep,
     *,
@@ -53,7 +53,7 @@ def examine(
     """Measure together with the other ranks; every rank calls it.
 
     Args:
-        meeting: of the ranks.
+        peers: of the ranks.
         rendezvous: its address or name, "" for one process alone.
         time_step: times a training step on this rank.
         budget: how long each part may take.
@@ -67,15 +67,15 @@ def examine(
         CommTimeoutError: rank 0 did not answer.
     """
     tell("machines")
-    host = look(meeting.rank, rendezvous)
-    meeting.put("host", host.to_json())
-    if meeting.size == 1:
+    host = look(peers.rank, rendezvous)
+    peers.put("host", host.to_json())
+    if peers.size == 1:
         tell("a training step")
         return Examination(1, rendezvous, {0: host}, steps={0: time_step(budget.steps)})
-    token, present, addresses = _gather(meeting, budget)
+    token, present, addresses = _gather(peers, budget)
     tell("links")
     pairs = measure(
-        meeting,
+        peers,
         present,
         addresses,
         token=token,
@@ -83,71 +83,71 @@ def examine(
         seconds=budget.answer,
         clock=clock,
     )
-    meeting.put("pairs", [asdict(pair) for pair in pairs])
+    peers.put("pairs", [asdict(pair) for pair in pairs])
     silent: dict[str, list[int]] = {}
-    every = _take(meeting, "pairs", present, budget.answer + budget.links, silent, "its links") or {}
+    every = _take(peers, "pairs", present, budget.answer + budget.links, silent, "its links") or {}
     found = [Pair(**each) for rows in every.values() for each in rows]
-    complete = len(present) == meeting.size and not any(pair.problem for pair in found) and not silent
-    reduces, problem = _all_reduces(meeting, complete, budget, tell)
+    complete = len(present) == peers.size and not any(pair.problem for pair in found) and not silent
+    reduces, problem = _all_reduces(peers, complete, budget, tell)
     tell("a training step")
     # All at once, as in training: cores and memory of a machine are shared.
-    meeting.put("ready", 1)
-    meeting.collect("ready", present, seconds=budget.answer)
-    meeting.put("step", asdict(time_step(budget.steps)))
-    steps = _take(meeting, "step", present, budget.answer + 4 * budget.steps, silent, "its training step")
+    peers.put("ready", 1)
+    peers.collect("ready", present, seconds=budget.answer)
+    peers.put("step", asdict(time_step(budget.steps)))
+    steps = _take(peers, "step", present, budget.answer + 4 * budget.steps, silent, "its training step")
     if steps is None:
-        meeting.collect("end", [0], seconds=budget.answer + 4 * budget.steps)
+        peers.collect("end", [0], seconds=budget.answer + 4 * budget.steps)
         return None
-    hosts = {rank: Host.from_json(each) for rank, each in meeting.collect("host", present, seconds=1.0).items()}
-    meeting.put("end", 1)
+    hosts = {rank: Host.from_json(each) for rank, each in peers.collect("host", present, seconds=1.0).items()}
+    peers.put("end", 1)
     timed = {rank: StepTime(**each) for rank, each in steps.items()}
-    return Examination(meeting.size, rendezvous, hosts, found, reduces, timed, silent, problem)
+    return Examination(peers.size, rendezvous, hosts, found, reduces, timed, silent, problem)
 
 
-def _gather(meeting: Meeting, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
+def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
     """Find out who came; rank 0 decides, draws the token for the links, and tells the others."""
-    if meeting.rank == 0:
-        hosts = meeting.collect("host", range(meeting.size), seconds=budget.answer)
+    if peers.rank == 0:
+        hosts = peers.collect("host", range(peers.size), seconds=budget.answer)
         addresses = {rank: each["gloo_address"] for rank, each in hosts.items()}
         decision = {"token": secrets.token_hex(TOKEN_BYTES), "addresses": addresses}
-        meeting.put("present", decision)
-    found: dict[int, Any] = meeting.collect("present", [0], seconds=2 * budget.answer)
+        peers.put("present", decision)
+    found: dict[int, Any] = peers.collect("present", [0], seconds=2 * budget.answer)
     if 0 not in found:
         raise CommTimeoutError(
-            f"rank {meeting.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s; see "
+            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s; see "
             "whether it was started and what it printed"
         )
     told = {int(rank): address for rank, address in found[0]["addresses"].items()}
-    if meeting.rank not in told:
+    if peers.rank not in told:
         raise CommTimeoutError(
-            f"rank {meeting.rank}: came too late; rank 0 had waited for {budget.answer:g} s and went on with "
-            f"{len(told)} of {meeting.size} ranks; start all ranks at about the same time, or raise --timeout"
+            f"rank {peers.rank}: came too late; rank 0 had waited for {budget.answer:g} s and went on with "
+            f"{len(told)} of {peers.size} ranks; start all ranks at about the same time, or raise --timeout"
         )
     return bytes.fromhex(found[0]["token"]), sorted(told), told
 
 
 def _take(
-    meeting: Meeting, name: str, ranks: list[int], seconds: float, silent: dict[str, list[int]], phase: str
+    peers: Rendezvous, name: str, ranks: list[int], seconds: float, silent: dict[str, list[int]], phase: str
 ) -> dict[int, Any] | None:
     """On rank 0, what the ranks put; who does not answer is noted. None on the other ranks."""
-    if meeting.rank != 0:
+    if peers.rank != 0:
         return None
-    found = meeting.collect(name, ranks, seconds=seconds)
+    found = peers.collect(name, ranks, seconds=seconds)
     if absent := [rank for rank in ranks if rank not in found]:
         silent[phase] = absent
     return found
 
 
-def _all_reduces(meeting: Meeting, complete: bool, budget: Budget, tell: Tell) -> tuple[dict[int, float], str]:
+def _all_reduces(peers: Rendezvous, complete: bool, budget: Budget, tell: Tell) -> tuple[dict[int, float], str]:
     """All-reduces by size, if rank 0 finds that all ranks can take part; and what went wrong."""
-    if meeting.rank == 0:
-        meeting.put("reduce", complete)
-    go = meeting.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))
+    if peers.rank == 0:
+        peers.put("reduce", complete)
+    go = peers.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))
     if not go.get(0):
         return {}, ""
     tell("all-reduces")
     try:
-        with meeting.group(seconds=budget.answer) as comm:
+        with peers.group(seconds=budget.answer) as comm:
             return time_all_reduces(comm, budget=budget.all_reduces), ""
     except CommError as error:
         return {}, str(error)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
-from thinwire.doctor.meeting import Meeting
+from thinwire.doctor.rendezvous import Rendezvous
 
 PINGS = 40
 STREAMS = 4
@@ -77,7 +77,7 @@ def schedule(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-class Door:
+class Listener:
     """Where one rank listens for the others.
 
     Args:
@@ -112,12 +112,12 @@ class Door:
                 for _ in range(PINGS):
                     _receive(lines[0], 1)
                     lines[0].sendall(_CLOCK.pack(self._clock()))
-                _drain(lines[0])
-                _pour(lines[0], send_seconds)
-                other = _beside(lambda: _drain(lines[1]))
-                _pour(lines[0], send_seconds)
+                _receive_all(lines[0])
+                _send_for(lines[0], send_seconds)
+                other = _beside(lambda: _receive_all(lines[1]))
+                _send_for(lines[0], send_seconds)
                 other()
-                ends = [_beside(lambda line=line: _drain(line)) for line in lines]
+                ends = [_beside(lambda line=line: _receive_all(line)) for line in lines]
                 for end in ends:
                     end()
             except OSError as error:
@@ -154,18 +154,18 @@ def call(
     send_seconds: float,
     clock: Clock = time.time,
 ) -> Pair:
-    """Measure the link to another rank, which answers at its `Door` meanwhile."""
+    """Measure the link to another rank, which answers at its `Listener` meanwhile."""
     with ExitStack() as stack:
         try:
             lines = [stack.enter_context(_connect(address, port, seconds)) for _ in range(STREAMS)]
             for stream, line in enumerate(lines):
                 line.sendall(token + _HELLO.pack(rank, stream))
             trips, offsets = _ping(lines[0], clock)
-            there = _pour(lines[0], send_seconds)
-            back = _drain(lines[0])
-            other_way = _beside(lambda: _pour(lines[1], send_seconds))
-            both = min(_drain(lines[0]), other_way())
-            ends = [_beside(lambda line=line: _pour(line, send_seconds)) for line in lines]
+            there = _send_for(lines[0], send_seconds)
+            back = _receive_all(lines[0])
+            other_way = _beside(lambda: _send_for(lines[1], send_seconds))
+            both = min(_receive_all(lines[0]), other_way())
+            ends = [_beside(lambda line=line: _send_for(line, send_seconds)) for line in lines]
             several = sum(end() for end in ends)
         except OSError as error:
             return Pair(rank, other, problem=f"{address}:{port}: {_words(error, seconds)}")
@@ -175,7 +175,7 @@ def call(
 
 
 def measure(
-    meeting: Meeting,
+    peers: Rendezvous,
     present: Sequence[int],
     addresses: dict[int, str],
     *,
@@ -187,7 +187,7 @@ def measure(
     """Measure the links of this rank to all others; each pair is reported by its lower rank.
 
     Args:
-        meeting: of all ranks.
+        peers: of all ranks.
         present: the ranks that came.
         addresses: at which each of them listens.
         token: that all of them know.
@@ -198,34 +198,34 @@ def measure(
     rounds = schedule(present)
     send_seconds = min(0.8, max(0.15, budget_seconds / (5 * max(1, len(rounds)))))
     try:
-        door = Door(addresses[meeting.rank], token, clock)
+        listener = Listener(addresses[peers.rank], token, clock)
     except OSError as error:
-        meeting.put("door", {"port": 0, "problem": f"cannot listen at {addresses[meeting.rank]}: {error.strerror}"})
-        door = None
+        peers.put("listener", {"port": 0, "problem": f"cannot listen at {addresses[peers.rank]}: {error.strerror}"})
+        listener = None
     else:
-        meeting.put("door", {"port": door.port, "problem": ""})
-    doors = meeting.collect("door", present, seconds=seconds)
+        peers.put("listener", {"port": listener.port, "problem": ""})
+    listeners = peers.collect("listener", present, seconds=seconds)
     found: list[Pair] = []
     for number, pairs in enumerate(rounds):
         # All begin a round together, so that no link carries two measurements at once.
-        meeting.put(f"round/{number}", 1)
-        meeting.collect(f"round/{number}", doors, seconds=seconds)
-        pair = next((pair for pair in pairs if meeting.rank in pair), None)
+        peers.put(f"round/{number}", 1)
+        peers.collect(f"round/{number}", listeners, seconds=seconds)
+        pair = next((pair for pair in pairs if peers.rank in pair), None)
         if pair is None:
             continue
         a, b = pair
-        problems = [doors.get(rank, {"problem": "did not answer"})["problem"] for rank in pair]
+        problems = [listeners.get(rank, {"problem": "did not answer"})["problem"] for rank in pair]
         if any(problems):
-            if meeting.rank == a:
+            if peers.rank == a:
                 found.append(Pair(a, b, problem=next(filter(None, problems))))
-        elif meeting.rank == b:
-            assert door is not None, "it has no problem"
-            door.answer(a, seconds, send_seconds=send_seconds)
+        elif peers.rank == b:
+            assert listener is not None, "it has no problem"
+            listener.answer(a, seconds, send_seconds=send_seconds)
         else:
-            args = (a, b, addresses[b], doors[b]["port"], token)
+            args = (a, b, addresses[b], listeners[b]["port"], token)
             found.append(call(*args, seconds=seconds, send_seconds=send_seconds, clock=clock))
-    if door is not None:
-        door.close()
+    if listener is not None:
+        listener.close()
     return found
 
 
@@ -249,7 +249,7 @@ def _ping(line: socket.socket, clock: Clock) -> tuple[list[float], list[float]]:
     return trips, offsets
 
 
-def _pour(line: socket.socket, seconds: float) -> float:
+def _send_for(line: socket.socket, seconds: float) -> float:
     """Send for so many seconds; the bits per second at which it arrived, as the receiver tells."""
     more, last = _MORE + bytes(_CHUNK - 1), _LAST + bytes(_CHUNK - 1)
     end = time.perf_counter() + seconds
@@ -260,7 +260,7 @@ def _pour(line: socket.socket, seconds: float) -> float:
     return 8 * nbytes / duration
 
 
-def _drain(line: socket.socket) -> float:
+def _receive_all(line: socket.socket) -> float:
     """Receive until the last chunk; tells the sender what arrived in how many seconds, and returns the rate.
 
     The first third is left out: a connection starts slowly, and buffers on the way fill at any speed.

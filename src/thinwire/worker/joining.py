@@ -28,7 +28,7 @@ def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[],
             f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
             "does not have; give all ranks the same number of batches"
         )
-    worker.comm.meet("join()").wait()
+    worker.comm.check_in_step("join()").wait()
     device = worker.replicas[0].x.device
     own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], device=device)
     lengths = [int(n.item()) for n in worker.comm.all_gather(own).wait()]

@@ -172,7 +172,7 @@ def resume_point(
         consensus: whether what they would evaluate is meant, and not where they would go on.
     """
 
-    def meet(comm: Comm) -> Tensor:
+    def compute(comm: Comm) -> Tensor:
         x, own = xs[comm.rank].clone(), saved[comm.rank]
         r = Replica(x, x.new_empty(0), comm, lr=lambda: lr, seed=seed, segments=segments)
         r.step = comm.step = step
@@ -181,7 +181,7 @@ def resume_point(
         with torch.no_grad():
             return (strategy.consensus if consensus else strategy.resume_point)(r).clone()
 
-    found = run_threads(len(xs), meet, timeout=timeout)[0]
+    found = run_threads(len(xs), compute, timeout=timeout)[0]
     if found.shape != xs[0].shape or found.dtype != xs[0].dtype:
         raise CheckpointError(
             f"{type(strategy).__name__}: the workers that were agree on no vector like the parameters"

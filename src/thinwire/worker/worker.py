@@ -150,7 +150,7 @@ class Worker(WorkerState):
         self.shards.write()
         self.comm.step = self.step
         if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
-            self.comm.meet("a comparison of weights", fingerprint=self._fingerprint()).wait()
+            self.comm.check_in_step("a comparison of weights", fingerprint=self._fingerprint()).wait()
 
     def _begin_round(self) -> None:
         """Let the first collective call of the strategy's hook be checked."""
@@ -159,8 +159,8 @@ class Worker(WorkerState):
         if not self.strategy.sends_gradients and not self.strategy.timing_dependent:
             self.comm.round = "an average in training"
 
-    def _meet(self, call: str) -> None:
-        self.comm.meet(call, fingerprint=self._fingerprint() if self.strategy.equal_replicas else 0).wait()
+    def _check_in_step(self, call: str) -> None:
+        self.comm.check_in_step(call, fingerprint=self._fingerprint() if self.strategy.equal_replicas else 0).wait()
 
     def _fingerprint(self) -> int:
         """A number of the parameters' bits."""
@@ -243,7 +243,7 @@ class Worker(WorkerState):
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             self.wait_pending()
-            self._meet("consensus()")
+            self._check_in_step("consensus()")
             self.shards.read()
             own = [replica.x.clone() for replica in self.replicas]
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -325,7 +325,7 @@ class Worker(WorkerState):
         """
         self.end_failed_pass()
         self.wait_pending()
-        self._meet("save()")
+        self._check_in_step("save()")
         return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Worker(WorkerState):
                 seed or optimizer, or something in it cannot be given to another number of workers. All ranks raise it,
                 and nothing has changed on any.
         """
-        self.comm.meet("load()").wait()
+        self.comm.check_in_step("load()").wait()
         return resizing.load(self, self.own_folder(folder))
 
     def export(self, path: str | Path) -> Path:

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.02
 _STORE_SECONDS = 10.0
 
 
-class Meeting:
+class Rendezvous:
     """The ranks' notes to each other, as JSON in the rendezvous store; nobody waits for a rank that does not come.
 
     Unlike a process group it works with some of the ranks: it says who came, and who did not.
@@ -35,9 +35,9 @@ class Meeting:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> meeting = Meeting(0, 2, HashStore())
-        >>> meeting.put("host", {"name": "a"})
-        >>> meeting.collect("host", range(2), seconds=0.1)
+        >>> peers = Rendezvous(0, 2, HashStore())
+        >>> peers.put("host", {"name": "a"})
+        >>> peers.collect("host", range(2), seconds=0.1)
         {0: {'name': 'a'}}
     """
 
@@ -93,8 +93,8 @@ class Meeting:
         return json.loads(within(_STORE_SECONDS, lambda: store.get(key)))
 
 
-def meet(*, seconds: float) -> Meeting:
-    """Go to the meeting of the ranks that were started together, or be alone.
+def join(*, seconds: float) -> Rendezvous:
+    """Go to the others of the ranks that were started together, or be alone.
 
     Args:
         seconds: how long to try to reach the rendezvous.
@@ -103,11 +103,11 @@ def meet(*, seconds: float) -> Meeting:
         CommTimeoutError: it cannot be reached; says from where, and why.
     """
     if not started_by_torchrun():
-        return Meeting(0, 1, None)
+        return Rendezvous(0, 1, None)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if size == 1:
-        return Meeting(rank, size, None)
+        return Rendezvous(rank, size, None)
     try:
         store = within(seconds + 5.0, lambda: open_store(timedelta(seconds=seconds)))
     except TimeoutError:
@@ -117,7 +117,7 @@ def meet(*, seconds: float) -> Meeting:
     else:
         # torchrun starts a failed job again with the same store.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Meeting(rank, size, PrefixStore(f"thinwire/doctor/{attempt}", store))
+        return Rendezvous(rank, size, PrefixStore(f"thinwire/doctor/{attempt}", store))
     who = "start the doctor on the rank that hosts it (rank 0)" if rank else "choose a free port"
     raise CommTimeoutError(
         f"rank {rank}: the rendezvous at {host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be reached within "
