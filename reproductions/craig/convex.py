@@ -1,10 +1,10 @@
-"""Logistic regression on a subset or on everything: how far from the optimum, after how many seconds."""
+"""Logistic regression on a subset or on everything: its optimum, and how far from it parameters are."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,18 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
 
 from thinwire.coreset.baselines import even
 from thinwire.coreset.selection import select
 from thinwire.coreset.subset import Subset, budget_of, keyed
-from thinwire.optimizers.saga import Saga
-from thinwire.optimizers.svrg import Svrg
-
-Method = Literal["sgd", "saga", "svrg"]
-METHODS: tuple[Method, ...] = ("sgd", "saga", "svrg")
-_SNAPSHOT_PASSES = 2
-_LOOKS_PER_PASS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,26 +92,6 @@ class Regression:
         return (self.objective(layer) - self.best) / (self.start - self.best)
 
 
-@dataclass(frozen=True)
-class Course:
-    """One run: what was left of the way, and when.
-
-    Args:
-        seconds: of training, selection included, at each look.
-        points: sample gradients taken so far, at each look.
-        residuals: at each look.
-    """
-
-    seconds: tuple[float, ...]
-    points: tuple[int, ...]
-    residuals: tuple[float, ...]
-
-    def seconds_to(self, target: float) -> float:
-        """When the residual was first no more than the target; infinite if it never was."""
-        reached = (t for t, left in zip(self.seconds, self.residuals, strict=True) if left <= target)
-        return next(reached, math.inf)
-
-
 def _newton_(
     layer: nn.Linear, x: Tensor, y: Tensor, weights: Tensor, decay: float, objective: Callable[[], Tensor]
 ) -> None:
@@ -179,96 +151,3 @@ def choose(problem: Regression, fraction: float, kind: Literal["craig", "random"
     else:
         found = even(torch.randperm(problem.n, generator=keyed(seed, 0x2A2D))[:budget], problem.n)
     return found, time.perf_counter() - began
-
-
-def descend(
-    problem: Regression,
-    subset: Subset,
-    method: Method,
-    *,
-    lr: float,
-    batch_size: int,
-    passes: float,
-    spent: float,
-    target: float,
-    seed: int,
-) -> Course:
-    """Train until the residual is half the target, or so many sample gradients are taken; looking does not count.
-
-    Args:
-        problem: all the data, by which the residual is measured.
-        subset: what is trained on.
-        method: how.
-        lr: the constant step size.
-        batch_size: samples a step.
-        passes: sample gradients to take, in passes over all the data.
-        spent: seconds of the selection.
-        target: the residual aimed at.
-        seed: of the order.
-    """
-    layer = problem.layer()
-    clock, points = 0.0, 0
-    seen = [(spent, 0, 1.0)]
-    steps = _Steps(problem, subset, layer, method, lr, batch_size)
-    pieces = steps.passes(seed)
-    while points < passes * problem.n and target / 2 < seen[-1][2] < 10:
-        began = time.perf_counter()
-        points += next(pieces)
-        clock += time.perf_counter() - began
-        seen.append((spent + clock, points, problem.residual(layer)))
-    return Course(tuple(s for s, _, _ in seen), tuple(p for _, p, _ in seen), tuple(r for _, _, r in seen))
-
-
-class _Steps:
-    """The steps of one method over one subset."""
-
-    def __init__(
-        self, problem: Regression, subset: Subset, layer: nn.Linear, method: Method, lr: float, batch_size: int
-    ) -> None:
-        self.problem = problem
-        self.layer = layer
-        self.x, self.y = problem.x[subset.indices], problem.y[subset.indices]
-        self.weights = subset.scaled.float()
-        self.batch_size = min(batch_size, len(subset))
-        self.optimizer = _optimizer(method, layer, len(subset), lr, problem.weight_decay)
-
-    def passes(self, seed: int) -> Iterator[int]:
-        """An eighth of a pass at a time, for ever; yields the sample gradients taken."""
-        for number in range(2**31):
-            if isinstance(self.optimizer, Svrg) and number % _SNAPSHOT_PASSES == 0:
-                self.optimizer.snapshot(lambda: self.backward(slice(None)))
-                yield len(self.y)
-            order = torch.randperm(len(self.y), generator=keyed(seed, number))
-            batches = order.split(self.batch_size)
-            per_look = -(-len(batches) // _LOOKS_PER_PASS)
-            for first in range(0, len(batches), per_look):
-                part = batches[first : first + per_look]
-                yield sum(self.step(rows) for rows in part)
-
-    def backward(self, rows: Tensor | slice) -> float:
-        """The gradient of the weighted mean loss of these rows."""
-        losses = self.problem.losses(self.layer, self.x[rows], self.y[rows])
-        loss = (losses * self.weights[rows]).mean()
-        loss.backward()
-        return loss.item()
-
-    def step(self, rows: Tensor) -> int:
-        """One step; returns the sample gradients it took."""
-        if isinstance(self.optimizer, Svrg):
-            self.optimizer.step(lambda: self.backward(rows))
-            return 2 * len(rows)
-        self.optimizer.zero_grad()
-        self.backward(rows)
-        if isinstance(self.optimizer, Saga):
-            self.optimizer.step(indices=rows)
-        else:
-            self.optimizer.step()
-        return len(rows)
-
-
-def _optimizer(method: Method, layer: nn.Linear, n: int, lr: float, weight_decay: float) -> Optimizer:
-    if method == "saga":
-        return Saga(layer, n, lr=lr, weight_decay=weight_decay)
-    if method == "svrg":
-        return Svrg(layer.parameters(), lr, weight_decay=weight_decay)
-    return SGD(layer.parameters(), lr=lr, weight_decay=weight_decay)

@@ -9,11 +9,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from reproductions.craig.convex import METHODS, Course
 from reproductions.craig.deep import DeepCourse
+from reproductions.craig.incremental import Course
 from thinwire.storage.files import write_atomically
 
-_COLOURS = {"full": "#4e4a54", "craig": "#bf3600", "random": "#0068b5", "strata": "#12965a"}
+_COLOURS = {"full": "#4e4a54", "craig": "#bf3600", "random": "#0068b5", "weighted": "#6b4fbb", "strata": "#12965a"}
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 
 
@@ -23,7 +23,7 @@ def available() -> bool:
 
 
 def draw_residuals(path: Path, title: str, courses: Mapping[str, Mapping[str, Course]], target: float) -> None:
-    """What is left of the way to the optimum against seconds and against sample gradients, one column a method.
+    """What is left of the way to the optimum against gradients of single samples, one column a method.
 
     The line is the target.
 
@@ -33,18 +33,16 @@ def draw_residuals(path: Path, title: str, courses: Mapping[str, Mapping[str, Co
         courses: by method, then by arm, such as "craig 10%".
         target: the residual aimed at.
     """
-    figure, axes = _panels(len(METHODS), rows=2)
-    for place, axis in enumerate(axes):
-        method = METHODS[place % len(METHODS)]
-        for arm, course in courses[method].items():
-            along = course.seconds if place < len(METHODS) else course.points
-            looks = ((x, left) for x, left in zip(along, course.residuals, strict=True) if x > 0 and left > 0)
-            axis.plot(*zip(*looks, strict=True), **_look(arm, list(courses[method])), label=arm)
+    figure, axes = _panels(len(courses))
+    for axis, (method, arms) in zip(axes, courses.items(), strict=True):
+        for arm, course in arms.items():
+            pairs = zip(course.evaluations, course.residuals, strict=True)
+            looks = [(x, left) for x, left in pairs if x > 0 and 0 < left < math.inf]
+            if looks:
+                axis.plot(*zip(*looks, strict=True), **_look(arm, list(arms)), label=arm)
         axis.axhline(target, color="#5b6675", linewidth=0.8)
-        words = "seconds, selection included" if place < len(METHODS) else "sample gradients"
-        axis.set(title=f"{title}: {method.upper()}", xscale="log", yscale="log", xlabel=words)
-        if place % len(METHODS) == 0:
-            axis.set_ylabel("loss above the optimum, of the start's")
+        axis.set(title=f"{title}: {method.upper()}", xscale="log", yscale="log", xlabel="gradients of single samples")
+    axes[0].set_ylabel("loss above the optimum, of the start's")
     axes[-1].legend(fontsize=7, frameon=False)
     _keep(figure, path)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from reproductions.dqsgd.regression import Kept, kept, parity
 from reproductions.dqsgd.thread_runs import Learned, learned
-from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.claims import Attempt, Claim, Result, judged
 from reproductions.shared.threads import Schedule
 from thinwire.codecs.majority import MajorityVote
 from thinwire.codecs.qsgd import QSGD
@@ -134,7 +134,11 @@ def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Lear
         gain >= _POINTS or (gain >= -_POINTS and shares[task] <= _FEWER + 0.02) for task, gain in gains.items()
     )
     return Result(
-        holds=respected and fmean(excess) <= _EXCESS and as_good,
+        parts={
+            "bound": judged(respected),
+            "fewest bits": judged(fmean(excess) <= _EXCESS),
+            "accuracy": judged(as_good),
+        },
         measured=f"bound {'kept' if respected else 'broken'} with {fmean(excess):+.2%} bits more than the fewest; "
         + "; ".join(
             f"{task}: {100 * gains[task]:+.2f} points beside QSGD of 4 bits, with {shares[task]:.2f} times its bytes"
@@ -188,8 +192,17 @@ CLAIM = Claim(
     paper="Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021, "
     "arXiv:2107.14575",
     published="better trade-offs of accuracy against communication than SGD, SignSGD, TernGrad and QSGD",
-    rule=f"logistic regression: the distance from the optimum and the ledger within their bounds, mean bits within "
-    f"{_EXCESS:.0%} of the fewest of hindsight; every task: at least {_POINTS:.1%} more accurate than QSGD of 4 bits, "
-    f"or no more than that less accurate with {_FEWER:g} times its bytes",
+    protocol="logistic regression under an error bound, 5 seeds (quick: 1); AG News and CIFAR-10 with ResNet-8 (digits "
+    "where files are missing; quick: AG News), SGD, SignSGD, TernGrad, QSGD and DQ-SGD, each at the best of the same "
+    "number of learning rates; 3 seeds on AG News, 1 on CIFAR-10",
+    parts={
+        "bound": "logistic regression: the distance from the optimum and the ledger are within their bounds",
+        "fewest bits": f"there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight",
+        "accuracy": f"every task: at least {_POINTS:.1%} more accurate than QSGD of 4 bits, or no more than that less "
+        f"accurate with {_FEWER:g} times its bytes",
+    },
+    costs="where gradients shrink within few steps, the error bound spends up to 2.6 times the fewest bits: it divides "
+    "what is left evenly over the steps that remain",
+    minutes=(25, 2),
     run=measure,
 )

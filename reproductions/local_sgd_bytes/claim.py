@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
 from thinwire.emulate import available
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
@@ -53,7 +53,7 @@ def judge(done: Comparison, link: str | None) -> Result:
     details: dict[str, Any] = {"payload ratios": payload, "wire ratios": wire, "link": link}
     shown = wire or payload
     return Result(
-        holds=exact and close,
+        parts={"payload": judged(exact), "wire": judged(close) if link else Outcome.UNDECIDED},
         measured=f"{fmean(payload):.6g} times less payload{on_wire}",
         value=fmean(shown),
         least=min(shown),
@@ -73,6 +73,13 @@ CLAIM = Claim(
     "synchronous mini-batch SGD.",
     paper="Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
     published=f"{_PERIOD} times less: one round of communication every {_PERIOD} steps, by construction (Algorithm 1)",
-    rule=f"payload ratio exactly {_PERIOD}; wire ratio within {_WIRE_TOLERANCE:.0%} of it in every round",
+    protocol="a GPT of 0.5 M parameters on text, 4 workers, 40 steps over 200 Mbit/s (quick: 16), 3 rounds (quick: 1); "
+    "nothing to tune",
+    parts={
+        "payload": f"payload ratio exactly {_PERIOD}",
+        "wire": f"wire ratio within {_WIRE_TOLERANCE:.0%} of it in every round",
+    },
+    costs="parameters of workers drift apart between averages: with the same learning rate the loss per step is higher",
+    minutes=(2, 0.5),
     run=measure,
 )

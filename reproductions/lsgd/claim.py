@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 
 from reproductions.lsgd.landscapes import Completion, Descent, double_well, go_down
-from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.emulate import available
 from thinwire.runs.comparison import compare
@@ -31,12 +31,12 @@ METHODS = {
     "AllReduce": "AllReduce()",
     "periodic averaging": f"LocalSGD(period={PERIOD})",
     "EASGD": f"EASGD(period={PERIOD})",
-    # As in the paper, the mean of all workers is evaluated; and once their leader.
-    "LSGD": f"LeaderSGD(period={PERIOD}, result='mean')",
-    "LSGD, two nodes": f"MultiLeaderSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD}, result='mean')",
-    "LSGD, its leader": f"LeaderSGD(period={PERIOD})",
+    # As in the paper, the mean of all workers is evaluated, which is the default; and once their leader.
+    "LSGD": f"LeaderSGD(period={PERIOD})",
+    "LSGD, two nodes": f"MultiLeaderSGD(period={PERIOD}, node_size=2, global_period={4 * PERIOD})",
+    "LSGD, its leader": f"LeaderSGD(period={PERIOD}, result='leader')",
 }
-_RIVALS = ("AllReduce", "EASGD")
+_RIVALS = ("AllReduce", "periodic averaging", "EASGD")
 # In a double well, the spring over the learning rate and the pull beside what each theory calls its threshold.
 _WELLS = {
     "EASGD, spring 0.6": (EASGD(period=1, pull=0.06, centre_pull=0.12), True),
@@ -195,11 +195,13 @@ def judge(
     hill = float(landscapes.wells["EASGD, spring 0.6"].shipped[-1])
     leader = max(float(landscapes.wells[name].shipped[-1]) for name in _WELLS if name.startswith("LGD"))
     wells = all(as_told.values()) and abs(hill - _HILL) < 1e-3 and leader < 1e-9
-    kinds = (landscapes.completions[_named(kind, _PULLS[0])] for kind in ("EASGD", "LSGD"))
-    pairs = list(zip(*kinds, strict=True))
-    completed = all(float(ours.shipped[-1]) < float(theirs.shipped[-1]) for theirs, ours in pairs)
     return Result(
-        holds=min(ahead) >= 0 and wells and completed,
+        parts={
+            **{f"than {name}": judged(means["LSGD"] <= means[name]) for name in _RIVALS},
+            "two nodes": judged(means["LSGD, two nodes"] <= means["EASGD"]),
+            "double well": judged(wells),
+            **{f"matrix completion, pull {pull:g}": judged(_completed(landscapes, pull)) for pull in _PULLS},
+        },
         measured="held-out loss after equal time: "
         + ", ".join(f"{name} {mean:.4f}" for name, mean in means.items())
         + f"; double well: centre held at {hill:.4f} where the leader is at {leader:.1g}; matrix completion: "
@@ -218,6 +220,12 @@ def judge(
             "pictures": ", ".join(pictures) or "none: matplotlib is missing",
         },
     )
+
+
+def _completed(landscapes: Landscapes, pull: float) -> bool:
+    """Whether LSGD ends lower than EASGD's centre on every matrix."""
+    kinds = (landscapes.completions[_named(kind, pull)] for kind in ("EASGD", "LSGD"))
+    return all(float(ours.shipped[-1]) < float(theirs.shipped[-1]) for theirs, ours in zip(*kinds, strict=True))
 
 
 def _shortfalls(means: Mapping[str, float]) -> str:
@@ -274,11 +282,39 @@ CLAIM = Claim(
     paper="Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395",
     published="curves without numbers: test error against time on CIFAR-10 and ImageNet with up to 16 workers, and the "
     "convergence of matrix completion",
-    rule="mean held-out loss of LSGD, whose mean is evaluated, at the end no higher than EASGD's and all-reduce's, the "
-    "paper's own baselines, each at the best of the same learning rates (at first it had to be no higher than periodic "
-    "averaging's as well, which it was not; both are still told); in a double well EASGD is held with a spring of 0.6 "
-    "learning rates, its centre on the hill, and not with one of 0.7, LGD's follower with a pull of 0.24 and not with "
-    "one of 0.26, and its leader never; on every matrix LSGD ends lower than EASGD's centre with a pull of "
-    f"{_PULLS[0]:g}",
+    protocol="a CNN on MNIST (digits where its files are missing), 4 workers over 20 Mbit/s, 12 seconds (quick: 5), "
+    "each method at the best of four learning rates (quick: two), 3 seeds (quick: 1), evaluated as the library does by "
+    "default; two workers on a double well; completion of 8 matrices (quick: 2) with each of two pulls",
+    parts={
+        **{f"than {name}": "mean held-out loss after the same time no higher than its" for name in _RIVALS},
+        "two nodes": "with a leader for each of two nodes and one for all, no higher than EASGD's",
+        "double well": "EASGD is held with a spring of 0.6 learning rates, its centre on the hill, and not with one of "
+        "0.7, LGD's follower with a pull of 0.24 and not with one of 0.26, and its leader never",
+        **{
+            f"matrix completion, pull {pull:g}": "on every matrix LSGD ends lower than EASGD's centre with that pull"
+            for pull in _PULLS
+        },
+    },
+    costs="workers must report their losses; where one basin is enough, an average of all workers uses more of their "
+    "work",
+    minutes=(28, 3),
+    earlier=(
+        Earlier(
+            "mean held-out loss of LSGD, whose mean is evaluated, at the end no higher than EASGD's and all-reduce's, "
+            "each at the best of the same learning rates; in a double well EASGD is held with a spring of 0.6 learning "
+            "rates, its centre on the hill, and not with one of 0.7, LGD's follower with a pull of 0.24 and not with "
+            "one of 0.26, and its leader never; on every matrix LSGD ends lower than EASGD's centre with a pull of "
+            f"{_PULLS[0]:g}",
+            "holds: 0.1026, EASGD 0.1248, AllReduce 0.4212; but its leader, the default then, 0.1678, and at pull 0.1 "
+            "EASGD completes matrices better",
+            "it judged another result than the library's default, and one of the two pulls that were run",
+        ),
+        Earlier(
+            "mean held-out loss of LSGD at the end no higher than EASGD's and periodic averaging's, each at the best "
+            "of the same learning rates; the rest as above",
+            "does not hold: periodic averaging ended lower",
+            "it was loosened after this result: periodic averaging was taken out of the rule",
+        ),
+    ),
     run=measure,
 )

@@ -58,10 +58,11 @@ def test_all_that_is_claimed_holds() -> None:
     assert result.details["where it falls short"] == "nowhere"
 
 
-def test_a_method_that_is_no_rival_is_told_where_it_ends_lower() -> None:
+def test_a_rival_that_ends_lower_is_named() -> None:
     raced = runs() | {"periodic averaging": {0.02: [curve(0.05)]}}
     result = judge(raced, LED, landscapes(), "20mbit", [])
-    assert result.holds
+    assert result.parts["than periodic averaging"] == "does not hold"
+    assert list(result.parts) == list(CLAIM.parts)
     assert result.details["where it falls short"] == "periodic averaging ends lower"
 
 

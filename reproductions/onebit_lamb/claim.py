@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
-from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.emulate import available
 from thinwire.runs.comparison import Comparison, compare
@@ -55,7 +55,7 @@ class Scale:
         return (ALONE, *self.baselines, OURS)
 
 
-QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=1, links=(_SLOW,), baselines=(DDP,))
+QUICK = Scale(steps=120, rounds=1, evaluations=6, timed_steps=8, timed_rounds=3, links=(_SLOW,), baselines=(DDP,))
 
 
 def warm_up(steps: int) -> int:
@@ -128,9 +128,13 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
     every_gain = {link: _ratios(each[DDP], each[OURS]) for link, each in seconds.items()}
     paces, gains = ({link: median(found) for link, found in each.items()} for each in (every_pace, every_gain))
     middle = {link: {name: median(found) for name, found in each.items()} for link, each in seconds.items()}
-    swift = paces.get(_SLOW, 0.0) <= _PACE and gains.get(_FAST, _GAIN) >= _GAIN
     return Result(
-        holds=fmean(ratios) <= _LOSS and coded >= _VOLUME and swift,
+        parts={
+            "loss": judged(fmean(ratios) <= _LOSS),
+            "payload": judged(coded >= _VOLUME),
+            "slow link": at_most(every_pace[_SLOW], _PACE) if _SLOW in every_pace else Outcome.UNDECIDED,
+            "fast link": at_least(every_gain[_FAST], _GAIN) if _FAST in every_gain else Outcome.UNDECIDED,
+        },
         measured=f"held-out loss {_losses(curves, LAMB)} to {_losses(curves, OURS)}; {whole:.2f} times less payload "
         f"over the run, {coded:.2f} times less once the variance is frozen"
         + "".join(
@@ -221,8 +225,28 @@ CLAIM = Claim(
     paper="Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069",
     published="BERT-Large, up to 256 GPUs: up to 4.6 times less volume with the warm-up counted, up to 2.8 times "
     "faster than LAMB, the same convergence per sample",
-    rule=f"held-out loss at most {_LOSS:g} times LAMB's; payload at least {_VOLUME:g} times less than fp32's once the "
-    f"variance is frozen; a step of 6 M parameters over {_SLOW} then takes at most {_PACE:g} times one without "
-    f"communication, and over {_FAST} DDP's takes at least {_GAIN:g} times as long (where namespaces are available)",
+    protocol="a GPT on text, 4 workers: losses with 0.5 M parameters over 600 steps (quick: 120), 3 seeds (quick: 1), "
+    "a sixth of the steps as warm-up; times with 6 M parameters in 3 rounds in turns beside no communication, DDP and "
+    "PowerSGD; learning rate and schedule are LAMB's, the same for all",
+    parts={
+        "loss": f"held-out loss at most {_LOSS:g} times LAMB's, the mean of all seeds",
+        "payload": f"at least {_VOLUME:g} times less than fp32's once the variance is frozen",
+        "slow link": f"over {_SLOW} a step of 6 M parameters then takes at most {_PACE:g} times one without "
+        "communication, in every round",
+        "fast link": f"over {_FAST} DDP's takes at least {_GAIN:g} times as long, in every round (the full form)",
+    },
+    costs="without a slow link it is slower than DDP: encoding takes longer than sending (0.83 to 0.94 of its speed on "
+    "one machine)",
+    minutes=(30, 3),
+    earlier=(
+        Earlier(
+            f"held-out loss at most {_LOSS:g} times LAMB's; payload at least {_VOLUME:g} times less than fp32's once "
+            f"the variance is frozen; a step of 6 M parameters over {_SLOW} then takes at most {_PACE:g} times one "
+            f"without communication, and over {_FAST} DDP's takes at least {_GAIN:g} times as long (where namespaces "
+            "are available)",
+            "holds: 1.25 times one without communication over 100mbit, 1.54 times less than DDP's over 1gbit",
+            "medians of three rounds could turn it",
+        ),
+    ),
     run=measure,
 )

@@ -10,7 +10,7 @@ from reproductions.optimus.race import Finish, formula_payload_bytes, formula_pe
 from reproductions.optimus.scaling import LIMIT_BYTES, Row, scaling
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
 from reproductions.optimus.worker import Race
-from reproductions.shared.claims import Attempt, Claim, Result
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from thinwire.emulate import available
 
 LINK = "1gbit"
@@ -43,19 +43,18 @@ def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pic
     """
     first = finishes[0]
     sixteen = next(row for row in rows if row.ranks == 16)
-    verdicts = {
-        "the three train the same model": all(_alike(finish) for finish in finishes),
-        "counted bytes are those of the formulas": all(_exact(finish) for finish in finishes),
-        "fewest bytes": all(_fewest(finish.payload_bytes) for finish in finishes),
-        "peak memory as the formulas predict": all(_close(finish) for finish in finishes),
-        "least memory": all(_fewest(finish.peak_bytes) for finish in finishes),
-        "soonest at 4 ranks": all(_soonest(finish) for finish in finishes if _ranks(finish.race) == 4),
-        "overlap hides half of the wait for panels": median(first.hidden()) >= HIDDEN_PART,
-        "batch at 16 ranks": sixteen.batch_ratio >= LARGER_BATCH,
+    parts = {
+        "the same model": judged(all(_alike(finish) for finish in finishes)),
+        "bytes": judged(all(_exact(each) and _fewest(each.payload_bytes) for each in finishes)),
+        "memory": judged(all(_close(each) and _fewest(each.peak_bytes) for each in finishes)),
+        "time at 4 ranks": _soonest([finish for finish in finishes if _ranks(finish.race) == 4]),
+        "hidden wait": at_least(first.hidden(), HIDDEN_PART),
+        "batch at 16 ranks": judged(sixteen.batch_ratio >= LARGER_BATCH),
+        "speed at 64 ranks": Outcome.UNDECIDED,
     }
     ratios = _time_ratios(first, "1d")
     return Result(
-        holds=all(verdicts.values()),
+        parts=parts,
         measured=f"2x2 against one dimension over {link or 'loopback'} at {first.race.stem.tokens} tokens of "
         f"{first.race.stem.hidden} features: {median(ratios):.2f}x the time of a step "
         f"({median(_time_ratios(first, '1d+sequence')):.2f}x with the sequence split), "
@@ -66,7 +65,6 @@ def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pic
         least=min(ratios),
         most=max(ratios),
         details={
-            **{what: "yes" if so else "NO" for what, so in verdicts.items()},
             **{key: text for finish in finishes for key, text in _rows(finish).items()},
             "wait for panels that overlap hides": _overlap(first),
             **{f"by formula, {row.ranks} ranks, {row.hidden} features": _scaled(row) for row in rows},
@@ -113,8 +111,9 @@ def _fewest(figure: Any) -> bool:
     return all(figure("2d") < figure(other) for other in OTHERS)
 
 
-def _soonest(finish: Finish) -> bool:
-    return all(median(_time_ratios(finish, other)) < 1 for other in OTHERS)
+def _soonest(finishes: Sequence[Finish]) -> Outcome:
+    """Whether two dimensions take less time than either other way in every round of every race."""
+    return at_most([ratio for each in finishes for other in OTHERS for ratio in _time_ratios(each, other)], 1.0)
 
 
 def _time_ratios(finish: Finish, other: Scheme) -> list[float]:
@@ -172,9 +171,31 @@ CLAIM = Claim(
     "larger batches than in one.",
     paper="Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021, arXiv:2104.05343",
     published="64 GPUs: 1.48x the speed of training, 1.78x that of inference and 8x the largest batch of Megatron",
-    rule=f"against torch's own tensor parallelism, with and without a split sequence: at 4 ranks and 8 tokens a "
-    f"feature or more a shorter step (median of rounds), fewer bytes and less memory; counted bytes exactly and peak "
-    f"memory within {MEMORY_TOLERANCE:.0%} of the formulas; at 16 ranks by these at least {LARGER_BATCH:g}x the "
-    f"largest batch without a split sequence; overlap hides at least {HIDDEN_PART:.0%} of the wait for panels",
+    protocol="a transformer's layers beside torch's own tensor parallelism, with and without a split sequence, over 1 "
+    "Gbit/s at 4 ranks (quick) and 16, 3 to 7 rounds in turns; bytes and memory beside their formulas, which then give "
+    "the paper's table of weak scaling up to 1,024 ranks",
+    parts={
+        "the same model": "all three end with the same loss to rounding",
+        "bytes": "fewest, and exactly those of the formulas",
+        "memory": f"least, and within {MEMORY_TOLERANCE:.0%} of the formulas",
+        "time at 4 ranks": "at 8 tokens a feature or more a shorter step than either other way, in every round",
+        "hidden wait": f"overlap hides at least {HIDDEN_PART:.0%} of the wait for panels in every round",
+        "batch at 16 ranks": f"by these formulas at least {LARGER_BATCH:g}x the largest batch without a split sequence",
+        "speed at 64 ranks": "1.48x the speed of training and 1.78x that of inference; needs 64 devices, so here bytes "
+        "and memory at 64 ranks are told and decide nothing",
+    },
+    costs="with few tokens a feature two dimensions send more than one, because weights travel too",
+    minutes=(12, 1),
+    earlier=(
+        Earlier(
+            "against torch's own tensor parallelism, with and without a split sequence: at 4 ranks and 8 tokens a "
+            "feature or more a shorter step (median of rounds), fewer bytes and less memory; counted bytes exactly and "
+            f"peak memory within {MEMORY_TOLERANCE:.0%} of the formulas; at 16 ranks by these at least "
+            f"{LARGER_BATCH:g}x the largest batch without a split sequence; overlap hides at least {HIDDEN_PART:.0%} "
+            "of the wait for panels",
+            "holds: 0.73x the time of a step, 0.65x the bytes, 0.62x the memory",
+            "the paper's own figures, speeds at 64 devices, were not named as what cannot be decided here",
+        ),
+    ),
     run=measure,
 )

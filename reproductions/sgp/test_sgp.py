@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproductions.sgp.claim import CONDITIONS, OVERLAP, REFERENCE, SGP, Curves, judge
+from reproductions.sgp.claim import CLAIM, CONDITIONS, OVERLAP, REFERENCE, SGP, SILENT, Curves, judge
 from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.runs.comparison import Comparison
@@ -34,6 +34,9 @@ def curves(loss: float, seconds: float) -> Curves:
     }
 
 
+ACCURACIES = {REFERENCE: [0.95, 0.97], SGP: [0.95, 0.95], OVERLAP: [0.96, 0.96], SILENT: [0.8, 0.8]}
+
+
 @pytest.mark.parametrize(
     ("loss", "seconds", "holds"),
     [
@@ -48,21 +51,33 @@ def curves(loss: float, seconds: float) -> Curves:
 def test_the_claim_holds_where_a_step_teaches_as_much_and_a_second_more(
     loss: float, seconds: float, holds: bool
 ) -> None:
-    result = judge(curves(loss, seconds), "100mbit", [])
+    result = judge(curves(loss, seconds), ACCURACIES, "100mbit", [])
     assert result.holds is holds
+    assert list(result.parts) == list(CLAIM.parts)
     assert result.value == pytest.approx(seconds / 10)
     assert result.least == result.most == result.value
 
 
 def test_a_loss_beside_the_yardstick_is_told_even_where_the_verdict_is_the_other() -> None:
-    details = judge(curves(2.07, 12.0), None, ["loss.png"]).details
-    assert details[f"{OVERLAP}, one worker 3x slower"] == "NOT level per step, NOT ahead per second"
-    assert details[f"{SGP}, all workers alike"] == "level per step, ahead per second"
+    details = judge(curves(2.07, 12.0), ACCURACIES, None, ["loss.png"]).details
+    assert details[f"{OVERLAP}, one worker 3x slower"] == "NOT level per step, ahead per second in 0 of 2 rounds"
+    assert details[f"{SGP}, all workers alike"] == "level per step, ahead per second in 2 of 2 rounds"
     assert REFERENCE in details["better than Overlap SGP after the same steps"]
     assert details["pictures"] == "![loss.png](loss.png)"
     assert details["all workers alike: AllReduce"] == (
         "500 ms a step, of which 250 ms waiting; 2.00 MB sent; held-out loss 2.0050 (2.0000 to 2.0100)"
     )
+
+
+def test_rounds_that_differ_are_noise_and_unlike_data_decide_where_silence_loses() -> None:
+    mixed = curves(2.0, 4.0)
+    mixed["all workers alike", OVERLAP][1] = curve(2.02, 10.5)
+    result = judge(mixed, ACCURACIES, None, [])
+    assert result.parts["Overlap SGP: per second"] == "within noise"
+    worse = judge(curves(2.0, 4.0), {**ACCURACIES, SGP: [0.9, 0.9]}, None, [])
+    assert worse.parts["SGP: unlike data"] == "does not hold"
+    easy = judge(curves(2.0, 4.0), {**ACCURACIES, SILENT: [0.95, 0.95]}, None, [])
+    assert easy.parts["SGP: unlike data"] == "cannot be decided here"
 
 
 def test_a_loss_between_evaluations_lies_on_the_line_between_them() -> None:

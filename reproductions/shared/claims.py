@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,44 @@ MODULES = {
 Begin = Callable[[str, int], None]
 
 
+class Outcome(StrEnum):
+    """What came of one part of a claim."""
+
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    NOISE = "within noise"
+    UNDECIDED = "cannot be decided here"
+
+
+def judged(holds: bool) -> Outcome:
+    """The outcome of a rule that is met or not."""
+    return Outcome.HOLDS if holds else Outcome.FAILS
+
+
+def at_most(rounds: Sequence[float], limit: float) -> Outcome:
+    """The outcome of a rule about measured times: a figure of each round, paired within it, must not exceed a limit.
+
+    Where some rounds meet the rule and others do not, their spread can turn it, and it is not decided.
+
+    Example:
+        >>> at_most([0.97, 1.01, 1.02], 1.05).value, at_most([1.01, 1.04, 1.09], 1.05).value
+        ('holds', 'within noise')
+    """
+    met = [figure <= limit for figure in rounds]
+    return judged(met[0]) if len(set(met)) == 1 else Outcome.NOISE
+
+
+def at_least(rounds: Sequence[float], limit: float) -> Outcome:
+    """As `at_most`, for figures that must not be below the limit."""
+    return at_most([-figure for figure in rounds], -limit)
+
+
 @dataclass(frozen=True)
 class Result:
     """What was measured.
 
     Args:
-        holds: whether the claim does.
+        parts: what came of each part of the claim, by the names that `Claim.parts` has.
         measured: the figure, in words with its unit.
         value: the figure.
         least: the least of its rounds.
@@ -37,12 +70,44 @@ class Result:
         details: whatever else a reader may want to know, as JSON values.
     """
 
-    holds: bool
+    parts: Mapping[str, Outcome]
     measured: str
     value: float
     least: float
     most: float
     details: dict[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every part does."""
+        return all(outcome is Outcome.HOLDS for outcome in self.parts.values())
+
+    @property
+    def verdict(self) -> str:
+        """One of four: holds; holds in part, and which; does not hold; cannot be decided here."""
+        return verdict_of({name: str(outcome) for name, outcome in self.parts.items()})
+
+
+def verdict_of(parts: Mapping[str, str]) -> str:
+    """The verdict over the parts of a claim, in words.
+
+    Example:
+        >>> verdict_of({"bytes": "holds", "time": "within noise"})
+        'holds in part: bytes; time: within noise'
+        >>> verdict_of({"bytes": "holds"}), verdict_of({"a": "does not hold", "b": "within noise"})
+        ('holds', 'does not hold: a; b: within noise')
+    """
+    held = [name for name, outcome in parts.items() if outcome == Outcome.HOLDS]
+    rest = [f"{name}: {outcome}" for name, outcome in parts.items() if outcome not in (Outcome.HOLDS, Outcome.FAILS)]
+    failed = [name for name, outcome in parts.items() if outcome == Outcome.FAILS]
+    if len(held) == len(parts):
+        return "holds"
+    if held:
+        not_held = [f"{name}: does not hold" for name in failed]
+        return "; ".join([f"holds in part: {', '.join(held)}", *not_held, *rest])
+    if failed:
+        return "; ".join([f"does not hold: {', '.join(failed)}", *rest])
+    return f"cannot be decided here: {'; '.join(rest)}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +128,21 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """A rule by which a claim was judged before, and what came of it then.
+
+    Args:
+        rule: its words.
+        verdict: what came of it.
+        why: it was changed.
+    """
+
+    rule: str
+    verdict: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Claim:
     """One claim of one paper; a module that is listed here holds it under the name `CLAIM`.
 
@@ -71,16 +151,29 @@ class Claim:
         sentence: the claim.
         paper: where it is made.
         published: the paper's own figure, in words with its unit.
-        rule: when it holds here.
+        protocol: what is run: data, baselines, what is tuned over what, seeds.
+        parts: by name, when that part of the claim holds here.
+        costs: where the method does not pay, in words, from figures of this reproduction.
+        minutes: that the full and the quick form take on two cores, about.
         run: measures it.
+        earlier: rules by which it was judged before, newest first.
     """
 
     name: str
     sentence: str
     paper: str
     published: str
-    rule: str
+    protocol: str
+    parts: Mapping[str, str]
+    costs: str
+    minutes: tuple[float, float]
     run: Callable[[Attempt], Result]
+    earlier: tuple[Earlier, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        """The rules of all parts."""
+        return "; ".join(f"{name}: {rule}" for name, rule in self.parts.items())
 
 
 def claim(name: str) -> Claim:
@@ -98,9 +191,24 @@ def claim(name: str) -> Claim:
 
 
 def write_result(folder: Path, which: Claim, result: Result, *, quick: bool, when: str) -> Path:
-    """Keep a result as `result.json`, which `last_result` reads where it is committed, and as `report.md`."""
-    words = {key: value for key, value in asdict(which).items() if key != "run"}
-    content = {**words, **asdict(result), "quick": quick, "when": when, "thinwire": __version__}
+    """Keep a result as `result.json`, which `last_result` reads where it is committed, and as `report.md`.
+
+    Raises:
+        ConfigError: the result has other parts than the claim.
+    """
+    if list(result.parts) != list(which.parts):
+        raise ConfigError(f"{which.name}: the result has parts {list(result.parts)}, the claim {list(which.parts)}")
+    content = {
+        "name": which.name,
+        "published": which.published,
+        "protocol": which.protocol,
+        "rule": which.rule,
+        "verdict": result.verdict,
+        **asdict(result),
+        "quick": quick,
+        "when": when,
+        "thinwire": __version__,
+    }
     write_atomically(folder / "result.json", (json.dumps(content, indent=2) + "\n").encode())
     write_atomically(folder / "report.md", _page(which, result, quick=quick, when=when).encode())
     return folder / "report.md"
@@ -112,13 +220,26 @@ def last_result(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_bytes()) if path.is_file() else None
 
 
+def last_verdict(which: Claim, result: dict[str, Any] | None) -> str:
+    """The verdict of a committed result, and whether it is one by the present rule."""
+    if result is None:
+        return "no committed result"
+    verdict = result.get("verdict") or ("holds" if result["holds"] else "does not hold")
+    if result["rule"] != which.rule:
+        return f"not run yet by the present rule; by the rule before: {verdict}"
+    return f"{verdict}{' (quick form)' if result['quick'] else ''}"
+
+
 def _page(which: Claim, result: Result, *, quick: bool, when: str) -> str:
-    verdict = "It holds." if result.holds else "It does not hold."
     rows = "".join(f"| {key} | {value} |\n" for key, value in result.details.items())
+    parts = "".join(f"| {name} | {which.parts[name]} | {outcome} |\n" for name, outcome in result.parts.items())
+    before = "".join(f"| {each.rule} | {each.verdict} | {each.why} |\n" for each in which.earlier)
+    history = f"## Earlier rules\n\n| rule | verdict | why it was changed |\n| --- | --- | --- |\n{before}\n"
     return (
         f"# {which.name}\n\n{which.sentence}\n\n{which.paper}\n\n"
         f"| | |\n| --- | --- |\n| published | {which.published} |\n| measured | {result.measured} |\n"
-        f"| spread | {result.least:.4g} to {result.most:.4g} |\n| rule | {which.rule} |\n"
-        f"| version | thinwire {__version__}, {when}{', quick' if quick else ''} |\n\n{verdict}\n\n"
-        f"## Details\n\n| | |\n| --- | --- |\n{rows}"
+        f"| spread | {result.least:.4g} to {result.most:.4g} |\n| protocol | {which.protocol} |\n"
+        f"| version | thinwire {__version__}, {when}{', quick' if quick else ''} |\n\n"
+        f"**Verdict: {result.verdict}.**\n\n| part | it holds when | outcome |\n| --- | --- | --- |\n{parts}\n"
+        f"{history if before else ''}## Details\n\n| | |\n| --- | --- |\n{rows}"
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproductions.shared.claims import MODULES, Attempt, Claim, Result, claim, last_result, write_result
+from reproductions.shared.claims import MODULES, Attempt, Claim, Result, claim, last_result, last_verdict, write_result
 from thinwire.cli.console import out
 from thinwire.cli.progress import Watch
 from thinwire.runs import RunFolder
@@ -28,7 +28,7 @@ def reproduce(name: str | None, *, quick: bool, folder: Path | None, json: bool)
     result = _measure(which, folder, quick=quick)
     page = write_result(folder, which, result, quick=quick, when=time.strftime("%Y-%m-%d"))
     if json:
-        out.print(json_text.dumps({"name": which.name, **asdict(result)}), markup=False)
+        out.print(json_text.dumps({"name": which.name, "verdict": result.verdict, **asdict(result)}), markup=False)
     else:
         _show(which, result, page)
     return 0 if result.holds else 1
@@ -55,15 +55,13 @@ def _list(*, json: bool) -> int:
     for each, last in rows:
         out.print(f"{each.name}: {each.sentence}", markup=False)
         out.print(f"  {each.paper}", markup=False)
-        out.print(f"  {_last(last)}", markup=False)
+        out.print(f"  {_last(each, last)}", markup=False)
     return 0
 
 
-def _last(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "no committed result"
-    verdict = "holds" if result["holds"] else "does not hold"
-    return f"{verdict}: {result['measured']} (version {result['thinwire']}, {result['when']})"
+def _last(which: Claim, result: dict[str, Any] | None) -> str:
+    verdict = last_verdict(which, result)
+    return verdict if result is None else f"{verdict} ({result['measured']}; {result['thinwire']}, {result['when']})"
 
 
 def _show(which: Claim, result: Result, page: Path) -> None:
@@ -73,9 +71,9 @@ def _show(which: Claim, result: Result, page: Path) -> None:
         "published": which.published,
         "measured": result.measured,
         "spread": f"{result.least:.4g} to {result.most:.4g}",
-        "rule": which.rule,
-        "verdict": "holds" if result.holds else "does not hold",
+        **{name: f"{outcome}. It holds when {which.parts[name]}" for name, outcome in result.parts.items()},
+        "verdict": result.verdict,
         "report": str(page),
     }
     for name, words in lines.items():
-        out.print(f"{name:<10}{words}", markup=False)
+        out.print(f"{name + ':':<12}{words}", markup=False)

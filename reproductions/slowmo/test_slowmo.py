@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ CHOSEN = {name: Trial("LocalSGD(period=12)", 0.1) for name in NAMES}
 
 
 def test_gains_on_both_bases_at_the_same_pace_hold() -> None:
-    result = judge(CHOSEN, ended(), paced(1.0, 1.0), [])
+    result = judge(CHOSEN, ended(), ended(), paced(1.0, 1.0), [])
     assert result.holds
     assert (result.value, result.least, result.most) == pytest.approx((0.022, 0.02, 0.024))
     assert "held-out loss 0.2100 to 0.1880" in result.measured
@@ -74,11 +75,21 @@ def test_gains_on_both_bases_at_the_same_pace_hold() -> None:
 def test_a_loss_on_either_base_or_a_slower_step_does_not_hold(
     figures: dict[str, list[Figures]], pace: tuple[float, float]
 ) -> None:
-    assert not judge(CHOSEN, figures, paced(*pace), []).holds
+    assert not judge(CHOSEN, figures, ended(), paced(*pace), []).holds
+    if pace == (1.0, 1.0):
+        assert not judge(CHOSEN, ended(), figures, paced(*pace), []).holds
 
 
 def test_a_step_may_be_slower_by_the_bytes_it_sends() -> None:
-    assert judge(CHOSEN, ended(), paced(1.0, 1.15), []).holds
+    assert judge(CHOSEN, ended(), ended(), paced(1.0, 1.15), []).holds
+
+
+def test_rounds_that_differ_about_the_pace_are_noise() -> None:
+    even, late = paced(1.0, 1.0), paced(1.1, 1.0)
+    rounds = tuple(a + b for a, b in zip(even.rounds, late.rounds, strict=True))
+    result = judge(CHOSEN, ended(), ended(), replace(even, rounds=rounds), [])
+    assert result.parts["time, SlowMo over Local SGD"] == "within noise"
+    assert result.verdict.endswith("time, SlowMo over Local SGD: within noise")
 
 
 @pytest.mark.parametrize("scale", [Scale(), QUICK], ids=["full", "quick"])

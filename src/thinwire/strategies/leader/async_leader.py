@@ -63,7 +63,7 @@ class AsyncLeaderSGD(Strategy):
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score. A worker with fewer steps is compared by those it has taken.
-        result: what is evaluated and saved: the "leader" of the moment, or the "mean" of all workers.
+        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
 
     Example:
         >>> import torch, thinwire
@@ -86,7 +86,7 @@ class AsyncLeaderSGD(Strategy):
     period: int = 16
     pull: float = 0.1
     metric: ScoreSource = "window"
-    result: Literal["leader", "mean"] = "leader"
+    result: Literal["leader", "mean"] = "mean"
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"

@@ -43,7 +43,7 @@ class LeaderSGD(Strategy):
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader, and lets them explore less.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
-        result: what is evaluated and saved: the "leader" of the moment, or the "mean" of all workers.
+        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
 
     Example:
         >>> import torch, thinwire
@@ -65,7 +65,7 @@ class LeaderSGD(Strategy):
     period: int = 16
     pull: float = 0.1
     metric: ScoreSource = "window"
-    result: Literal["leader", "mean"] = "leader"
+    result: Literal["leader", "mean"] = "mean"
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every period steps, all wait for the slowest and for the leader's parameters"

@@ -52,7 +52,7 @@ class MultiLeaderSGD(Strategy):
         global_pull: $\lambda_G$, in [0, 1]; more keeps nodes closer together.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
-        result: what is evaluated and saved: the "leader" of the moment, or the "mean" of all workers.
+        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
 
     Example:
         >>> import torch, thinwire
@@ -77,7 +77,7 @@ class MultiLeaderSGD(Strategy):
     global_period: int = 64
     global_pull: float = 0.1
     metric: ScoreSource = "window"
-    result: Literal["leader", "mean"] = "leader"
+    result: Literal["leader", "mean"] = "mean"
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = (
