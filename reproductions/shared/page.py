@@ -17,9 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 _HEAD = """# The papers' claims, and what came of them here
 
 Each method of thinwire comes from a paper that claims something. For every claim there is a protocol: what is run, and
-when each part of the claim holds. It is committed before its runs. A verdict is one of four: **holds**, **holds in part**
-(which), **does not hold**, or **cannot be decided here** (why). Rules about time are judged round by round, by ratios
-of runs that take turns; where some rounds meet a rule and others do not, the part is *within noise*.
+when each part of the claim holds. It is committed before its runs. A verdict is one of four: **holds**, **holds in
+part** (which), **does not hold**, or **cannot be decided here** (why). Rules about time are judged round by round, by
+ratios of runs that take turns; where some rounds meet a rule and others do not, the part is *within noise*.
 
 Rules that were changed stay below each claim, with the verdict that they had. `thinwire reproduce NAME` remakes a
 result in a checkout, and `--quick` a smaller form of it within three minutes on two cores.
