@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,7 +97,9 @@ def examine(
     peers.put("step", asdict(time_step(budget.steps)))
     steps = _take(peers, "step", present, budget.answer + 4 * budget.steps, silent, "its training step")
     if steps is None:
-        peers.collect("end", [0], seconds=budget.answer + 4 * budget.steps)
+        # Rank 0 hosts the store, and has ended where it cannot be reached.
+        with suppress(RuntimeError):
+            peers.collect("end", [0], seconds=budget.answer + 4 * budget.steps)
         return None
     hosts = {rank: Host.from_json(each) for rank, each in peers.collect("host", present, seconds=1.0).items()}
     peers.put("end", 1)

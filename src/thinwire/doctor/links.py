@@ -25,6 +25,8 @@ _CHUNK = 1 << 16
 _HELLO = struct.Struct("!ii")  # the caller's rank, and which of its streams this is
 _CLOCK = struct.Struct("!d")
 _RESULT = struct.Struct("!dd")
+_LOOK_SECONDS = 0.3  # between two looks whether the caller has given up
+_CONNECT_SECONDS = 5.0
 _MORE, _LAST = b"\1", b"\0"
 Clock = Callable[[], float]
 
@@ -97,17 +99,20 @@ class Listener:
         """Stop listening."""
         self._listener.close()
 
-    def answer(self, caller: int, seconds: float, *, send_seconds: float) -> str:
+    def answer(
+        self, caller: int, seconds: float, *, send_seconds: float, given_up: Callable[[], bool] = lambda: False
+    ) -> str:
         """Take part in the measurements of one caller; returns what went wrong, or "".
 
         Args:
             caller: the rank that will connect; others are hung up on.
             seconds: how long to wait for it, and for each of its messages.
             send_seconds: how long to send in each direction.
+            given_up: whether the caller has said, by another way, that it cannot connect.
         """
         with ExitStack() as stack:
             try:
-                accepted = dict(self._accept(caller, seconds) for _ in range(STREAMS))
+                accepted = dict(self._accept(caller, seconds, given_up) for _ in range(STREAMS))
                 lines = [stack.enter_context(accepted[stream]) for stream in sorted(accepted)]
                 for _ in range(PINGS):
                     _receive(lines[0], 1)
@@ -124,12 +129,17 @@ class Listener:
                 return _words(error, seconds)
         return ""
 
-    def _accept(self, caller: int, seconds: float) -> tuple[int, socket.socket]:
+    def _accept(self, caller: int, seconds: float, given_up: Callable[[], bool]) -> tuple[int, socket.socket]:
         """The next stream of the caller, and its number."""
         end = time.monotonic() + seconds
         while True:
-            self._listener.settimeout(max(0.001, end - time.monotonic()))
-            line, _ = self._listener.accept()
+            self._listener.settimeout(_LOOK_SECONDS)
+            try:
+                line, _ = self._listener.accept()
+            except TimeoutError:
+                if time.monotonic() > end or given_up():
+                    raise
+                continue
             try:
                 line.settimeout(2.0)
                 token = _receive(line, TOKEN_BYTES)
@@ -207,9 +217,10 @@ def measure(
     listeners = peers.collect("listener", present, seconds=seconds)
     found: list[Pair] = []
     for number, pairs in enumerate(rounds):
-        # All begin a round together, so that no link carries two measurements at once.
+        # All begin a round together, so that no link carries two measurements at once. Who waited for a caller that did
+        # not come is later than the others by that wait.
         peers.put(f"round/{number}", 1)
-        peers.collect(f"round/{number}", listeners, seconds=seconds)
+        peers.collect(f"round/{number}", listeners, seconds=2 * seconds)
         pair = next((pair for pair in pairs if peers.rank in pair), None)
         if pair is None:
             continue
@@ -220,17 +231,23 @@ def measure(
                 found.append(Pair(a, b, problem=next(filter(None, problems))))
         elif peers.rank == b:
             assert listener is not None, "it has no problem"
-            listener.answer(a, seconds, send_seconds=send_seconds)
+
+            def given_up(caller: int = a, name: str = f"failed/{number}") -> bool:
+                return caller in peers.collect(name, [caller], seconds=0.0)
+
+            listener.answer(a, seconds, send_seconds=send_seconds, given_up=given_up)
         else:
             args = (a, b, addresses[b], listeners[b]["port"], token)
             found.append(call(*args, seconds=seconds, send_seconds=send_seconds, clock=clock))
+            if found[-1].problem:
+                peers.put(f"failed/{number}", 1)
     if listener is not None:
         listener.close()
     return found
 
 
 def _connect(address: str, port: int, seconds: float) -> socket.socket:
-    line = socket.create_connection((address, port), timeout=min(seconds, 5.0))
+    line = socket.create_connection((address, port), timeout=min(seconds, _CONNECT_SECONDS))
     line.settimeout(seconds)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return line
@@ -322,7 +339,7 @@ def _beside(work: Callable[[], float]) -> Callable[[], float]:
 
 def _words(error: OSError, seconds: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"no answer within {min(seconds, 5.0):g} s; a firewall may drop the packets"
+        return f"no answer within {min(seconds, _CONNECT_SECONDS):g} s; a firewall may drop the packets"
     if isinstance(error, ConnectionRefusedError):
         return "refused: nothing listens there, or a firewall rejects it"
     return error.strerror or str(error)
