@@ -7,10 +7,12 @@ import torch
 
 from thinwire import (
     AllReduce,
+    BackupWorkers,
     Bf16,
     ConfigError,
     DiLoCo,
     ErrorFeedback,
+    LeaderSGD,
     Local,
     LocalSGD,
     OneBit,
@@ -130,3 +132,23 @@ def test_a_model_in_half_precision_sends_half_the_bytes() -> None:
     assert whole == 2 * half > 0
     with pytest.raises(ConfigError, match="of 2 dtypes"):
         predict(AllReduce(), parameters=torch.nn.ModuleList(models), workers=4, network=FAST, model_time=TIME)
+
+
+def test_a_strategy_that_reads_numbers_is_simulated_on_smaller_tensors_and_links() -> None:
+    network = Network(bits_per_second=1e8, latency=0.0)
+    assert seconds(LeaderSGD(period=4), network) == pytest.approx(seconds(LocalSGD(4), network), rel=0.25)
+    found = predict(BackupWorkers(1), parameters=SHAPES, workers=4, network=FAST, model_time=TIME)
+    assert found.payload_bytes == pytest.approx(4 * 1.5e6, rel=0.35)
+
+
+def test_a_slow_worker_that_nobody_waits_for_costs_no_time() -> None:
+    network = Network(bits_per_second=1e15, latency=0.0, specials=(Special((3,), slowdown=4.0),))
+    assert seconds(BackupWorkers(1), network) < 1.5 * TIME.seconds < seconds(AllReduce(), network)
+
+
+def test_memory_is_that_of_the_vectors_that_a_worker_keeps() -> None:
+    found = [
+        predict(each, parameters=SHAPES, workers=4, network=FAST, model_time=TIME).memory_bytes / 4e6
+        for each in (Local(), AllReduce(), DiLoCo(period=8))
+    ]
+    assert found == [1, 2, 3]

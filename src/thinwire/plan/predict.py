@@ -3,13 +3,17 @@
 No formula describes a method here. `attach` makes every worker of a simulation, a backward pass of autograd hands the
 gradients over one after the other, as fast as the model's own does, and the simulated network carries what is sent.
 What the strategy computes itself (codes, averages, its own updates) is timed once, on real tensors without a network.
+
+A strategy that decides by the numbers what it sends to whom, such as one with a leader, cannot run on meta tensors. It
+is simulated with numbers, on tensors and links that are smaller by the same factor.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
 from typing import Any
@@ -18,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.counting import CountingComm
-from thinwire.comm.work import Work, completed
-from thinwire.errors import ConfigError
+from thinwire.comm.work import Work, completed, nbytes_of
+from thinwire.errors import ConfigError, MismatchError
 from thinwire.plan.traffic import MakeOptimizer, cycle, default_optimizer
-from thinwire.simulate import Network, SimulatedComm, simulate
+from thinwire.simulate import DeadlockError, Network, SimulatedComm, simulate
 from thinwire.simulate.durations import Duration
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local
@@ -29,6 +33,8 @@ from thinwire.worker.worker import Worker, attach
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20
+_MOST_NUMBERS = 1 << 16
+"""Elements of all tensors in a simulation with numbers."""
 
 
 class EchoComm(CountingComm):
@@ -84,6 +90,9 @@ class Prediction:
         alone: of a step without any communication, on the same workers.
         own_seconds: what the strategy computes itself, codes among it; part of `seconds`.
         payload_bytes: sent by one worker, the mean over workers.
+        busiest_bytes: sent by the worker that sends most.
+        memory_bytes: that one worker keeps in vectors of parameters, gradients and the strategy's state, without the
+            optimizer's state and activations.
     """
 
     strategy: Strategy
@@ -91,6 +100,13 @@ class Prediction:
     alone: float
     own_seconds: float
     payload_bytes: float
+    busiest_bytes: float
+    memory_bytes: float
+
+    def larger(self, factor: int) -> Prediction:
+        """The same for tensors that are so many times as large."""
+        sizes = {name: factor * getattr(self, name) for name in ("payload_bytes", "busiest_bytes", "memory_bytes")}
+        return replace(self, **sizes)
 
     @property
     def exposed(self) -> float:
@@ -101,6 +117,125 @@ class Prediction:
     def efficiency(self) -> float:
         """The speed over that of workers which do not communicate; 1 is the best."""
         return self.alone / self.seconds
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What is simulated for a prediction; see `predict`.
+
+    Attributes:
+        order: parameter tensors in the order in which gradients are final, with the share of the backward pass of each.
+    """
+
+    strategy: Strategy
+    workers: int
+    shapes: Sequence[tuple[int, ...]]
+    dtype: torch.dtype
+    order: Sequence[tuple[int, float]]
+    model_time: ModelTime
+    own: Sequence[float]
+    optimizer: MakeOptimizer | None
+    bucket_bytes: int
+
+    def smaller(self, factor: int) -> Simulated:
+        """With tensors that are so many times smaller; buckets too, so that as many messages are sent."""
+        shapes = [(max(1, prod(shape) // factor),) for shape in self.shapes]
+        return replace(self, shapes=shapes, bucket_bytes=max(self.dtype.itemsize, self.bucket_bytes // factor))
+
+    def run(self, network: Network, *, meta: bool) -> Prediction:
+        """Simulate.
+
+        Args:
+            network: rates, latencies, slow workers.
+            meta: whether tensors have no numbers.
+        """
+        length = min(max(1, cycle(self.strategy, self.workers)), _MOST_STEPS)
+        counted, warm_up = length * -(-_FEWEST_STEPS // length), max(length, 2)
+        sent, held = [0.0] * self.workers, [0.0] * self.workers
+
+        def work(comm: SimulatedComm) -> None:
+            worker, parameters = self._worker(comm, meta=meta)
+            speed, before = comm.slowdown, 0.0
+            draw = random.Random(comm.rank)
+            # A chain is passed back from its end: what is final last comes first.
+            seconds = self.model_time.backward * speed
+            links = [(parameters[place], share * seconds) for place, share in reversed(self.order)]
+            # A worker that was late may continue at a later step.
+            while worker.step < warm_up + counted:
+                step = worker.step
+                if step >= warm_up and not before:
+                    before = comm.meter.payload_bytes
+                comm.compute(self.model_time.forward)
+                chain = torch.zeros((), device="meta" if meta else "cpu", requires_grad=True)
+                for parameter, pause in links:
+                    chain = _Final.apply(chain, parameter, lambda pause=pause: comm.sleep(pause))  # pyright: ignore
+                chain.backward()
+                comm.sleep((self.own[step % len(self.own)] + self.model_time.update) * speed)
+                worker.record_batch(1, loss=0.0 if meta else draw.random())
+                worker.optimizer.step()
+            sent[comm.rank] = comm.meter.payload_bytes - before
+            held[comm.rank] = _held(worker)
+            # The last counted step ends here; what is in flight is of later ones.
+            comm.compute(0.0)
+            worker.wait_pending()
+
+        ended = simulate(self.workers, work, network=network, compute_time=Duration())
+        for failure in ended.failures.values():
+            raise failure
+        rows = [[each for each in ended.record.steps if each.rank == rank] for rank in range(self.workers)]
+        # From the last rank's start to the last rank's end: ranks come out of the first broadcast one after the other.
+        begin = max(next(each.start for each in row if each.step >= warm_up) for row in rows)
+        span = max(row[-1].start for row in rows) - begin
+        slowest = max(comm.slowdown for comm in ended.comms)
+        return Prediction(
+            strategy=self.strategy,
+            seconds=span / counted,
+            alone=self.model_time.seconds * slowest,
+            own_seconds=sum(self.own) / len(self.own) * slowest,
+            payload_bytes=sum(sent) / self.workers / counted,
+            busiest_bytes=max(sent) / counted,
+            memory_bytes=max(held),
+        )
+
+    def _worker(self, comm: SimulatedComm, *, meta: bool) -> tuple[Worker, list[nn.Parameter]]:
+        device = "meta" if meta else "cpu"
+        model = nn.ParameterList([torch.zeros(*shape, device=device, dtype=self.dtype) for shape in self.shapes])
+        made = default_optimizer(self.strategy, model) if self.optimizer is None else self.optimizer(list(model))
+        worker = attach(model, made, self.strategy, comm=comm, bucket_bytes=self.bucket_bytes)
+        started = False
+
+        def drop(*_: object) -> None:
+            # Arithmetic on meta tensors is slow; optimizers of torch have all of their state after one step.
+            nonlocal started
+            if started and type(made).__module__.startswith("torch.optim."):
+                for parameter in model:
+                    parameter.grad = None
+            started = True
+
+        if meta:
+            made.register_step_pre_hook(drop)
+        return worker, list(model)
+
+
+def _held(worker: Worker) -> float:
+    """Bytes of a worker's vectors."""
+    tensors = [x for r in worker.replicas for x in (r.x, r.g, *(x for x in r.state.values() if x.dim()))]
+    return float(sum(nbytes_of(x) for x in tensors))
+
+
+def slower(network: Network, factor: float) -> Network:
+    """The same network with all its rates divided."""
+    racks = network.racks
+    return replace(
+        network,
+        bits_per_second=network.bits_per_second / factor,
+        racks=None if racks is None else replace(racks, bits_per_second=racks.bits_per_second / factor),
+        specials=tuple(
+            each if each.bits_per_second is None else replace(each, bits_per_second=each.bits_per_second / factor)
+            for each in network.specials
+        ),
+        pairs=tuple(replace(each, bits_per_second=each.bits_per_second / factor) for each in network.pairs),
+    )
 
 
 class _Final(torch.autograd.Function):
@@ -160,48 +295,16 @@ def predict(
         [0.552, 0.06]
     """
     shapes, dtype = _shapes_of(parameters, dtype)
-    ready = _order(shapes, model_time)
-    length = min(max(1, cycle(strategy, workers)), _MOST_STEPS)
-    counted = length * -(-_FEWEST_STEPS // length)
-    warm_up = max(length, 2)
+    order = _order(shapes, model_time)
     own = list(own_seconds or [0.0])
-    sent = [0.0] * workers
-
-    def work(comm: SimulatedComm) -> None:
-        worker, parameter_list = _meta_worker(strategy, shapes, comm, optimizer, bucket_bytes, dtype)
-        speed, before = comm.slowdown, 0.0
-        # A chain is passed back from its end: what is final last comes first.
-        links = [(parameter_list[place], share * model_time.backward * speed) for place, share in reversed(ready)]
-        for step in range(warm_up + counted):
-            if step == warm_up:
-                before = comm.meter.payload_bytes
-            comm.compute(model_time.forward)
-            chain = torch.zeros((), device="meta", requires_grad=True)
-            for parameter, pause in links:
-                chain = _Final.apply(chain, parameter, lambda pause=pause: comm.sleep(pause))  # pyright: ignore
-            chain.backward()
-            comm.sleep((own[step % len(own)] + model_time.update) * speed)
-            worker.record_batch(1, loss=0.0)
-            worker.optimizer.step()
-        sent[comm.rank] = comm.meter.payload_bytes - before
-        # The last counted step ends here; what is in flight is of later ones.
-        comm.compute(0.0)
-        worker.wait_pending()
-
-    ended = simulate(workers, work, network=network, compute_time=Duration())
-    for failure in ended.failures.values():
-        raise failure
-    starts = [[each.start for each in ended.record.steps if each.rank == rank] for rank in range(workers)]
-    # From the last rank's start to the last rank's end: ranks come out of the first broadcast one after the other.
-    span = max(each[-1] for each in starts) - max(each[warm_up] for each in starts)
-    slowest = max(comm.slowdown for comm in ended.comms)
-    return Prediction(
-        strategy=strategy,
-        seconds=span / counted,
-        alone=model_time.seconds * slowest,
-        own_seconds=sum(own) / len(own) * slowest,
-        payload_bytes=sum(sent) / workers / counted,
-    )
+    given = Simulated(strategy, workers, shapes, dtype, order, model_time, own, optimizer, bucket_bytes)
+    try:
+        return given.run(network, meta=True)
+    except (NotImplementedError, MismatchError, DeadlockError):
+        # It reads numbers, which meta tensors do not have; or its ranks, each by its own, decided differently.
+        pass
+    factor = max(1, -(-sum(prod(shape) for shape in shapes) // _MOST_NUMBERS))
+    return given.smaller(factor).run(slower(network, factor), meta=False).larger(factor)
 
 
 def own_work(
@@ -261,31 +364,6 @@ def _timed_steps(
         found.append(time.perf_counter() - start)
     worker.detach()
     return found
-
-
-def _meta_worker(
-    strategy: Strategy,
-    shapes: Sequence[Sequence[int]],
-    comm: SimulatedComm,
-    optimizer: MakeOptimizer | None,
-    bucket_bytes: int,
-    dtype: torch.dtype,
-) -> tuple[Worker, list[nn.Parameter]]:
-    model = nn.ParameterList([torch.empty(*shape, device="meta", dtype=dtype) for shape in shapes])
-    made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
-    worker = attach(model, made, strategy, comm=comm, bucket_bytes=bucket_bytes)
-    started = False
-
-    def drop(*_: object) -> None:
-        # Arithmetic on meta tensors is slow; optimizers of torch have all of their state after one step.
-        nonlocal started
-        if started and type(made).__module__.startswith("torch.optim."):
-            for parameter in model:
-                parameter.grad = None
-        started = True
-
-    made.register_step_pre_hook(drop)
-    return worker, list(model)
 
 
 def _shapes_of(
