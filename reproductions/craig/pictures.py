@@ -51,7 +51,7 @@ def draw_floors(path: Path, title: str, fractions: Sequence[float], floors: Mapp
     """How far the optimum of each subset is from that of all the data, against the subset's size."""
     figure, (axis,) = _panels(1)
     for arm, values in floors.items():
-        axis.plot([100 * f for f in fractions], values, marker="o", color=_COLOURS[arm], label=arm)
+        axis.plot([100 * f for f in fractions], values, marker="o", color=_COLOURS[arm.split()[0]], label=arm)
     axis.axhline(0.01, color="#5b6675", linewidth=0.8)
     axis.set(title=f"{title}: optimum of the subset", yscale="log", xlabel="points in the subset, %")
     axis.set_ylabel("loss above the optimum, of the start's")

@@ -191,7 +191,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     courses = found(600, 100, 200).courses
     first = {method: {arm: each[0] for arm, each in arms.items()} for method, arms in courses.items()}
     draw_residuals(tmp_path / "a.png", "toy", first, 0.01)
-    draw_floors(tmp_path / "b.png", "toy", (0.1,), {"craig": [0.1], "random": [0.2]})
+    draw_floors(tmp_path / "b.png", "toy", (0.1,), {"craig": [0.1], "random": [0.2], "weighted random": [0.3]})
     draw_accuracies(tmp_path / "c.png", "toy", {"full": DeepCourse((0.0, 1.0), (0, 32), (0.1, 0.9), 0.0)})
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png", "c.png"))
 

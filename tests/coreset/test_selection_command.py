@@ -307,3 +307,32 @@ def test_a_coreset_is_frozen() -> None:
     found = select(X, budget=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.cost = 0.0  # type: ignore[misc]
+
+
+def test_the_summary_says_where_training_on_the_coreset_ends_and_whether_random_points_are_as_good(tmp_path, capsys):
+    draw = torch.Generator().manual_seed(0)
+    centres = 6 * torch.randn(12, 4, generator=draw)
+    # Near-duplicates of a few points, some of them rare: a coreset has all of these, random points do not.
+    x = centres[torch.randint(3, (400,), generator=draw)]
+    x = torch.cat([x, centres[3:]]) + 0.01 * torch.randn(409, 4, generator=draw)
+    labels = (torch.cdist(x, centres).argmin(1) % 2).numpy()
+    np.save(tmp_path / "x.npy", x.numpy())
+    np.save(tmp_path / "y.npy", labels)
+    arguments = ["select", "--data", str(tmp_path / "x.npy"), "--budget", "12", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--labels", str(tmp_path / "y.npy")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "as many random points stay further from it in all 5 draws" in told
+    gaps = json.loads((tmp_path / "out" / "summary.json").read_bytes())["optimum_gap"]
+    assert gaps["coreset"] < min(gaps["random"])
+    assert main(arguments) == 0
+    assert "give --labels" in capsys.readouterr().out
+
+
+def test_noise_is_represented_as_well_by_random_points(tmp_path, capsys):
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(400, 3, generator=draw)
+    np.save(tmp_path / "x.npy", x.numpy())
+    np.save(tmp_path / "y.npy", torch.randint(2, (400,), generator=draw).numpy())
+    arguments = ["select", "--data", str(tmp_path / "x.npy"), "--fraction", "0.05", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--labels", str(tmp_path / "y.npy")]) == 0
+    assert "they are as good here, and cost nothing" in " ".join(capsys.readouterr().out.split())
