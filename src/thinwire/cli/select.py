@@ -233,7 +233,10 @@ def _advice(summary: Fields) -> str:
     draws = len(gaps["random"])
     if nearer == 0:
         return f"{told}; as many random points stay further from it in all {draws} draws"
-    return f"{told}; as many random points come nearer in {nearer} of {draws} draws: they are as good here, and cost nothing"
+    return (
+        f"{told}; as many random points come nearer in {nearer} of {draws} draws: "
+        "they are as good here, and cost nothing"
+    )
 
 
 def _show(summary: Fields, report: Path | None) -> None:
