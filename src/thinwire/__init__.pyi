@@ -10,6 +10,7 @@ from thinwire.codecs.feedback import resize_errors as resize_errors
 from thinwire.codecs.majority import MajorityVote as MajorityVote
 from thinwire.codecs.natural import Natural as Natural
 from thinwire.codecs.one_bit import OneBit as OneBit
+from thinwire.codecs.power_sgd import PowerSGD as PowerSGD
 from thinwire.codecs.qsgd import QSGD as QSGD
 from thinwire.codecs.quantize import Quantize as Quantize
 from thinwire.codecs.random_k import RandomK as RandomK

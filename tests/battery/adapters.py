@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.battery.runs import PARTS, SIZES, Oracle, Setting
+from tests.battery.runs import PARTS, SHAPES, SIZES, Oracle, Setting
 from tests.oracles import asynchronous, backup, codecs, one_bit, push_sum, sketched, updates
 from tests.oracles.common import Mixing
 from tests.strategies.async_runs import end_step, replicas
@@ -20,6 +20,7 @@ from tests.strategies.test_server import run_in_order
 from tests.strategies.test_sketched import matrix
 from thinwire import ADPSGD, DQSGD, ParameterServer
 from thinwire.codecs.base import draw_key
+from thinwire.kernels import uniform
 from thinwire.strategies.gradients.bit_rules import BitLedger, Step
 
 Graph = Callable[[int, torch.dtype], Mixing]
@@ -87,6 +88,41 @@ def coded_gradients(block: int) -> Oracle:
         )
 
     return oracle
+
+
+def first_factor(rank: int, key: Callable[[int], int]) -> Callable[[int], Tensor]:
+    """The right factor that a matrix begins with, from the key of the message it is in."""
+    columns = {0: 4, 24: 2}
+
+    def first(place: int) -> Tensor:
+        n = columns[place]
+        return uniform(n * rank, draw_key(key(place), place)).sub(0.5).view(n, rank)
+
+    return first
+
+
+def low_rank_gradients(rank: int) -> Oracle:
+    """Gradients as two factors of each matrix, with the errors kept."""
+
+    def oracle(s: Setting) -> Tensor:
+        # A bucket begins at each matrix.
+        mean = codecs.LowRank(rank, SHAPES, first_factor(rank, lambda place: draw_key(0, 0, offset=place)))
+        alone = s.size == 1
+        return updates.mean_of(
+            lambda rows, _: rows.mean(0) if alone else mean(rows), s.problem.gradient, s.start, s.update(), s.steps
+        )
+
+    return oracle
+
+
+def low_rank(rank: int, first_step: int) -> Callable[[], codecs.Agreed]:
+    """Means of the whole vector as two factors of each matrix; the first one is of that step."""
+
+    def begin() -> codecs.Agreed:
+        mean = codecs.LowRank(rank, SHAPES, first_factor(rank, lambda _: draw_key(0, first_step)))
+        return lambda rows, k: mean(rows)
+
+    return begin
 
 
 def in_signs(block: int) -> Callable[[], codecs.Agreed]:

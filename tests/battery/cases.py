@@ -63,6 +63,7 @@ from thinwire import (
     OuterOptimizer,
     OverlapLocalSGD,
     ParameterServer,
+    PowerSGD,
     PPeerExponential,
     Probe,
     PushSum,
@@ -102,6 +103,7 @@ DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 12), ErrorB
 STRATEGIES: list[Case] = [
     case(AllReduce(), to.stacked(common.all_reduce)),
     case(AllReduce(ErrorFeedback(OneBit(8))), to.coded_gradients(8), "adamw", **CODED),
+    case(AllReduce(PowerSGD(1, 0)), to.low_rank_gradients(1), **CODED),
     case(Local(), to.stacked(common.local_sgd, period=100)),
     case(LocalSGD(3), to.stacked(common.local_sgd, period=3)),
     case(MinibatchLocalSGD(3, inner=0.5), to.from_rates(minibatch.inner_outer, period=3, inner=0.5), *PLAIN, "decay"),
@@ -114,6 +116,13 @@ STRATEGIES: list[Case] = [
             **CODED,
         )
         for codec, mean in CODES.items()
+    ),
+    case(
+        MinibatchLocalSGD(3, inner=0.5, codec=PowerSGD(1, 0)),
+        to.coded_rates(codecs.coded_rounds, to.low_rank(1, 3), period=3, inner=0.5),
+        *PLAIN,
+        "decay",
+        **CODED,
     ),
     case(CoCoD(3), to.stacked(overlap.cocod, period=3)),
     # Of periods that are short enough for several coded means to be used.
@@ -128,6 +137,11 @@ STRATEGIES: list[Case] = [
             **CODED,
         )
         for delay, (codec, mean) in zip((None, 1), CODES.items(), strict=True)
+    ),
+    case(
+        OverlapLocalSGD(2, codec=PowerSGD(1, 0)),
+        to.coded(codecs.coded_overlap, to.low_rank(1, 2), feedback=True, period=2, pull=0.6, momentum=0.7),
+        **CODED,
     ),
     case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
     *(
@@ -300,6 +314,7 @@ CODECS: list[CodecCase] = [
     CodecCase(RandomK(0.25), lambda n: 4 * -(-n // 4), 3.0, unbiased=True),
     CodecCase(RandomK(0.25, unbiased=False), lambda n: 4 * -(-n // 4), 0.75),
     CodecCase(Sketch(3, 64, 2), lambda n: 4 * min(n, 192), float("inf")),
+    CodecCase(PowerSGD(), lambda n: 4 * n, 0.0),  # of vectors without shapes
     CodecCase(ErrorFeedback(OneBit(16)), ONE_BIT.nbytes, ONE_BIT.error),
 ]
 """Every codec."""

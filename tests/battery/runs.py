@@ -21,8 +21,10 @@ from thinwire.quorum.log import memberships
 Oracle = Callable[["Setting"], Tensor]
 """All workers' parameters at the end of a run, one row for each."""
 
+SHAPES = [(5, 4), (4,), (4, 2), (2,)]
+"""The shape of each parameter of the model that is trained."""
 SIZES = [20, 4, 8, 2]
-"""Elements of each parameter of the model that is trained."""
+"""Its elements."""
 PARTS = [slice(0, 24), slice(24, 34)]
 """The buckets that these are sent in."""
 BUCKET_BYTES = 40

@@ -14,7 +14,7 @@ import thinwire
 from tests.battery.cases import FAULTS, STRATEGIES, is_first
 from tests.battery.runs import (
     BUCKET_BYTES,
-    SIZES,
+    SHAPES,
     Case,
     Setting,
     alike,
@@ -335,6 +335,6 @@ def test_a_dry_run_counts_the_bytes_that_a_run_sends(each: Case) -> None:
         return sent
 
     for rank, sent in enumerate(thinwire.run_threads(setting.size, body, timeout=20)):
-        run = DryRun(each.strategy, SIZES, workers=2, rank=rank, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+        run = DryRun(each.strategy, SHAPES, workers=2, rank=rank, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
         found = [run.step().sent for _ in range(setting.steps)]
         assert sum(found[first:]) == pytest.approx(sent, rel=0, abs=0.01)

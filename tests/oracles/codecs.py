@@ -76,6 +76,52 @@ class TwoStages:
         return agreed
 
 
+def orthogonal(p: Tensor) -> Tensor:
+    """Its columns, each made orthogonal to those before it and of length 1; twice, for what rounding leaves."""
+    p = p.clone()
+    for _ in range(2):
+        for i in range(p.shape[1]):
+            for j in range(i):
+                p[:, i] -= (p[:, j] @ p[:, i]) * p[:, j]
+            p[:, i] /= p[:, i].norm()
+    return p
+
+
+class LowRank:
+    """PowerSGD, Algorithms 1 and 2: the workers' mean update, matrix by matrix, with each one's error kept.
+
+    Args:
+        rank: of the factors.
+        shapes: of the tensors, end to end; those with one dimension are averaged as they are.
+        first: the right factor that a matrix begins with, by its place.
+    """
+
+    def __init__(self, rank: int, shapes: Sequence[tuple[int, ...]], first: Callable[[int], Tensor]) -> None:
+        self.rank, self.shapes, self.first = rank, list(shapes), first
+        self.error: Tensor | None = None
+        self.q: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The agreed vector of n, from a row of n for each worker."""
+        update = x if self.error is None else x + self.error
+        agreed, error, place = torch.zeros_like(x[0]), torch.zeros_like(x), 0
+        for shape in self.shapes:
+            size = torch.Size(shape).numel()
+            here = slice(place, place + size)
+            if len(shape) < 2:
+                agreed[here] = update[:, here].mean(0)
+            else:
+                m = update[:, here].reshape(len(x), shape[0], -1)
+                q = self.q.get(place, self.first(place).to(x.dtype))
+                p_hat = orthogonal(torch.stack([each @ q for each in m]).mean(0))
+                self.q[place] = q = torch.stack([each.T @ p_hat for each in m]).mean(0)
+                agreed[here] = (p_hat @ q.T).flatten()
+                error[:, here] = update[:, here] - agreed[here]
+            place += size
+        self.error = error
+        return agreed
+
+
 def coded_sgd(gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor]) -> Tensor:
     """SGD on agreed gradients."""
     for k, rate in enumerate(rates):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Generator, MutableMapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 
 State = MutableMapping[str, Tensor]
+Rounds = Generator[Tensor, Tensor, None]
+"""A mean that a codec computes: it yields vectors and is sent their means over workers."""
 _MASK_64 = (1 << 64) - 1
 
 
@@ -35,6 +37,8 @@ class Codec(ABC):
 
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
+    growing: ClassVar[tuple[str, ...]] = ()
+    """Names in the codec's state, or how they begin, of tensors whose size the vectors' sizes do not determine."""
 
     @property
     def linear(self) -> bool:
@@ -64,6 +68,11 @@ class Codec(ABC):
     @property
     def sign_only(self) -> bool:
         """Whether all elements of a block are decoded to one absolute value, so that no element's own size is sent."""
+        return False
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what one message leaves out is added to the next."""
         return False
 
     @property
@@ -143,6 +152,105 @@ class Codec(ABC):
         for payload, key in zip(payloads, keys, strict=True):
             total += self.decode(payload, like, key)
         return total
+
+
+class Matrix(NamedTuple):
+    """Where a tensor lies in a vector, as a matrix; of a tensor with one dimension it has one row.
+
+    Attributes:
+        start: its first element.
+        rows: of the tensor's outermost dimension in memory.
+        columns: all others.
+        place: its first element in the vector of all parameters, of which this one may be a part.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.rows * self.columns
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.size
+
+    def of(self, vector: Tensor) -> Tensor:
+        """The matrix as a view of the vector."""
+        return vector[self.start : self.stop].view(self.rows, self.columns)
+
+
+class MatrixCodec(Codec):
+    """Base class of codecs that need the shapes of tensors: they compute means themselves, by two all-reduces.
+
+    A vector without shapes they send as it is.
+    """
+
+    @abstractmethod
+    def mean(
+        self, x: Tensor, residual: Tensor, matrices: Sequence[Matrix], state: State, *, key: int, share: float
+    ) -> Rounds:
+        """Yield two vectors, each of which is sent its mean over workers; either may be empty.
+
+        The last lines, which change `state` and the residual, run only where the means are finite on all ranks.
+
+        Args:
+            x: a vector in fp32 with the residual added, of any tensors; becomes the mean.
+            residual: becomes what the mean leaves out of `x`.
+            matrices: the tensors of `x`, in order and without gaps.
+            state: of the codec; what is equal on all ranks.
+            key: of the random draws, equal on all ranks.
+            share: of the mean that each worker subtracts from its own vector to find its residual; 1 where all count.
+        """
+
+    @property
+    def linear(self) -> bool:
+        """True: all-reduces add what is sent."""
+        return True
+
+    @property
+    def residual_after_sum(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Values in fp32."""
+        return torch.float32
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The elements as they are, in fp32."""
+        return as_single(x).clone()
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """The elements."""
+        return payload.to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """Four bytes per element, of a vector without shapes."""
+        return 4 * n
+
+
+def check_vectors(codec: Codec) -> None:
+    """Refuse a codec of matrices where tensors have no shapes.
+
+    Raises:
+        ConfigError: naming where it can be used.
+    """
+    if isinstance(codec, MatrixCodec):
+        raise ConfigError(
+            f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here; use it as "
+            "AllReduce(codec) or LocalSGD(period, codec=codec) under attach"
+        )
 
 
 def check_feedback(codec: Codec | None) -> None:

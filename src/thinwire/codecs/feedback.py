@@ -52,7 +52,7 @@ class ErrorFeedback(Codec):
 
     def __post_init__(self) -> None:
         """Refuse codecs with which the residual could grow without bound."""
-        if isinstance(self.codec, ErrorFeedback):
+        if self.codec.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
         if self.codec.error_bound >= 1:
             raise ConfigError(
@@ -70,6 +70,11 @@ class ErrorFeedback(Codec):
     def sign_only(self) -> bool:
         """The codec's `sign_only`."""
         return self.codec.sign_only
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype:

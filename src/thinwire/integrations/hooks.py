@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_feedback, check_vectors, draw_key
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
@@ -53,6 +53,7 @@ class DdpHook:
 
     def __init__(self, codec: Codec, comm: Comm, seed: int) -> None:
         check_feedback(codec)
+        check_vectors(codec)
         self.codec = codec
         self.comm = comm
         self.seed = seed
@@ -242,6 +243,7 @@ def fsdp_hook(
         [[1.5, 0.25], [1.5, 0.25]]
     """
     check_feedback(codec)
+    check_vectors(codec)
     comm = group if isinstance(group, Comm) else comm_for(group, timeout=timeout)
     residual = dict[str, Tensor]() if state is None else state
 

@@ -1,12 +1,23 @@
 """Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import lcm
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, StageKeys, State, as_single, payload_like, worker_key
+from thinwire.codecs.base import (
+    Codec,
+    Matrix,
+    MatrixCodec,
+    StageKeys,
+    State,
+    as_single,
+    check_vectors,
+    payload_like,
+    worker_key,
+)
 from thinwire.codecs.feedback import ErrorFeedback, residual_of, server_residual_of
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
 from thinwire.comm.base import Comm
@@ -14,6 +25,7 @@ from thinwire.comm.pending import PendingMeans, Stages
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, NonFiniteError
 from thinwire.kernels import all_finite, norm_if_finite
+from thinwire.replica.flat import Segment, cut_out
 from thinwire.topology.base import Peers
 
 Observer = Callable[[Tensor, list[Tensor]], None]
@@ -43,9 +55,10 @@ def compressed_mean_(
     count: int | None = None,
     offset: int = 0,
     length: int | None = None,
+    segments: Sequence[Segment] = (),
     pending: PendingMeans | None = None,
 ) -> Work[Tensor]:
-    """`mean_` of compressed vectors: one all-reduce if the codec is linear, else two stages.
+    """`mean_` of compressed vectors: one all-reduce if the codec is linear, two for matrices, else two stages.
 
     Args:
         comm: the ranks.
@@ -56,8 +69,13 @@ def compressed_mean_(
         count: divide the sum by this instead of the number of ranks.
         offset: where `x` begins in the vector that residuals are kept for.
         length: elements of that vector; those of `x` unless given.
+        segments: the tensors of that vector; without them a codec of matrices sends vectors as they are.
         pending: the means that this one finishes together with; it is alone unless given.
     """
+    if isinstance(codec, MatrixCodec):
+        matrices, residual = matrices_of(segments, x, offset), residual_of(state, x, offset, length)
+        mean = _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count or comm.size)
+        return (pending or PendingMeans()).launch(mean)
     if not codec.linear:
         return two_stage_mean_(
             comm, x, codec, state, key=key, count=count, offset=offset, length=length, pending=pending
@@ -116,6 +134,7 @@ def two_stage_mean_(
         CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
             stage.
     """
+    check_vectors(codec)
     inner, count = codec.codec if isinstance(codec, ErrorFeedback) else codec, count or comm.size
     answer = server or inner
     # Cut where blocks of both codecs begin, so that no block is split between servers.
@@ -234,6 +253,69 @@ def _linear_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor, *, key: 
         x.copy_(mean)
     yield
     return x
+
+
+def _matrix_mean(
+    comm: Comm,
+    x: Tensor,
+    codec: MatrixCodec,
+    residual: Tensor,
+    matrices: Sequence[Matrix],
+    state: State,
+    *,
+    key: int,
+    count: int,
+) -> Stages:
+    """A mean that a codec computes itself, by two all-reduces; `yield` as in `_two_stage_mean`."""
+    updated, finite = as_single(x), norm_if_finite(x)[0]
+    if finite:
+        updated.add_(residual)
+    else:
+        updated.zero_()
+    rounds = codec.mean(updated, residual, matrices, state, key=key, share=count / comm.size)
+
+    # The first all-reduce. NaN makes the sum NaN on all ranks, so no flag has to be sent.
+    message = next(rounds)
+    reduced = mean_(comm, message if finite else message.fill_(torch.nan), count=count)
+    yield
+
+    # The second, which goes on from the first one's sum. That is the same on all ranks, and so is what it leads to.
+    summed = reduced.wait()
+    finite = all_finite(summed)
+    summed = rounds.send(summed if finite else summed.zero_())
+    reduced = mean_(comm, summed, count=count) if summed.numel() and finite else None
+    yield
+    if reduced is not None:
+        summed = reduced.wait()
+        finite = all_finite(summed)
+    finite = yield finite
+
+    # Decode, and keep what the mean leaves out.
+    if not finite:
+        x.fill_(torch.nan)
+        rounds.close()
+    else:
+        with suppress(StopIteration):
+            rounds.send(summed)
+        if updated.data_ptr() != x.data_ptr():
+            x.copy_(updated)
+    yield
+    return x
+
+
+def matrices_of(segments: Sequence[Segment], x: Tensor, offset: int) -> list[Matrix]:
+    """The tensors that lie in `x`, the part of a vector from `offset` on; all of `x` in one row where none are given.
+
+    A tensor that lies in it in part, or in part of its memory only, has one row.
+    """
+    found: list[Matrix] = []
+    for each in cut_out(segments, slice(offset, offset + x.numel())):
+        # The dimension that is outermost in memory, also of tensors in channels-last or transposed.
+        outer = max(range(len(each.shape)), key=each.stride.__getitem__, default=0)
+        rows = each.shape[outer] if len(each.shape) > 1 else 1
+        if each.size:
+            found.append(Matrix(each.start, rows, each.size // rows, offset + each.start))
+    return found or [Matrix(0, 1, x.numel(), offset)]
 
 
 def pieces(n: int, size: int, alignment: int) -> list[slice]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import residual_sizes
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
@@ -319,7 +320,9 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
 
 
 def _grows(strategy: Strategy, name: str) -> bool:
-    return any(f"/{each}" in f"/{name}" for part in nested(strategy) for each in part.growing)
+    parts = list(nested(strategy))
+    codecs = [codec for part in parts for codec in vars(part).values() if isinstance(codec, Codec)]
+    return any(f"/{each}" in f"/{name}" for part in [*parts, *codecs] for each in part.growing)
 
 
 def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:

@@ -80,6 +80,7 @@ class AllReduce(Strategy):
             count=r.active,
             offset=part.start,
             length=whole,
+            segments=r.segments,
             pending=r.pending_means,
         )
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, draw_key
-from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.replica.replica import Replica
@@ -20,7 +19,7 @@ def common_point(r: Replica, codec: Codec | None) -> Tensor:
         return point
     # In half precision small differences would be lost.
     point = point.to(torch.promote_types(r.x.dtype, torch.float32))
-    if isinstance(codec, ErrorFeedback):
+    if codec.keeps_residual:
         r.state["mean"], r.state["sent"] = point.clone(), r.x.clone()
     return point
 
@@ -57,7 +56,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
     """
     if codec is None:
         return mean_(r.comm, x.clone())
-    if not isinstance(codec, ErrorFeedback):
+    if not codec.keeps_residual:
         return mean_from(r, x, point, codec)
     mean, sent = r.state["mean"], r.state["sent"]
     delta = x.to(mean.dtype) - sent
@@ -67,7 +66,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
 
 def restart_mean(r: Replica, codec: Codec | None) -> None:
     """Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight."""
-    if not isinstance(codec, ErrorFeedback):
+    if codec is None or not codec.keeps_residual:
         return
     for name in ("mean", "sent"):
         r.state[name].copy_(r.x)
@@ -79,4 +78,4 @@ def restart_mean(r: Replica, codec: Codec | None) -> None:
 
 def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:
     # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
-    return compressed_mean_(r.comm, x, codec, r.state, key=draw_key(r.seed, r.step))
+    return compressed_mean_(r.comm, x, codec, r.state, key=draw_key(r.seed, r.step), segments=r.segments)

@@ -43,7 +43,8 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
     """
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
-    return compressed_mean_(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step)).wait()
+    key = draw_key(r.seed, r.step)
+    return compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
 
 
 @registered

@@ -144,7 +144,8 @@ class MinibatchLocalSGD(Strategy):
         if self.codec is None:
             mean_(r.comm, total).wait()
         else:
-            compressed_mean_(r.comm, total, self.codec, r.state, key=draw_key(r.seed, r.step)).wait()
+            key = draw_key(r.seed, r.step)
+            compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
         # A learning rate per parameter is a vector; a common one is faster as a plain number.

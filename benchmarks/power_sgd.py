@@ -1,0 +1,90 @@
+"""`AllReduce(PowerSGD(rank))`, compared with PyTorch's PowerSGD hook for DDP and with DDP; the 6 M GPT over 100 Mbit.
+
+python -m benchmarks.power_sgd [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from benchmarks.paired import Step, start, take_turns
+from thinwire import tasks
+from thinwire.emulate import Network, available, parse_links, run_workers
+
+WORKERS, RANKS = 4, (1, 2, 4)
+
+
+def contender(task: Any, name: str) -> Step:
+    """One training step after another, on one batch of 4 windows, compressed from the third on."""
+    rank = int(os.environ["RANK"])
+    batch = task.batch(task.shards(WORKERS, split="iid", seed=0)[rank], 0, batch_size=4, seed=0, rank=rank)
+    model = task.model("6m", seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    wrapped, (kind, columns) = model, name.split()
+    if kind == "ours":
+        thinwire.attach(model, optimizer, thinwire.AllReduce(thinwire.PowerSGD(int(columns))))
+    elif kind == "torch":
+        # One bucket: its later messages are sent from the thread that received the earlier ones, so that over Gloo
+        # those of several buckets would be matched wrongly.
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=64)
+        wrapped.register_comm_hook(PowerSGDState(None, int(columns), start_powerSGD_iter=2), powerSGD_hook)
+
+    def once() -> None:
+        optimizer.zero_grad()
+        task.loss(wrapped, batch).backward()
+        optimizer.step()
+
+    return once
+
+
+def work(rounds: int) -> None:
+    """One worker: run all contenders in alternation; rank 0 writes seconds a step, round by round, as JSON."""
+    start()
+    task = tasks.load("text")
+    names = ["alone 0", *(f"{kind} {rank}" for rank in RANKS for kind in ("ours", "torch"))]
+    turns = take_turns({name: contender(task, name) for name in names}, rounds=rounds, steps=2, warm_up=4)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps({name: each.wall for name, each in turns.items()}) + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a Markdown table, or run one worker."""
+    if arguments[:1] == ["work"]:
+        work(int(arguments[1]))
+        return
+    if reason := available():
+        raise SystemExit(reason)
+    lines: list[str] = []
+    command = [sys.executable, "-m", "benchmarks.power_sgd", "work", "3" if "--quick" in arguments else "12"]
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and stream == "stdout":
+            lines.append(line)
+
+    with Network(parse_links("100mbit", WORKERS)) as network:
+        run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
+    turns: dict[str, list[float]] = json.loads("".join(lines))
+    print("| what, 100 Mbit | median | quartiles | bar |\n|---|---|---|---|")
+    for rank in RANKS:
+        for over, bar in ((f"torch {rank}", "1.0"), ("alone 0", "")):
+            each = [a / b for a, b in zip(turns[f"ours {rank}"], turns[over], strict=True)]
+            low, median, high = statistics.quantiles(each, n=4)
+            seconds = " against ".join(f"{statistics.median(turns[name]):.3f} s" for name in (f"ours {rank}", over))
+            print(f"| rank {rank}: step / {over}'s | {median:.3f} | {low:.3f} to {high:.3f}; {seconds} | {bar} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
