@@ -47,22 +47,37 @@ class DdpHook:
 
     Args:
         codec: for the gradients.
-        comm: the ranks.
+        comm: makes the comm of the ranks; called in the first pass, when trainers have made their process group.
         seed: of the random draws, equal on all ranks.
     """
 
-    def __init__(self, codec: Codec, comm: Comm, seed: int) -> None:
+    def __init__(self, codec: Codec, comm: Callable[[], Comm], seed: int) -> None:
         check_feedback(codec)
         check_vectors(codec)
         self.codec = codec
-        self.comm = comm
         self.seed = seed
+        self._make_comm = comm
+        self._comm: Comm | None = None
+        self._loaded_step = 0
         self.__name__ = self.__qualname__ = "thinwire.ddp_hook"  # torch reads both
         self._buckets: dict[Key, dict[str, Tensor]] = {}
         self._members: dict[Key, list[Tensor]] = {}
         self._in_flight: list[tuple[Future[Tensor], Work[Tensor]]] = []
         self._pending_means = PendingMeans()
         self._offset = 0
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks; connects at the first use, which must be on all ranks."""
+        if self._comm is None:
+            self._comm = self._make_comm()
+            self._comm.step = self._loaded_step
+        return self._comm
+
+    @property
+    def step(self) -> int:
+        """Passes done."""
+        return self._loaded_step if self._comm is None else self._comm.step
 
     def __call__(self, state, bucket):  # pyright: ignore  # torch refuses annotations that are not its own classes
         """Start one bucket's mean; the last bucket of a pass waits for all of them.
@@ -110,7 +125,7 @@ class DdpHook:
         """
         residuals = self.residuals()
         kept = {_RESIDUAL + name: residuals[p].clone() for name, p in names.items() if p in residuals}
-        return {**kept, "step": torch.tensor(self.comm.step)}
+        return {**kept, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of the same rank; buckets may be divided differently.
@@ -133,7 +148,9 @@ class DdpHook:
                 )
             self._members[key := (id(names[name]),)] = [names[name]]
             self._buckets[key] = {"error": residual.reshape(-1).to(names[name].device, torch.float32, copy=True)}
-        self.comm.step = int(state["step"])
+        self._loaded_step = int(state["step"])
+        if self._comm is not None:
+            self._comm.step = self._loaded_step
 
     def _state_of(self, parameters: list[Tensor]) -> dict[str, Tensor]:
         """The codec's state for a bucket; for a new bucket, its residual is put together from its parameters'."""
@@ -176,7 +193,8 @@ def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, timeout: float
     """A communication hook that averages the gradients of DistributedDataParallel, compressed by a codec.
 
     Call `network.register_comm_hook(None, ddp_hook(codec))` before the first pass. The residual is in
-    `hook.state_dict(names)`, which every rank should save.
+    `hook.state_dict(names)`, which every rank should save. The ranks connect in the first pass, so a hook can be made
+    before the process group, as `DDPStrategy(ddp_comm_hook=ddp_hook(codec))` in Lightning needs it.
 
     Args:
         codec: for the gradients; a biased one in `ErrorFeedback`.
@@ -203,7 +221,7 @@ def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, timeout: float
         tensor([[0.0000, 0.2500]])
         >>> dist.destroy_process_group()
     """
-    return DdpHook(codec, comm_for(group, timeout=timeout), seed)
+    return DdpHook(codec, lambda: comm_for(group, timeout=timeout), seed)
 
 
 def fsdp_hook(

@@ -1,0 +1,95 @@
+"""Hugging Face's Accelerate: `worker = attach(accelerator, model, optimizer, "DiLoCo(period=32)")` after `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from thinwire.integrations.loggers import log_to
+from thinwire.integrations.session import Session, needs, plain_model
+from thinwire.strategies.base import Strategy
+from thinwire.worker.worker import Worker
+
+with needs("accelerate"):
+    from accelerate import Accelerator
+
+
+class _Trackers:
+    """The accelerator's trackers, as a logger."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Record figures in all of them."""
+        self._accelerator.log(dict(figures), step=step)
+
+
+class _Loaded:
+    """What an accelerator loads last: from there on the worker's own state counts."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.folder = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: every rank's state is a file of its own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's state."""
+        self._session.load(self.folder)
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    strategy: Strategy | str,
+    *,
+    log_every: int = 10,
+    **options: Any,
+) -> Worker:
+    """Train a prepared model with a strategy; call it after `accelerator.prepare`.
+
+    The exchange of DistributedDataParallel, in which the accelerator puts the model, is turned off. Then
+    `accelerator.save_state(folder)` saves the weights that all workers agree on and every rank's own state,
+    `accelerator.load_state(folder)` goes on from it bit for bit, `accelerator.accumulate(model)` sends one gradient a
+    step, and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate within `worker.consensus()`.
+
+    Args:
+        accelerator: the `Accelerator`.
+        model: as `prepare` returned it.
+        optimizer: as `prepare` returned it.
+        strategy: the recipe, as an object or as text.
+        log_every: steps from one record of bytes and waits to the next.
+        options: more for `thinwire.attach`, such as `seed` or `nonfinite`.
+
+    Raises:
+        ConfigError: as `thinwire.attach` does.
+        CheckpointError: `load_state` of a folder that was saved without a worker.
+    """
+    session = Session(model, optimizer, strategy, options, syncs=lambda: bool(accelerator.sync_gradients))
+    worker, loaded = session.worker, _Loaded(session)
+
+    def before_save(models: list[nn.Module], weights: list[Mapping[str, Any]], folder: str) -> None:
+        with worker.consensus() as agreed:
+            for i, each in enumerate(models):
+                if plain_model(each) is agreed and i < len(weights):
+                    state = accelerator.get_state_dict(each, unwrap=False)
+                    weights[i] = {name: x.detach().clone() for name, x in state.items()}
+        session.save(folder)
+
+    def before_load(models: list[nn.Module], folder: str) -> None:
+        # Its parameters are parts of one vector, which safetensors does not load into; the worker's own state has them.
+        models[:] = [each for each in models if plain_model(each) is not worker.model]
+        loaded.folder = folder
+
+    worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
+    worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
+    accelerator.register_for_checkpointing(loaded)
+    if accelerator.is_main_process:
+        log_to(worker, _Trackers(accelerator), every=log_every)
+    return worker

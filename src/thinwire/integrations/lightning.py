@@ -1,0 +1,143 @@
+"""Lightning: `Trainer(strategy=Strategy("DiLoCo(period=32)"))`, or a callback beside a strategy of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.integrations.session import Session, needs
+from thinwire.strategies.base import Strategy as Recipe
+
+with needs("lightning"):
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+
+class Callback(pl.Callback):
+    """Trains a module with a thinwire strategy; the Trainer's own strategy stays, with its exchange turned off.
+
+    Validation and checkpoints see the model that all workers agree on. Beside each checkpoint `x.ckpt` a folder
+    `x.ckpt.workers` holds every rank's own state, and `fit(ckpt_path=...)` goes on from it bit for bit. After `fit` the
+    module is the model that all agree on. Bytes and waits go to the Trainer's loggers.
+
+    Args:
+        strategy: the recipe, as an object or as text.
+        options: more for `thinwire.attach`, such as `seed` or `nonfinite`.
+    """
+
+    def __init__(self, strategy: Recipe | str, **options: Any) -> None:
+        self.strategy = strategy
+        self.options = options
+        self.session: Session | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the optimizer, and let checkpoints hold every rank's state."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"{len(trainer.optimizers)} optimizers: a thinwire strategy in Lightning takes one; give it all "
+                "parameters as parameter groups, or attach to each in configure_optimizers"
+            )
+        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
+        counts = trainer.fit_loop.epoch_loop
+        syncs = lambda: not counts._should_accumulate()  # noqa: E731
+        self.session = Session(pl_module, trainer.optimizers[0], self.strategy, options, syncs=syncs)
+        self._wrap(trainer.strategy)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue where `fit` was given a checkpoint."""
+        if self.session is not None and trainer.ckpt_path is not None:
+            self.session.load(f"{trainer.ckpt_path}.workers")
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validate the model that all workers agree on."""
+        if self.session is not None:
+            self.session.hold()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Train on with this worker's own parameters."""
+        if self.session is not None:
+            self.session.release()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *more: Any) -> None:
+        """Log bytes and waits as often as the Trainer logs."""
+        step = trainer.global_step
+        if self.session is not None and step and step % trainer.log_every_n_steps == 0:
+            figures = self.session.figures() if trainer.loggers else {}
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=step)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the weights that all workers agree on into the checkpoint."""
+        if self.session is not None:
+            self.session.hold()
+            checkpoint["state_dict"] = {name: x.clone() for name, x in pl_module.state_dict().items()}
+            self.session.release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait for nobody: the other workers may have failed too."""
+        if self.session is not None:
+            self.session.worker.undo.close()
+            self._forget(trainer.strategy)
+
+    def _wrap(self, strategy: Any) -> None:
+        """Let the Trainer's strategy keep every rank's state with each checkpoint file, and end with one model."""
+        save, remove, end = strategy.save_checkpoint, strategy.remove_checkpoint, strategy.teardown
+
+        def save_both(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+            if self.session is not None:
+                self.session.save(f"{filepath}.workers")
+            save(checkpoint, filepath, storage_options)
+
+        def remove_both(filepath: Any) -> None:
+            remove(filepath)
+            if strategy.is_global_zero:
+                rmtree(Path(f"{filepath}.workers"), ignore_errors=True)
+
+        def finish() -> None:
+            # After the last checkpoint, and before the module leaves its device.
+            if self.session is not None:
+                self.session.finish()
+                self._forget(strategy)
+            end()
+
+        strategy.save_checkpoint, strategy.remove_checkpoint, strategy.teardown = save_both, remove_both, finish
+
+    def _forget(self, strategy: Any) -> None:
+        self.session = None
+        for name in ("save_checkpoint", "remove_checkpoint", "teardown"):
+            vars(strategy).pop(name, None)
+
+
+class Strategy(DDPStrategy):
+    """A Lightning strategy: `DDPStrategy` without DistributedDataParallel, with a thinwire strategy in its place.
+
+    It does what `Callback` does, and needs no callback.
+
+    Args:
+        strategy: the recipe, as an object or as text.
+        options: more for `thinwire.attach`; give `DDPStrategy`'s own arguments, such as `process_group_backend`, as
+            the dict `ddp`.
+    """
+
+    def __init__(self, strategy: Recipe | str, *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**(ddp or {}))
+        self.callback = Callback(strategy, **options)
+
+    def setup(self, trainer: Any) -> None:
+        """Add the callback to the Trainer's."""
+        if self.callback not in trainer.callbacks:
+            # First, so that checkpoints are saved when validation has given the parameters back.
+            trainer.callbacks.insert(0, self.callback)
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is: its gradients are the thinwire strategy's."""
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Nothing: the worker itself knows which gradients are a step's last."""
+        yield

@@ -1,0 +1,160 @@
+"""What all integrations share: one attached model in a loop that belongs to another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.strategies.base import Strategy
+from thinwire.worker.worker import Worker, attach
+
+FOLDER = "thinwire"
+"""The subfolder for every rank's state in a checkpoint folder of another tool."""
+_WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer"}
+
+
+@contextmanager
+def needs(package: str) -> Generator[None]:
+    """Say what to install, where an import within it finds nothing.
+
+    Args:
+        package: what pip installs.
+
+    Raises:
+        ModuleNotFoundError: with the command.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"this needs {error.name}, which is not installed; run: pip install '{package}'", name=error.name
+        ) from error
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer in a trainer's wrapper.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    while type(optimizer).__name__ in _WRAPPERS:
+        optimizer = getattr(optimizer, _WRAPPERS[type(optimizer).__name__])
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"the trainer's optimizer is a {type(optimizer).__name__}: must be a torch.optim.Optimizer")
+    return optimizer
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The user's model in DistributedDataParallel and in what torch.compile returns."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def figures_of(worker: Worker) -> Callable[[], dict[str, float]]:
+    """A function that says what a worker has sent and waited for since its last call, by names for logs."""
+    sent, waited, since = worker.comm.meter.payload_bytes, worker.comm.meter.exposed_seconds, worker.step
+
+    def read() -> dict[str, float]:
+        nonlocal sent, waited, since
+        meter, steps = worker.comm.meter, max(1, worker.step - since)
+        found = {
+            "thinwire/bytes": meter.payload_bytes,
+            "thinwire/bytes_per_step": (meter.payload_bytes - sent) / steps,
+            "thinwire/wait_seconds_per_step": (meter.exposed_seconds - waited) / steps,
+            **{f"thinwire/{name}": value for name, value in worker.metrics().items()},
+        }
+        sent, waited, since = meter.payload_bytes, meter.exposed_seconds, worker.step
+        return found
+
+    return read
+
+
+class Session:
+    """A worker for another tool's loop: attached through its wrappers, with that tool's own events.
+
+    Args:
+        model: the tool's, perhaps inside DistributedDataParallel, whose exchange is turned off.
+        optimizer: the tool's.
+        strategy: the recipe.
+        options: more for `attach`.
+        syncs: asked before each forward pass in training whether its gradient is the last of the step, where the tool
+            accumulates gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        strategy: Strategy | str,
+        options: dict[str, Any],
+        *,
+        syncs: Callable[[], bool] | None = None,
+    ) -> None:
+        scaler = getattr(optimizer, "scaler", None)
+        settings = {"inside_ddp": "mute", "scaler": scaler, **options}
+        self.worker: Worker = attach(plain_model(model), plain_optimizer(optimizer), strategy, **settings)
+        self._held = ExitStack()
+        self._holding = False
+        self.figures = figures_of(self.worker)
+        backward = self.worker.backward
+        if syncs is not None and backward is not None:
+
+            def follow(module: nn.Module, _: object) -> None:
+                if module.training and torch.is_grad_enabled():
+                    backward.syncing = syncs()
+
+            self.worker.undo.callback(self.worker.model.register_forward_pre_hook(follow).remove)
+
+    def hold(self) -> None:
+        """Put the consensus model in place until `release`; every rank must call."""
+        if not self._holding:
+            self._holding = True
+            self._held.enter_context(self.worker.consensus())
+
+    def release(self) -> None:
+        """Put this worker's own parameters back, where `hold` was called."""
+        if self._holding:
+            self._holding = False
+            self._held.close()
+
+    def save(self, folder: str | Path) -> None:
+        """Write every rank's state into a checkpoint folder of the tool."""
+        self.release()
+        self.worker.save(Path(folder) / FOLDER, keep=None)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a checkpoint folder of the tool.
+
+        Raises:
+            CheckpointError: it was saved without thinwire, or does not fit.
+        """
+        try:
+            self.worker.load(Path(folder) / FOLDER)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. The tool's own checkpoint holds the weights that workers agree on"
+            ) from error
+
+    def finish(self, *, agree: bool = True) -> None:
+        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call."""
+        self.release()
+        if agree:
+            with self.worker.consensus() as model:
+                kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+            with torch.no_grad():
+                for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
+                    x.copy_(y)
+        self.worker.detach()

@@ -1,0 +1,117 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[Callback("DiLoCo(period=32)")])`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.integrations.session import FOLDER, Session, needs
+from thinwire.strategies.base import Strategy
+
+with needs("transformers[torch]"):
+    from accelerate.state import GradientState
+    from transformers import TrainerCallback
+
+_LOGGER = logging.getLogger("thinwire")
+
+
+class Callback(TrainerCallback):
+    """Trains a Trainer's model with a strategy.
+
+    The exchange of DistributedDataParallel, in which the Trainer puts the model, is turned off. The Trainer evaluates
+    and saves the model that all workers agree on; every rank's own state lies beside it in the checkpoint folder, and
+    `train(resume_from_checkpoint=...)` goes on from it bit for bit. After training the model is that which all agree
+    on. Bytes and waits are added to the logs: to `state.log_history`, and to TensorBoard and W&B where `report_to`
+    names them.
+
+    Args:
+        strategy: the recipe, as an object or as text.
+        resume_from: the checkpoint folder, where `train(resume_from_checkpoint=...)` names one outside `output_dir`.
+        options: more for `attach`, such as `seed` or `nonfinite`.
+    """
+
+    def __init__(self, strategy: Strategy | str, *, resume_from: str | None = None, **options: Any) -> None:
+        self.strategy = strategy
+        self.resume_from = resume_from
+        self.options = options
+        self.session: Session | None = None
+        self._loggers: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Attach, and continue from the checkpoint that the Trainer has loaded."""
+        if args.world_size > 1 and args.average_tokens_across_devices:
+            # One message and one wait at every step, by which the loss is scaled.
+            _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
+            args.average_tokens_across_devices = False
+        syncs = GradientState()
+        self.session = Session(
+            more["model"], more["optimizer"], self.strategy, self.options, syncs=lambda: bool(syncs.sync_gradients)
+        )
+        if state.global_step > 0:
+            self.session.load(self._folder_of(args, state.global_step))
+        self._loggers = _loggers_of(args) if state.is_world_process_zero else []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Where the Trainer is about to evaluate or save, give it the model that all workers agree on."""
+        if self.session is not None and (control.should_evaluate or control.should_save):
+            self.session.hold()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Give the worker its own parameters back, unless they are saved next."""
+        if self.session is not None and not control.should_save:
+            self.session.release()
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Save every rank's own state beside the Trainer's."""
+        if self.session is not None:
+            self.session.save(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Training goes on with the worker's own parameters, whatever other callbacks did."""
+        if self.session is not None:
+            self.session.release()
+
+    on_epoch_begin = on_step_begin
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        """Add bytes and waits."""
+        if self.session is None or logs is None or "loss" not in logs:
+            return
+        figures = self.session.figures()
+        if state.log_history:
+            state.log_history[-1].update(figures)
+        for logger in self._loggers:
+            logger.log(figures, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Leave the model that all workers agree on; the best one, where the Trainer has loaded that."""
+        if self.session is not None:
+            self.session.finish(agree=not (args.load_best_model_at_end and state.best_model_checkpoint))
+            self.session = None
+
+    def _folder_of(self, args: Any, step: int) -> str:
+        given = args.resume_from_checkpoint
+        places = [self.resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]
+        for place in places:
+            if place and (Path(place) / FOLDER).is_dir():
+                return place
+        raise ConfigError(
+            f"the Trainer resumes at step {step}, and {places[-1]} holds no state of the workers; pass "
+            "Callback(..., resume_from=folder) if the checkpoint lies elsewhere"
+        )
+
+
+def _loggers_of(args: Any) -> list[Any]:
+    from thinwire.integrations.loggers import TensorBoard, WandB
+
+    found: list[Any] = []
+    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    if "tensorboard" in names:
+        found.append(TensorBoard(getattr(args, "logging_dir", None) or f"{args.output_dir}/runs/thinwire"))
+    if "wandb" in names:
+        found.append(WandB())
+    return found

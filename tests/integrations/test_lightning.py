@@ -1,0 +1,107 @@
+"""Lightning with a thinwire strategy is the plain loop, bit for bit: as its Strategy, and as a callback beside DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.small import HALF, STEPS, Net, batch_of, equal, optimizer_of, plain_loop, weights
+from tests.pool import run_processes
+
+pytest.importorskip("lightning", reason="needs lightning")
+
+
+class Batches:
+    """This worker's batches; Lightning saves the place of loaders that have a state."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.done = rank, 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.done < STEPS:
+            self.done += 1
+            yield batch_of(self.rank, self.done - 1)
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+def trainer_of(folder: str, recipe: str, steps: int, how: str) -> tuple[Any, Any, Any]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from thinwire.integrations.lightning import Callback, Strategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+            self.log("loss", self.net(**batch)["loss"], sync_dist=False)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=steps,
+        strategy=Strategy(recipe) if how == "strategy" else DDPStrategy(),
+        callbacks=[saver] if how == "strategy" else [saver, Callback(recipe)],
+        logger=CSVLogger(folder),
+        log_every_n_steps=10,
+        val_check_interval=HALF,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    rank = torch.distributed.get_rank()
+    return trainer, Module(), [Batches(rank), Batches(rank)]
+
+
+def whole_and_resumed(folder: str, recipe: str, how: str) -> dict[str, Any]:
+    import warnings
+
+    warnings.simplefilter("ignore")  # Lightning's advice
+    plain, half = plain_loop(recipe, clip=1.0), plain_loop(recipe, clip=1.0, steps=HALF)
+    trainer, module, loaders = trainer_of(folder, recipe, STEPS, how)
+    trainer.fit(module, *loaders)
+    path = f"{folder}/step={HALF}.ckpt"
+    found = {"whole": equal(weights(module.net), plain), "validated": "loss" in trainer.callback_metrics}
+    again, second, loaders = trainer_of(folder, recipe, STEPS, how)
+    again.fit(second, *loaders, ckpt_path=path)
+    found["resumed"] = equal(weights(second.net), plain)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    found["the checkpoint"] = equal([saved[f"net.{name}"] for name in Net().state_dict()], half)
+    found["logged"] = (
+        trainer.global_rank > 0 or "thinwire/bytes" in Path(trainer.logger.log_dir, "metrics.csv").read_text()
+    )
+    return found
+
+
+@pytest.mark.parametrize("how", ["strategy", pytest.param("callback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["DiLoCo(period=8)", pytest.param("AllReduce()", marks=pytest.mark.slow)])
+def test_training_and_resuming_are_the_plain_loop_bit_for_bit(recipe: str, how: str, tmp_path: Path) -> None:
+    for found in run_processes(2, whole_and_resumed, str(tmp_path), recipe, how, seconds=110):
+        assert all(found.values()), found
