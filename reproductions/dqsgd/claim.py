@@ -201,8 +201,8 @@ CLAIM = Claim(
         "accuracy": f"every task: at least {_POINTS:.1%} more accurate than QSGD of 4 bits, or no more than that less "
         f"accurate with {_FEWER:g} times its bytes",
     },
-    costs="where gradients shrink within few steps, the error bound spends up to 2.6 times the fewest bits: it divides "
-    "what is left evenly over the steps that remain",
+    costs="where gradients shrink within the run, or steps remove much of earlier errors, the error bound spends 1.4 "
+    "to 1.8 times the fewest bits of hindsight: it reserves error for steps that need less of it",
     minutes=(25, 2),
     run=measure,
 )

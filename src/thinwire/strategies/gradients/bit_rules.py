@@ -143,6 +143,11 @@ class ErrorBound:
     therefore holds as long as `most` bits suffice, and squares are at most `margin` larger than estimated. After
     `steps` steps the plan starts again.
 
+    Where squares shrink during the run, or each step removes much of the earlier errors ($\alpha_t$ well below 1), the
+    plan reserves error for steps that need less of it, and more bits are sent than the fewest that hindsight would
+    allow: over 400 steps 1.4 times as many with squares that fall a thousandfold and $\mu = 0.05$, and 1.8 times with
+    constant squares and $\mu = 0.5$, $\eta = 0.5$. `BitBudget` does not depend on that.
+
     Example:
         >>> step = Step(squares=[1.0], sizes=[100], lr=0.1, share=1.0)
         >>> [ErrorBound(error, steps=100).choose(BitLedger(), step) for error in (1e-1, 1e-2, 1e-3)]
