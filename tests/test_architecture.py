@@ -69,7 +69,14 @@ MADE_OF = {
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
 }
 MOST_LOOSE_FILES = 4
-TALKERS = {"comm/group.py", "comm/rendezvous.py", "doctor/rendezvous.py", "replica/shards.py", "tensor2d/mesh.py"}
+TALKERS = {
+    "comm/group.py",
+    "comm/rendezvous.py",
+    "doctor/rendezvous.py",
+    "integrations/dcp.py",
+    "replica/shards.py",
+    "tensor2d/mesh.py",
+}
 
 
 @cache

@@ -14,13 +14,13 @@ from tests.pool import run_processes
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 
-def prepared(recipe: str, **settings: Any) -> tuple[Any, ...]:
+def prepared(recipe: str, *, width: int = 16, **settings: Any) -> tuple[Any, ...]:
     from accelerate import Accelerator
 
     from thinwire.integrations.accelerate import attach
 
     accelerator = Accelerator(cpu=True, **settings)
-    model = Net()
+    model = Net(width)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     return accelerator, model, optimizer, attach(accelerator, model, optimizer, recipe)
 

@@ -38,7 +38,7 @@ class Batches:
         self.done = state["done"]
 
 
-def trainer_of(folder: str, recipe: str, steps: int, how: str) -> tuple[Any, Any, Any]:
+def trainer_of(folder: str, recipe: str, steps: int, how: str, *, width: int = 16) -> tuple[Any, Any, Any]:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
@@ -49,7 +49,7 @@ def trainer_of(folder: str, recipe: str, steps: int, how: str) -> tuple[Any, Any
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Net()
+            self.net = Net(width)
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             return self.net(**batch)["loss"]

@@ -32,13 +32,13 @@ def loop(settings: dict[str, Any]) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 == HALF:
-            report(worker, {"half": 1})
+        if step + 1 == HALF - 5:
+            report(worker, {"equal": False})
     with worker.consensus() as agreed:
         found = weights(agreed)
-    worker.detach()
     plain = plain_loop(settings["recipe"], clip=1.0, steps=settings["steps"])
-    ray.train.report({"equal": equal(found, plain), "steps": worker.step})
+    report(worker, {"equal": equal(found, plain)})
+    worker.detach()
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_training_and_resuming_are_the_plain_loop_bit_for_bit(ray: Any, tmp_path
     from safetensors.torch import load_file
 
     first = run(ray, tmp_path, "run", HALF)
-    assert first.metrics["equal"] and first.metrics["steps"] == HALF
+    assert first.metrics["equal"] and first.metrics["thinwire/step"] == HALF
     with first.checkpoint.as_directory() as folder:
         saved = load_file(f"{folder}/model.safetensors")
     assert sorted(saved) == sorted(Net().state_dict())
     # Of the same name, as a job that was stopped and is started again.
     second = run(ray, tmp_path, "run", STEPS)
-    assert second.metrics["equal"] and second.metrics["steps"] == STEPS
+    assert second.metrics["equal"] and second.metrics["thinwire/step"] == STEPS

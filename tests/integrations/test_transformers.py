@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 
-def trainer_of(folder: str, recipe: str, steps: int, **settings: Any) -> Any:
+def trainer_of(folder: str, recipe: str, steps: int, *, width: int = 16, **settings: Any) -> Any:
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
@@ -37,7 +37,7 @@ def trainer_of(folder: str, recipe: str, steps: int, **settings: Any) -> Any:
         dataloader_pin_memory=False,
         **{"save_strategy": "no", **settings},
     )
-    model = Net()
+    model = Net(width)
     return InOrder(
         model,
         arguments,

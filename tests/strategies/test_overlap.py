@@ -325,7 +325,7 @@ def test_resuming_with_a_mean_in_flight_is_the_uninterrupted_run(strategy: Strat
         again = attach(comm, strategy)
         again.load_state_dict(saved)
         return torch.equal(flat(steps(again, batches(comm.rank, 9, cut)).model), through), bool(
-            saved["replicas"][0]["inflight"]
+            saved[f"rank-{comm.rank:04d}"][0]["replicas"][0]["inflight"]
         )
 
     results = thinwire.run_threads(3, work, timeout=20)

@@ -70,6 +70,39 @@ def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
     return {**contents[0]["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
 
 
+def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:
+    """Continue from the `Worker.state_dict` of this rank, or from all ranks' where their number was another one.
+
+    Raises:
+        CheckpointError: they do not fit; nothing has changed then.
+    """
+    found = {name: _unwrapped(part) for name, part in snapshot.mapping_of(parts, "the state").items()}
+    if not found:
+        raise CheckpointError("the state holds no rank's part; pass what Worker.state_dict() returned")
+    own = found.get(snapshot.part_name(worker.comm.rank), next(iter(found.values())))
+    written_by = snapshot.mapping_of(own.get("identity"), "the identity").get(SIZE)
+    if written_by in (None, str(worker.comm.size)):
+        snapshot.restore(worker, own)
+        return
+    names = [snapshot.part_name(rank) for rank in range(len(found))]
+    if written_by != str(len(found)) or set(names) != found.keys():
+        raise CheckpointError(
+            f"{written_by} workers have written the state, and {worker.comm.size} would go on: every rank needs the "
+            "parts of all of them; with torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
+        )
+
+    def planned() -> State:
+        state = resized([found[name] for name in names], worker)
+        snapshot.check_state(worker, state, ranks=False, finite=True)
+        return state
+
+    put_back(worker, checkpoint.together(worker, Path("the state"), planned), same_size=False)
+
+
+def _unwrapped(part: Any) -> State:
+    return snapshot.mapping_of(part[0] if isinstance(part, tuple) and part else part, "a rank's part")
+
+
 def put_back(worker: WorkerState, state: State, *, same_size: bool) -> None:
     """Restore a state that has been checked; one from `resized` on all ranks together."""
     if same_size:

@@ -34,6 +34,11 @@ _PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _OWN = "thinwire."
 
 
+def part_name(rank: int) -> str:
+    """The key of a rank's state among those of all ranks."""
+    return f"rank-{rank:04d}"
+
+
 def state_of(worker: WorkerState) -> State:
     """The whole state of one rank."""
     worker.wait_pending()

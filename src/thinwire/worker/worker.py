@@ -275,22 +275,28 @@ class Worker(WorkerState):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank needs to continue as if it had never stopped.
+        """Everything that this rank needs to continue as if it had never stopped, under a key of this rank.
 
         All parameters and buffers by name, the optimizer's state, the strategy's state, messages in flight (received,
-        not yet used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler and the
-        position in the data are the caller's: see `save`.
+        not yet used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler, random
+        generators and the position in the data are the caller's: see `save`.
+
+        The key is "rank-0000" and so on, so that `torch.distributed.checkpoint.save({"worker": worker}, ...)`, which
+        keeps what is under one key only once, keeps the state of every rank. The value is a tuple, which it takes as
+        one object of any size: a new optimizer, for one, has no tensors yet that could be loaded into.
         """
-        return snapshot.state_of(self)
+        return {snapshot.part_name(self.comm.rank): (snapshot.state_of(self),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of the same rank.
+        """Continue from `state_dict()` of the same rank, or from those of all ranks of another number of workers.
+
+        With another number every rank must call, with all parts in one dict; `thinwire.integrations.dcp.load` does so.
 
         Raises:
             CheckpointError: it belongs to another recipe, model or number of workers, or is no such state; names the
                 first difference, and nothing has changed.
         """
-        snapshot.restore(self, state)
+        resizing.load_parts(self, state)
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.

@@ -1,0 +1,53 @@
+"""`torch.distributed.checkpoint`: save a worker as any other state, and load it with any number of ranks.
+
+A `Worker` is Stateful, with a key for every rank:
+
+    dcp.save({"worker": worker}, checkpoint_id=folder)        # or async_save
+    dcp.load({"worker": worker}, checkpoint_id=folder)        # as many ranks as before
+    thinwire.integrations.dcp.load(worker, folder)            # any number
+
+What torch reads back is a pickle, as all of its checkpoints' metadata are: load only what you trust. `Worker.save`
+writes files without any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from thinwire.errors import CheckpointError
+from thinwire.worker.worker import Worker
+
+
+def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options: Any) -> None:
+    """Continue from a checkpoint that `torch.distributed.checkpoint.save` wrote; every rank must call.
+
+    As many ranks as have written it go on bit for bit. Another number goes on from what the workers agreed on, by the
+    rules of `Worker.load`; every rank then reads the parts of all.
+
+    Args:
+        worker: from `attach`, of the same recipe, model, seed and optimizer.
+        folder: the checkpoint, as `checkpoint_id`.
+        name: the worker's key in the saved dict; with dots, where it was nested.
+        options: more for `torch.distributed.checkpoint.load`, such as `process_group`.
+
+    Raises:
+        CheckpointError: there is no worker of that name in it, or it does not fit; nothing has changed then.
+    """
+    reader = dcp.FileSystemReader(folder)
+    try:
+        keys = list(reader.read_metadata().state_dict_metadata)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: holds no checkpoint of torch.distributed.checkpoint ({error})") from error
+    parts = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.rank-")]
+    if not parts:
+        known = ", ".join(sorted({key.partition(".")[0] for key in keys})[:8])
+        raise CheckpointError(f"{folder}: holds no worker under {name!r}, but {known}; pass name=")
+    own = f"rank-{worker.comm.rank:04d}"
+    wanted = [own] if len(parts) == worker.comm.size and own in parts else parts
+    # Flat keys, which the planner need not take apart; a tuple stands for what is read in its place.
+    state: dict[str, Any] = {f"{name}.{part}": () for part in wanted}
+    dcp.load(state, storage_reader=reader, **options)
+    worker.load_state_dict({part: state[f"{name}.{part}"] for part in wanted})

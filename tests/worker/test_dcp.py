@@ -1,0 +1,132 @@
+"""torch.distributed.checkpoint keeps every rank's state, and every strategy goes on with another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import thinwire
+from tests.battery.cases import STRATEGIES
+from tests.battery.runs import begin, go_on, with_
+from tests.pool import run_processes
+from thinwire import CheckpointError
+from thinwire.comm.group import comm_for
+from thinwire.integrations import dcp as ours
+from thinwire.worker.resizing import same
+from thinwire.worker.snapshot import state_of
+
+MIDDLE, SECOND, LAST = 5, 8, 11
+
+
+def cases(*, of_three: bool) -> list[Any]:
+    return [each for each in STRATEGIES if (3 not in each.refuses) == of_three]
+
+
+def stage(folder: str, last: int, resume: bool, of_three: bool) -> list[str]:
+    """One number of ranks: load, train and save every strategy, in both ways; returns what differs between them."""
+    wrong: list[str] = []
+    torch.set_num_threads(1)
+    for i, each in enumerate(cases(of_three=of_three)):
+        setting = with_(each, size=dist.get_world_size(), dtype=torch.float32, steps=LAST)
+        at, own = f"{folder}/{i}-{last}", f"{folder}/{i}-own"
+        worker = begin(comm_for(timeout=20), setting, elsewhere=resume)
+        if resume:
+            before = MIDDLE if last == SECOND else SECOND
+            ours.load(worker, f"{folder}/{i}-{before}")
+            loaded = state_of(worker)
+            worker.load(own)
+            if worker.step != before or not same(loaded, state_of(worker)):
+                wrong.append(str(each))
+        go_on(worker, setting, last)
+        worker.wait_pending()
+        dist.barrier()
+        if last < LAST:
+            dcp.save({"worker": worker}, checkpoint_id=at)
+            worker.save(own)
+        worker.detach()
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("many", [3, 4])
+def test_every_strategy_goes_on_with_more_ranks_and_with_fewer(many: int, tmp_path: Path) -> None:
+    of_three = many == 3
+    assert cases(of_three=of_three)
+    for size, last in ((2, MIDDLE), (many, SECOND), (2, LAST)):
+        found = run_processes(size, stage, str(tmp_path), last, last > MIDDLE, of_three, seconds=280)
+        assert found == [[]] * size
+
+
+def steps(worker: Any, first: int, last: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(10 * worker.comm.rank)
+    inputs = torch.randn(20, 3, 4, generator=draw)
+    for step in range(first, last):
+        worker.model(inputs[step]).square().mean().backward()
+        worker.optimizer.step()
+        worker.optimizer.zero_grad()
+    return [p.detach().clone() for p in worker.model.parameters()]
+
+
+def begun(recipe: str = "DiLoCo(period=4)") -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return thinwire.attach(model, torch.optim.AdamW(model.parameters(), lr=0.1), recipe)
+
+
+def by_plain_calls(folder: str) -> list[bool]:
+    worker = begun()
+    steps(worker, 0, 6)
+    dcp.save({"app": {"worker": worker.state_dict(), "epoch": 3}}, checkpoint_id=f"{folder}/nested")
+    dcp.save({"worker": worker, "epoch": 3}, checkpoint_id=f"{folder}/saved")
+    writing = dcp.async_save({"worker": worker}, checkpoint_id=f"{folder}/async")
+    whole = steps(worker, 6, 12)
+    writing.result()
+    worker.detach()
+    found: list[bool] = []
+    for name in ("saved", "async"):
+        again = begun()
+        dcp.load({"worker": again}, checkpoint_id=f"{folder}/{name}")
+        found.append(again.step == 6 and all(map(torch.equal, steps(again, 6, 12), whole)))
+        again.detach()
+    again = begun()
+    ours.load(again, f"{folder}/nested", name="app.worker")
+    found.append(all(map(torch.equal, steps(again, 6, 12), whole)))
+    again.detach()
+    return found
+
+
+def test_torch_s_own_calls_save_and_load_every_rank_s_state(tmp_path: Path) -> None:
+    assert run_processes(2, by_plain_calls, str(tmp_path)) == [[True] * 3] * 2
+
+
+def by_fewer(folder: str) -> list[str]:
+    worker = begun()
+    said: list[str] = []
+    for attempt in (
+        lambda: dcp.load({"worker": worker}, checkpoint_id=f"{folder}/saved"),
+        lambda: ours.load(worker, f"{folder}/saved", name="walker"),
+        lambda: ours.load(worker, f"{folder}/none"),
+    ):
+        try:
+            attempt()
+        except CheckpointError as error:
+            said.append(str(error))
+    ours.load(worker, f"{folder}/saved")
+    worker.detach()
+    return [*said, str(worker.step)]
+
+
+def test_another_number_is_refused_by_torch_s_call_with_the_one_to_use(tmp_path: Path) -> None:
+    run_processes(2, by_plain_calls, str(tmp_path))
+    ((number, name, nothing, step),) = run_processes(1, by_fewer, str(tmp_path))
+    assert "2 workers have written the state, and 1 would go on" in number and "dcp.load(worker, folder)" in number
+    assert "no worker under 'walker', but epoch, worker" in name
+    assert "holds no checkpoint" in nothing and step == "6"
