@@ -28,6 +28,7 @@ COMMANDS = {
     "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
     "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
     "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
+    "plan": Command("thinwire.cli.plan", "Plan", "say which strategy suits a model, a network and a number of workers"),
     "simulate": Command(
         "thinwire.cli.simulate", "Simulate", "run a strategy on many simulated workers, in virtual time"
     ),

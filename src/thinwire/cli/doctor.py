@@ -6,8 +6,6 @@ import json as json_text
 import os
 import sys
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out
+from thinwire.cli.step_time import step_of
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from thinwire.doctor.examination import TimeStep
     from thinwire.doctor.findings import Examination, Finding
     from thinwire.doctor.verdict import Cost
 
@@ -88,7 +86,13 @@ class Doctor:
         from thinwire.doctor.rendezvous import join
         from thinwire.doctor.verdict import costs_of
 
-        time_step = self._time_step()
+        time_step = step_of(
+            task=self.task,
+            model_size=self.model_size,
+            model=self.model,
+            batch_size=self.batch_size,
+            data=self.data,
+        )
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
         peers = join(seconds=self.timeout)
 
@@ -108,32 +112,6 @@ class Doctor:
         else:
             _print(seen, findings, costs)
         return int(any(finding.severity == "error" for finding in findings))
-
-    def _time_step(self) -> TimeStep:
-        """A function that times a step; the model is made now, so that a mistake is named before anyone waits."""
-        import torch
-
-        from thinwire import tasks
-        from thinwire.doctor.speeds import StepTime, time_steps
-
-        if self.model is not None:
-            model, loss = _own_model(self.model)
-            name = self.model
-        else:
-            task = tasks.load(self.task, data=self.data)
-            model = task.model(self.model_size, seed=0)
-            size = self.batch_size or task.defaults.batch_size
-            batch = task.batch(task.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
-            name = f"the model of {self.task}, batches of {size}"
-
-            def loss() -> torch.Tensor:
-                return task.loss(model, batch)
-
-        def timed(budget: float) -> StepTime:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            return time_steps(name, model, optimizer, loss, budget=budget)
-
-        return timed
 
     def _emulated(self, workers: int) -> int:
         from thinwire.emulate import Network, parse_links, run_workers
@@ -167,31 +145,6 @@ class Doctor:
             with Network(parse_links(self.link, workers)) as network:
                 exits = run_workers(command, workers, network=network, **options)
         return max((1 if each.code is None else each.code for each in exits), default=0)
-
-
-def _own_model(place: str) -> Any:
-    """A user's model and loss, from module:function."""
-    module, _, name = place.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"--model {place}: must be module:function of yours, such as train:make_model ({error})"
-        ) from None
-    try:
-        signature(make).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"--model {place}: must be a function that can be called without arguments ({error})"
-        ) from None
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
-        raise ConfigError(
-            f"--model {place}: returned {type(made).__name__}; must return a model and a function without arguments "
-            "that computes the loss of a batch"
-        )
-    return made
 
 
 def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from thinwire.doctor.findings import Examination, rates_of
 from thinwire.doctor.speeds import StepTime
 from thinwire.errors import ConfigError
+from thinwire.plan.networks import fitted
 from thinwire.plan.predict import ModelTime, Prediction, own_work, predict
 from thinwire.simulate import Network, Pair, Special
 from thinwire.simulate.wires import PAYLOAD_SHARE
@@ -51,7 +52,13 @@ class Cost:
 
 
 def network_of(seen: Examination) -> Network:
-    """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ."""
+    """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
+
+    Where all are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
+
+    Raises:
+        ConfigError: no link was measured.
+    """
     good = [pair for pair in seen.pairs if not pair.problem]
     if not good:
         raise ConfigError("no link was measured")
@@ -64,7 +71,8 @@ def network_of(seen: Examination) -> Network:
         if pair.rate < _SLOW * fast and not {pair.a, pair.b} & slow
     )
     latency = median(pair.seconds_per_round_trip for pair in good) / 2
-    return Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=pairs)
+    network = Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=pairs)
+    return fitted(network, seen.all_reduces, seen.size)
 
 
 def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Cost]:

@@ -33,6 +33,7 @@ from thinwire.worker.worker import Worker, attach
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20
+_PATIENCE = 1e9  # virtual seconds: a slow link is to be predicted, and not to time out
 _MOST_NUMBERS = 1 << 16
 """Elements of all tensors in a simulation with numbers."""
 
@@ -179,7 +180,7 @@ class Simulated:
             comm.compute(0.0)
             worker.wait_pending()
 
-        ended = simulate(self.workers, work, network=network, compute_time=Duration())
+        ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=_PATIENCE)
         for failure in ended.failures.values():
             raise failure
         rows = [[each for each in ended.record.steps if each.rank == rank] for rank in range(self.workers)]

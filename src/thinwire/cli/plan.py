@@ -1,0 +1,366 @@
+"""`thinwire plan`: which recipe suits a model, a network and a number of workers, and why."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.console import err, out
+from thinwire.errors import ConfigError
+from thinwire.report.units import digits, nbytes, rate, seconds
+
+if TYPE_CHECKING:
+    from thinwire.doctor.findings import Examination
+    from thinwire.doctor.speeds import StepTime
+    from thinwire.plan.search import Crossing, Job, Option, Planner
+    from thinwire.plan.traffic import MakeOptimizer
+    from thinwire.simulate import Network
+
+_STEP_BUDGET = 4.0
+_FORWARD = 1 / 3
+_FEWEST, _MOST = 2, 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say which strategy suits your model, network and number of workers, why, and what would change that.
+
+    Example: thinwire plan --task text --link 100mbit --workers 4
+
+    The model's training step is timed here, unless --step-seconds says what it takes on your machines. Then candidates
+    are simulated with their own code, and ranked by the time to the loss that AllReduce() reaches: the predicted time
+    of a step, times how many more steps a recipe needed where that was measured (python -m benchmarks.accuracy).
+
+    Args:
+        task: whose model is planned for.
+        model_size: a named size of the task's model.
+        model: instead of a task, module:function of yours; it returns a model and a function without arguments that
+            computes the loss of a batch.
+        batch_size: examples per worker and step of the task's model; the task's own unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
+        latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
+        workers: how many train together; those of the doctor's file, or 4, unless given.
+        network: instead of --link, a network file as of thinwire simulate.
+        doctor: instead of --link, what thinwire doctor --json has printed on your machines; with the step it timed
+            unless a task or a model is given.
+        step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
+            the forward pass.
+        optimizer: sgd or adamw, which some strategies do not serve; the task's own unless given, and adamw for --model.
+        strategies: recipes separated by semicolons, instead of the candidates that the package has.
+        plot: a picture of step times by link rate, latency and number of workers, as .png, .svg or .pdf.
+        plot_workers: the most workers in the picture, up to 4096; more take longer to simulate.
+        json: print everything as JSON.
+    """
+
+    task: str | None = None
+    model_size: str | None = None
+    model: str | None = None
+    batch_size: int | None = None
+    data: Path | None = None
+    link: str | None = None
+    latency: str | None = None
+    workers: int | None = None
+    network: Path | None = None
+    doctor: Path | None = None
+    step_seconds: float | None = None
+    optimizer: str | None = None
+    strategies: str | None = None
+    plot: Path | None = None
+    plot_workers: int = 64
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Plan; returns 0.
+
+        Raises:
+            ConfigError: options that exclude each other, or a value that cannot be.
+        """
+        self._check()
+        from thinwire.plan.candidates import CANDIDATES
+        from thinwire.plan.search import Planner, choose
+
+        seen = self._examination()
+        workers = self.workers or (seen.size if seen else 4)
+        if not _FEWEST <= workers <= _MOST:
+            raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
+        network = self._network(seen, workers)
+        network.check(workers)
+        recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
+        step = self._step(seen)
+        planner = Planner(_job(step, workers, network, self._optimizer()), recipes, tell=_tell)
+        options = planner.options()
+        chosen = choose(options)
+        _tell("what would change the choice")
+        crossings = planner.crossings()
+        if self.plot is not None:
+            _draw(self.plot, planner, options, chosen, min(self.plot_workers, _MOST))
+        if self.json:
+            out.print(json_text.dumps(_as_json(planner, step, options, chosen, crossings)), markup=False)
+        else:
+            _print(planner, step, options, chosen, crossings)
+        return 0
+
+    def _check(self) -> None:
+        """Refuse options that exclude each other.
+
+        Raises:
+            ConfigError: with the two.
+        """
+        given = [name for name in ("link", "network", "doctor") if getattr(self, name) is not None]
+        if len(given) != 1:
+            words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
+            raise ConfigError(f"{words}; a network is --link, --network FILE or --doctor FILE")
+        if self.model is not None and (self.task is not None or self.model_size is not None):
+            raise ConfigError(f"--model {self.model}: instead of --task and --model-size; give one of them")
+        if self.latency is not None and self.link is None:
+            raise ConfigError(
+                f"--latency {self.latency}: goes with --link; a network file and the doctor have their own"
+            )
+        if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
+            raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        if self.plot_workers < _FEWEST:
+            raise ConfigError(f"--plot-workers {self.plot_workers}: must be at least {_FEWEST}")
+        if self.plot is not None and self.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--plot {self.plot}: must end in .png, .svg or .pdf")
+
+    def _examination(self) -> Examination | None:
+        from thinwire.doctor.reading import read_examination
+
+        return None if self.doctor is None else read_examination(self.doctor)
+
+    def _network(self, seen: Examination | None, workers: int) -> Network:
+        from thinwire.emulate import parse_links
+        from thinwire.emulate.units import parse_duration
+        from thinwire.plan.networks import LATENCY, network_of_links
+        from thinwire.simulate import load_network
+
+        if self.network is not None:
+            return load_network(self.network)
+        if seen is not None:
+            from thinwire.doctor.verdict import network_of
+
+            found = network_of(seen)
+            return found if workers == seen.size else replace(found, specials=(), pairs=())
+        latency = (
+            LATENCY if self.latency is None else parse_duration(self.latency, argument=f"--latency {self.latency}")
+        )
+        return network_of_links(parse_links(self.link or "none", workers), latency=latency)
+
+    def _optimizer(self) -> MakeOptimizer:
+        from thinwire import tasks
+        from thinwire.runs.optimizer import maker_of
+
+        if self.optimizer not in (None, "sgd", "adamw"):
+            raise ConfigError(f"--optimizer {self.optimizer}: must be sgd or adamw")
+        if self.optimizer is not None or self.model is not None:
+            return maker_of(self.optimizer or "adamw", 0.9)
+        defaults = tasks.load(self.task or "text", data=self.data).defaults
+        return maker_of(defaults.optimizer, defaults.momentum)
+
+    def _step(self, seen: Examination | None) -> StepTime:
+        """Of the model: from the doctor's file, from --step-seconds, or timed here."""
+        from thinwire.cli.step_time import shapes_of, step_of
+
+        own = {
+            "task": self.task or "text",
+            "model_size": self.model_size,
+            "model": self.model,
+            "batch_size": self.batch_size,
+            "data": self.data,
+        }
+        measured = seen is not None and self.task is None and self.model is None
+        if measured and seen.steps:
+            step = max(seen.steps.values(), key=lambda each: each.seconds)
+        elif self.step_seconds is not None:
+            step = shapes_of(**own)
+        else:
+            timed = step_of(**own)
+            _tell("the model's training step, here")
+            step = timed(_STEP_BUDGET)
+        if self.step_seconds is None:
+            return step
+        forward = _FORWARD * self.step_seconds
+        return replace(step, forward=forward, backward=self.step_seconds - forward, update=0.0, ready=[])
+
+
+def _recipes(text: str) -> list[str]:
+    """The recipes in a text; torch's own methods cannot be simulated.
+
+    Raises:
+        ConfigError: with the recipe.
+    """
+    from thinwire.runs.recipes import parse_recipe, split_recipes
+    from thinwire.strategies.base import Strategy
+
+    split_recipes(text)
+    # As they were written: a table that says LocalSGD() where one has asked for LocalSGD(period=8) is not plain.
+    found = [part.strip() for part in text.split(";") if part.strip()]
+    for recipe in found:
+        if not isinstance(parse_recipe(recipe), Strategy):
+            raise ConfigError(f"{recipe}: is torch's own method, whose code cannot be simulated; AllReduce() is ddp's")
+    return found
+
+
+def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimizer) -> Job:
+    import torch
+
+    from thinwire.plan.predict import ModelTime
+    from thinwire.plan.search import Job
+
+    time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
+    shapes = [tuple(shape) for shape in step.shapes]
+    return Job(shapes, workers, network, time, getattr(torch, step.dtype), optimizer)
+
+
+def _tell(what: str) -> None:
+    if err.is_terminal:
+        err.print(f"[dim]{what} ...[/]")
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, most: int) -> None:
+    from thinwire.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
+
+    try:
+        from thinwire.report.crossover import Sweep, draw_crossovers
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"--plot needs {missing.name} for its drawing; pip install 'thinwire[report]'") from None
+    job = planner.job
+    recipes = recipes_to_draw(options, chosen.recipe)
+    _tell("the picture")
+    counts, rows = by_workers(planner, recipes, most)
+    sweeps = [
+        Sweep("link", "rate", RATES, by_rate(planner, recipes), job.network.bits_per_second),
+        Sweep("latency", "seconds", LATENCIES, by_latency(planner, recipes), job.network.latency),
+        Sweep("workers", "count", counts, rows, job.workers),
+    ]
+    title = (
+        f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {rate(job.network.bits_per_second)}"
+    )
+    draw_crossovers(path, sweeps, title)
+    err.print(str(path), markup=False)
+
+
+def _as_json(
+    planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]
+) -> dict[str, Any]:
+    return {
+        "workers": planner.job.workers,
+        "bits_per_second": planner.job.network.bits_per_second,
+        "latency": planner.job.network.latency,
+        "step": asdict(step),
+        "recommended": chosen.recipe,
+        "why": _why(planner, options, chosen),
+        "crossings": [asdict(each) for each in crossings],
+        "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
+        "options": [_fields(each) for each in options],
+    }
+
+
+def _fields(option: Option) -> dict[str, Any]:
+    found, accuracy = option.prediction, option.accuracy
+    return {
+        "recipe": option.recipe,
+        "refused": option.refused,
+        "seconds_per_step": found and found.seconds,
+        "efficiency": found and found.efficiency,
+        "exposed_seconds_per_step": found and found.exposed,
+        "own_seconds_per_step": found and found.own_seconds,
+        "payload_bytes_per_step": found and found.payload_bytes,
+        "busiest_payload_bytes_per_step": found and found.busiest_bytes,
+        "memory_bytes": found and found.memory_bytes,
+        "relative_steps": accuracy and asdict(accuracy),
+        "relative_seconds_to_loss": option.to_loss if isfinite(option.to_loss) else None,
+    }
+
+
+def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]) -> None:
+    job = planner.job
+    links = f"{rate(job.network.bits_per_second)}, {seconds(job.network.latency)} one way"
+    out.print(
+        f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
+        f"communication; {job.workers} workers, {links}\n",
+        markup=False,
+    )
+    width = max(len(each.recipe) for each in options) + 2
+    heads = ("step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
+    out.print(_row("strategy", width, heads), style="dim", markup=False)
+    for each in options:
+        found = each.prediction
+        if found is None:
+            continue
+        figures = (
+            seconds(found.seconds),
+            seconds(found.exposed),
+            f"{found.efficiency:.2f}",
+            nbytes(found.payload_bytes),
+            nbytes(found.memory_bytes),
+            digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
+            "not measured" if each.accuracy is None else _steps(each),
+        )
+        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None, markup=False)
+    for each in options:
+        if each.refused:
+            out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
+    out.print(f"\n{chosen.recipe}", style="bold", markup=False)
+    out.print(_why(planner, options, chosen), markup=False)
+    out.print(_changes(crossings), markup=False)
+    out.print(
+        f"Steps to the loss of AllReduce(), {planner.table.provenance} ({planner.table.command}); "
+        "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
+        markup=False,
+    )
+
+
+def _row(name: str, width: int, figures: tuple[str, ...]) -> str:
+    *columns, last = figures
+    return f"{name:<{width}}" + "".join(f"{each:>10}" for each in columns) + f"  {last}"
+
+
+def _steps(option: Option) -> str:
+    accuracy = option.accuracy
+    assert accuracy is not None, "only called where it was measured"
+    missed = f", {accuracy.missed} of {accuracy.runs} never" * bool(accuracy.missed)
+    return f"{accuracy.factor:.2f} ({accuracy.least:.2f} to {accuracy.most:.2f}{missed})"
+
+
+def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
+    """In one or two sentences."""
+    from thinwire.plan.search import DENSE
+
+    dense = next((each for each in options if each.recipe == DENSE and each.prediction), None)
+    found = chosen.prediction
+    assert found is not None, "what is chosen can serve"
+    if dense is None or dense.prediction is None:
+        return f"It needs the least time to the loss: {seconds(found.seconds)} a step."
+    plain = dense.prediction
+    if chosen.recipe == DENSE:
+        return (
+            f"A step takes {seconds(plain.seconds)}, of which {seconds(plain.exposed)} are waits for the network; "
+            "nothing else would reach the loss clearly sooner, and nothing changes training less."
+        )
+    sooner = dense.to_loss / chosen.to_loss
+    return (
+        f"AllReduce() would wait {seconds(plain.exposed)} in each step of {seconds(plain.seconds)}; this waits "
+        f"{seconds(found.exposed)} of {seconds(found.seconds)}, sending {nbytes(found.payload_bytes)} instead of "
+        f"{nbytes(plain.payload_bytes)}. With the steps that it needed where that was measured it reaches the loss "
+        f"{digits(sooner)} times as soon."
+    )
+
+
+def _changes(crossings: list[Crossing]) -> str:
+    from thinwire.plan.search import FASTEST, SLOWEST
+
+    if not crossings:
+        return f"No link between {rate(SLOWEST)} and {rate(FASTEST)} would change that."
+    words = {"slower": "below", "faster": "above"}
+    each = [f"{words[x.side]} {rate(float(digits(x.bits_per_second / 1e6)) * 1e6)} {x.recipe}" for x in crossings]
+    return f"What would change that: {'; '.join(each)}."

@@ -1,0 +1,42 @@
+"""What `thinwire doctor --json` has printed, read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from thinwire.doctor.findings import Examination
+from thinwire.doctor.links import Pair
+from thinwire.doctor.speeds import StepTime
+from thinwire.errors import ConfigError
+
+
+def read_examination(path: Path) -> Examination:
+    """The links, all-reduces and steps of an examination; hosts are not read.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what the doctor prints.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); write it with thinwire doctor --json > {path}") from None
+    try:
+        return _examination(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: is not what thinwire doctor --json prints ({type(error).__name__}: {error}); write it again with "
+            "this version"
+        ) from None
+
+
+def _examination(content: dict[str, Any]) -> Examination:
+    return Examination(
+        size=int(content["size"]),
+        rendezvous=str(content["rendezvous"]),
+        hosts={},
+        pairs=[Pair(**each) for each in content["pairs"]],
+        all_reduces={int(size): float(taken) for size, taken in content["all_reduces"].items()},
+        steps={int(rank): StepTime(**each) for rank, each in content["steps"].items()},
+    )

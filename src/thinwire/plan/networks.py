@@ -1,0 +1,98 @@
+"""Networks as users describe them, and as they were measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from thinwire.emulate import Link
+from thinwire.errors import ConfigError
+from thinwire.simulate import Network, Special
+from thinwire.simulate.wires import PAYLOAD_SHARE
+
+LATENCY = 1e-4
+_FASTEST = 1e11
+_LEAST_RATIO = 16
+_LEAST_SHARE, _MOST_SHARE = 0.2, 1.05
+
+
+def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Network:
+    """Emulated links, as `parse_links` reads them, as a network to be simulated.
+
+    Args:
+        links: one for each worker; one without a rate has 100 Gbit/s.
+        latency: one way between two workers, besides the links' delays, in seconds.
+
+    Example:
+        >>> from thinwire.emulate import parse_links
+        >>> from thinwire.plan.networks import network_of_links
+        >>> network = network_of_links(parse_links("100mbit+5ms,2:10mbit", 3))
+        >>> network.bits_per_second, network.specials[0].ranks, network.specials[0].bits_per_second
+        (100000000.0, (2,), 10000000.0)
+    """
+    usual, _ = Counter(links).most_common(1)[0]
+    specials = tuple(
+        # Half of it, because a simulated delay is of both directions, and a link's of what its worker sends.
+        Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - usual.delay_seconds) / 2)
+        for rank, each in enumerate(links)
+        if each != usual
+    )
+    if any(special.latency < 0 for special in specials):
+        # Delays are added to the least.
+        least = min(each.delay_seconds for each in links)
+        specials = tuple(
+            Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - least) / 2)
+            for rank, each in enumerate(links)
+        )
+        return Network(bits_per_second=usual.bits_per_second or _FASTEST, latency=latency + least, specials=specials)
+    rate = usual.bits_per_second or _FASTEST
+    return Network(bits_per_second=rate, latency=latency + usual.delay_seconds, specials=specials)
+
+
+def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:
+    """The network on which the simulated ring takes as long as all-reduces were measured to take.
+
+    What one TCP stream reaches is not what Gloo does, which copies, adds and waits for processors in between. The
+    largest all-reduce gives the rate, and the smallest one the latency of a hop. A fit that no network explains, with
+    less than a fifth of the rate of the links, is not used.
+
+    Args:
+        network: of measured links; where some differ from the others it is returned as it is.
+        all_reduces: seconds by bytes of the vector.
+        workers: that took part.
+    """
+    if workers < 2 or len(all_reduces) < 2 or network.specials or network.pairs:
+        return network
+    small, large = min(all_reduces), max(all_reduces)
+    if large < _LEAST_RATIO * small or all_reduces[large] <= all_reduces[small]:
+        return network
+    hops = 2 * (workers - 1)
+    seconds_per_byte = (all_reduces[large] - all_reduces[small]) / (large - small)
+    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
+    share = bits_per_second / network.bits_per_second
+    latency = (all_reduces[small] - small * seconds_per_byte) / hops
+    if share < _LEAST_SHARE:
+        return network
+    return replace(
+        network,
+        bits_per_second=network.bits_per_second * min(_MOST_SHARE, share),
+        latency=max(network.latency, latency),
+    )
+
+
+def network_of_all_reduces(all_reduces: Mapping[int, float], workers: int) -> Network:
+    """The network on which the simulated ring takes as long as two or more all-reduces were measured to take.
+
+    Raises:
+        ConfigError: fewer than two sizes, or one worker.
+    """
+    if workers < 2 or len(all_reduces) < 2:
+        raise ConfigError(f"{len(all_reduces)} sizes on {workers} workers: two sizes are needed, and two workers")
+    small, large = min(all_reduces), max(all_reduces)
+    hops = 2 * (workers - 1)
+    taken = max(all_reduces[large] - all_reduces[small], 1e-3 * all_reduces[large], 1e-9)
+    seconds_per_byte = taken / (large - small)
+    latency = max(0.0, (all_reduces[small] - small * seconds_per_byte) / hops)
+    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
+    return Network(bits_per_second=min(_FASTEST, bits_per_second), latency=latency)

@@ -1,0 +1,283 @@
+"""Which recipe suits a network: candidates are simulated with their own code, ranked, and one is recommended.
+
+A recipe is better the less time it needs to the loss that AllReduce() reaches: the predicted time of a step, times how
+many more steps it needed where that was measured (`candidates.measured`). One that needed fewer steps is counted as if
+it needed as many, because no learning rate was tuned for AllReduce() either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, log, prod
+from typing import Literal
+
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.plan.candidates import CANDIDATES, Accuracy, AccuracyTable, measured
+from thinwire.plan.predict import ModelTime, Prediction, own_work, predict, slower
+from thinwire.plan.traffic import MakeOptimizer
+from thinwire.simulate import Network
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.recipe import brief, parse
+
+NEARLY = 1.05
+"""Of recipes that take up to so many times as long as the best, the one that changes training least is recommended."""
+SLOWEST, FASTEST = 1e7, 1e11
+"""Bits per second between which another choice is looked for."""
+_MOST_TIMED_ELEMENTS = 1 << 21
+_FEW_TENSORS = 6
+_PRECISE = 1.05
+_STRIDE = 10**0.5
+
+DENSE = "AllReduce()"
+OwnSeconds = Callable[[Strategy], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what.
+
+    Attributes:
+        shapes: of the trained parameter tensors, in the model's order.
+        workers: how many.
+        network: rates and latencies.
+        model_time: of the model's step on one worker without communication.
+        dtype: of the parameters.
+        optimizer: makes the optimizer; unless given, one that each strategy takes.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    workers: int
+    network: Network
+    model_time: ModelTime
+    dtype: torch.dtype = torch.float32
+    optimizer: MakeOptimizer | None = None
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    def coarse(self) -> Job:
+        """The same in few tensors, which is simulated faster; for looking how a choice depends on the network."""
+        if len(self.shapes) <= _FEW_TENSORS:
+            return self
+        piece = -(-self.elements // _FEW_TENSORS)
+        shapes = [(piece,)] * (_FEW_TENSORS - 1) + [(self.elements - piece * (_FEW_TENSORS - 1),)]
+        return replace(self, shapes=shapes, model_time=replace(self.model_time, ready=()))
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe, and what it would cost.
+
+    Attributes:
+        recipe: as text.
+        prediction: None where it cannot serve.
+        accuracy: what was measured of it; None if nothing was.
+        refused: why it cannot serve this number of workers, this optimizer or this model; "" if it can.
+    """
+
+    recipe: str
+    prediction: Prediction | None
+    accuracy: Accuracy | None
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite where it cannot serve."""
+        return inf if self.prediction is None else self.prediction.seconds
+
+    @property
+    def steps(self) -> float:
+        """Steps to AllReduce()'s loss, as a multiple of AllReduce()'s and at least 1; infinite where not measured."""
+        return inf if self.accuracy is None else max(1.0, self.accuracy.factor)
+
+    @property
+    def to_loss(self) -> float:
+        """Seconds to the loss that AllReduce() has after one step, so to speak: those of a step times `steps`."""
+        return self.seconds * self.steps
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where another recipe would be chosen.
+
+    Attributes:
+        bits_per_second: of a link, at which the choice changes.
+        side: whether links that are faster, or slower, choose it.
+        recipe: the one that would be chosen.
+    """
+
+    bits_per_second: float
+    side: Literal["faster", "slower"]
+    recipe: str
+
+
+@dataclass
+class Planner:
+    """Predicts recipes for a job, each once.
+
+    Args:
+        job: the job.
+        recipes: those that are looked at, from the one that changes training least.
+        table: of accuracy.
+        own: seconds that a strategy computes itself in each step of a period; timed here unless given.
+        tell: called with each recipe before it is simulated.
+    """
+
+    job: Job
+    recipes: Sequence[str] = CANDIDATES
+    table: AccuracyTable = field(default_factory=measured)
+    own: OwnSeconds | None = None
+    tell: Callable[[str], None] = lambda _: None
+    _own: dict[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    _coarse: dict[tuple[str, Network, int], Option] = field(default_factory=dict[tuple[str, Network, int], Option])
+
+    def __post_init__(self) -> None:
+        """Read every recipe, so that a mistake is named before any is simulated.
+
+        Raises:
+            ConfigError: a recipe cannot be read, or none is given.
+        """
+        if not self.recipes:
+            raise ConfigError("no recipes to look at; name some, such as LocalSGD(period=8)")
+        for recipe in self.recipes:
+            parse(recipe)
+
+    def options(self) -> list[Option]:
+        """Every recipe; those that cannot serve at the end, others from the least time to the loss."""
+        return ranked(self._options(self.job))
+
+    def choice_at(self, network: Network, workers: int | None = None) -> Option:
+        """What would be chosen on another network, or with another number of workers; tensors are taken as a few."""
+        job = replace(self.job, network=network, workers=workers or self.job.workers)
+        return choose(list(self._options(job.coarse())))
+
+    def at(self, recipe: str, network: Network, workers: int | None = None) -> Option:
+        """One recipe on another network, or with another number of workers."""
+        job = replace(self.job, network=network, workers=workers or self.job.workers).coarse()
+        return self._remembered(recipe, job)
+
+    def crossings(self) -> list[Crossing]:
+        """The nearest rates, slower and faster, at which another recipe is chosen; up to two."""
+        rate = self.job.network.bits_per_second
+        chosen = self.choice_at(self.job.network).recipe
+        found: list[Crossing] = []
+        sides: tuple[tuple[Literal["faster", "slower"], float, float], ...] = (
+            ("slower", 1 / _STRIDE, SLOWEST),
+            ("faster", _STRIDE, FASTEST),
+        )
+        for side, stride, limit in sides:
+            here = rate
+            while (limit - here) * (stride - 1) > 0:
+                # The last stride ends at the limit.
+                there = min(limit, here * stride) if stride > 1 else max(limit, here * stride)
+                if self._choice(there) != chosen:
+                    found.append(self._bisect(here, there, chosen, side))
+                    break
+                here = there
+        return found
+
+    def _bisect(self, here: float, there: float, chosen: str, side: Literal["faster", "slower"]) -> Crossing:
+        """Between a rate with the choice and one with another."""
+        while abs(log(there / here)) > log(_PRECISE):
+            middle = (here * there) ** 0.5
+            here, there = (middle, there) if self._choice(middle) == chosen else (here, middle)
+        return Crossing((here * there) ** 0.5, side, self._choice(there))
+
+    def _choice(self, bits_per_second: float) -> str:
+        network = self.job.network
+        return self.choice_at(slower(network, network.bits_per_second / bits_per_second)).recipe
+
+    def _options(self, job: Job) -> Iterator[Option]:
+        least = inf
+        for recipe in self.recipes:
+            if job is self.job:
+                self.tell(recipe)
+                yield self._predict(recipe, job)
+                continue
+            accuracy = self.table.of(recipe)
+            bound = job.model_time.seconds * (max(1.0, accuracy.factor) if accuracy else 1.0)
+            # It cannot win even if it never waits. AllReduce() is always there to be compared with.
+            if bound > least * NEARLY and recipe != DENSE:
+                continue
+            option = self._remembered(recipe, job)
+            least = min(least, option.to_loss)
+            yield option
+
+    def _remembered(self, recipe: str, job: Job) -> Option:
+        key = recipe, job.network, job.workers
+        if key not in self._coarse:
+            self._coarse[key] = self._predict(recipe, job)
+        return self._coarse[key]
+
+    def _predict(self, recipe: str, job: Job) -> Option:
+        strategy = parse(recipe)
+        accuracy = self.table.of(recipe)
+        try:
+            strategy.check(job.workers)
+            if job.optimizer is not None:
+                strategy.check_optimizer(job.optimizer([torch.nn.Parameter(torch.zeros(1))]))
+            found = predict(
+                strategy,
+                parameters=job.shapes,
+                workers=job.workers,
+                network=job.network,
+                model_time=job.model_time,
+                optimizer=job.optimizer,
+                own_seconds=self._own_seconds(recipe, strategy),
+                dtype=job.dtype,
+            )
+        except ConfigError as refusal:
+            return Option(recipe, None, accuracy, str(refusal))
+        return Option(recipe, found, accuracy)
+
+    def _own_seconds(self, recipe: str, strategy: Strategy) -> Sequence[float]:
+        """Timed once, on a part of a large model: codes and averages take time by the element."""
+        if recipe not in self._own:
+            job = self.job
+            share = min(1.0, _MOST_TIMED_ELEMENTS / job.elements)
+            if self.own is not None:
+                self._own[recipe] = self.own(strategy)
+            else:
+                shapes = job.shapes if share == 1 else [(_MOST_TIMED_ELEMENTS,)]
+                timed = own_work(
+                    strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=1, dtype=job.dtype
+                )
+                self._own[recipe] = [each / share for each in timed]
+        return self._own[recipe]
+
+
+def ranked(options: Iterator[Option] | Sequence[Option]) -> list[Option]:
+    """From the least time to the loss; then those of which nothing was measured, by time; then what cannot serve."""
+    return sorted(options, key=lambda each: (bool(each.refused), each.to_loss, each.seconds))
+
+
+def choose(options: Sequence[Option]) -> Option:
+    """The recommended one: nearly the least time to the loss, and of these the one that changes training least.
+
+    Only recipes whose accuracy was measured are recommended, and none that would be slower than AllReduce().
+
+    Args:
+        options: of which some can serve; any order.
+
+    Raises:
+        ConfigError: none can serve, with the first refusal; or of none accuracy was measured.
+    """
+    serving = [each for each in options if not each.refused]
+    if not serving:
+        first = next(iter(options))
+        raise ConfigError(f"none of the {len(options)} recipes can serve here; {first.recipe}: {first.refused}")
+    known = [each for each in serving if each.accuracy is not None]
+    if not known:
+        raise ConfigError(
+            f"of {serving[0].recipe} and the others accuracy was not measured, so that none is recommended; include "
+            f"{DENSE}, or run python -m benchmarks.accuracy with them"
+        )
+    limit = NEARLY * min(each.to_loss for each in known)
+    order = {brief(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
+    near = [each for each in known if each.to_loss <= limit]
+    return min(near, key=lambda each: order.get(brief(parse(each.recipe)), len(order)))

@@ -1,0 +1,69 @@
+"""Which recipe is fastest where: lines of step time against link rate, latency and number of workers."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.ticker import FuncFormatter
+
+from thinwire.report import units
+from thinwire.report.files import write_bytes
+from thinwire.report.palette import INK, MUTED, PAPER, looks
+from thinwire.report.picture import FONT_SIZE, canvas, key, legend, plain
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Step times against one property of the network.
+
+    Attributes:
+        name: of the property, for the axis.
+        unit: "rate" in bits per second, "seconds", or "count".
+        values: of it, ascending.
+        seconds: of a step, by recipe, one for each value; infinite where a recipe cannot serve.
+        here: the value of the network that is planned for; None if it is none.
+    """
+
+    name: str
+    unit: str
+    values: Sequence[float]
+    seconds: Mapping[str, Sequence[float]]
+    here: float | None = None
+
+
+def draw_crossovers(path: Path, sweeps: Sequence[Sweep], title: str) -> None:
+    """Write a picture, as PNG, SVG or PDF by the path's suffix."""
+    recipes = list(sweeps[0].seconds)
+    styles = looks(recipes)
+    figure = canvas(4.0 * len(sweeps), 3.9)
+    words = {"rate": units.rate, "seconds": units.seconds, "count": units.count}
+    for place, sweep in enumerate(sweeps):
+        axes = figure.add_subplot(1, len(sweeps), place + 1)
+        plain(axes, x=sweep.name, y="seconds of a step" if place == 0 else "")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for recipe, look in zip(recipes, styles, strict=True):
+            axes.plot(
+                sweep.values,
+                sweep.seconds[recipe],
+                color=look.tone.light,
+                linestyle=look.line,
+                marker=look.marker,
+                markersize=3.5,
+                linewidth=look.width,
+            )
+        if sweep.here is not None:
+            axes.axvline(sweep.here, color=MUTED.light, linewidth=0.8, linestyle=":")
+        say = words[sweep.unit]
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, say=say: say(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
+        ticks = list(sweep.values)[:: max(1, len(sweep.values) // 4)]
+        axes.set_xticks(ticks)
+        axes.minorticks_off()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE + 1, color=INK.light)
+    legend(figure, [key(look) for look in styles], recipes)
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=160, facecolor=PAPER.light)
+    write_bytes(path, content.getvalue())

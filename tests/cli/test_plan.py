@@ -1,0 +1,91 @@
+"""`thinwire plan`: its table, its picture, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.doctor.findings import Examination
+from thinwire.doctor.links import Pair
+from thinwire.doctor.speeds import StepTime
+
+QUICK = ["--task", "digits", "--strategies", "AllReduce(); LocalSGD(period=8)"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
+    assert main(["plan", *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nLocalSGD(period=8)\nAllReduce() would wait" in printed
+    assert "What would change that: above " in printed and "python -m benchmarks.accuracy" in printed
+
+
+def test_a_fast_link_gets_all_reduce(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *QUICK, "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.05")
+    assert found["recommended"] == "AllReduce()"
+    assert found["crossings"][0]["side"] == "slower"  # type: ignore
+
+
+def test_the_step_of_a_model_is_timed_here(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *QUICK, "--link", "1gbit", "--workers", "2")
+    step = found["step"]
+    assert isinstance(step, dict) and step["forward"] > 0 and len(step["ready"]) == len(step["shapes"])
+
+
+def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = StepTime("mine", [[1000, 1000]], "float32", 4_000_000, 0.02, 0.03, 0.0, [1.0])
+    pairs = [Pair(a, b, "", 2e-3, 9e6, 9e6, 9e6, 9e6) for a, b in ((0, 1), (0, 2), (1, 2))]
+    seen = Examination(3, "", {}, pairs, {}, dict.fromkeys(range(3), step))
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({**asdict(seen), "findings": [], "strategies": []}))
+    found = planned(capsys, "--doctor", str(path), *QUICK[2:])
+    assert found["workers"] == 3 and found["latency"] == pytest.approx(1e-3)
+    assert found["step"]["name"] == "mine" and found["recommended"] == "LocalSGD(period=8)"  # type: ignore
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(path), "--plot-workers", "4"]
+    assert main(["plan", *QUICK, *options]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "no network: give --link 100mbit"),
+        (["--link", "100mbit", "--doctor", "x.json"], "--link and --doctor: give one of them"),
+        (["--doctor", "no.json"], "no.json: cannot be read"),
+        (["--link", "100mbit", "--workers", "1"], "--workers 1: a plan is for 2 to 4096"),
+        (["--link", "100mbit", "--step-seconds", "-1"], "--step-seconds -1.0: must be positive"),
+        (["--link", "100mbit", "--plot", "plan.txt"], "must end in .png"),
+        (["--link", "100mbit", "--strategies", "ddp"], "torch's own method"),
+        (["--link", "100mbit", "--strategies", "LocalSDG()"], "LocalSGD"),
+        (["--link", "100mbit", "--model", "train:make", "--task", "text"], "instead of --task"),
+        (["--link", "100mbit", "--optimizer", "lion"], "must be sgd or adamw"),
+        (["--network", "no.toml"], "no.toml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["plan", *options]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.out == "" and "Traceback" not in printed.err
+
+
+def test_a_file_that_the_doctor_did_not_write_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    path.write_text("{}")
+    assert main(["plan", "--doctor", str(path)]) == 2
+    assert "is not what thinwire doctor --json prints" in capsys.readouterr().err
