@@ -30,7 +30,7 @@ from reproductions.craig.incremental import (
     redundant,
     seconds_per_gradient,
 )
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, judged
 from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.policy import Policy
@@ -55,7 +55,6 @@ class Convex:
         shares: sizes of subsets, of the originals where there are copies, else of all samples.
         methods: of descent.
         seeds: with which the best trial of each arm is run; one more tunes.
-        passes: gradients that a run takes, over the number of samples.
     """
 
     task: str
@@ -64,9 +63,13 @@ class Convex:
     methods: tuple[Method, ...] = METHODS
     shares: tuple[float, ...] = (0.25, 0.5, 1.0)
     seeds: int = 3
-    passes: float = 3.0
-    rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
+    rates: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
     decays: tuple[float, ...] = (0.1, 1.0)
+
+    @property
+    def passes(self) -> int:
+        """Gradients that a run takes, over the number of samples: enough for all the data to come to the target."""
+        return {1: 60, 5: 16}.get(self.copies, 6)
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -180,13 +183,18 @@ def judge(
     fewer = {task: _speedup(each, "gradients") for task, each in copied.items()}
     sooner = {task: _speedup(each, "seconds") for task, each in copied.items()}
     worst = min(fewer, key=lambda task: median(fewer[task]))
+    reached = {name: all(map(_full_arrives, each.values())) for name, each in (("copied", copied), ("single", single))}
+
+    def met(holds: bool, data: str = "copied") -> Outcome:
+        return judged(holds) if reached[data] else Outcome.UNDECIDED
+
     deep = [_network_speedup(courses) for courses in networks.values()]
     parts = {
-        "redundant data, gradients": judged(all(median(each) >= SPEEDUP for each in fewer.values())),
-        "redundant data, seconds": judged(all(median(each) >= SPEEDUP for each in sooner.values())),
-        "redundant data, beside random": judged(all(map(_beats_random, copied.values()))),
-        "data as they are, gradients": judged(
-            all(median(_speedup(each, "gradients")) >= SPEEDUP for each in single.values())
+        "redundant data, gradients": met(all(median(each) >= SPEEDUP for each in fewer.values())),
+        "redundant data, seconds": met(all(median(each) >= SPEEDUP for each in sooner.values())),
+        "redundant data, beside random": met(all(map(_beats_random, copied.values()))),
+        "data as they are, gradients": met(
+            all(median(_speedup(each, "gradients")) >= SPEEDUP for each in single.values()), "single"
         ),
         "networks": judged(all(each >= NETWORK_SPEEDUP for each in deep)),
     }
@@ -207,14 +215,19 @@ def judge(
 def _speedup(found: Found, what: str) -> list[float]:
     """All the data's gradients or seconds over those of the best-sized coreset, for each seed.
 
-    It is 0 where the coreset is never there. Where all the data are not there within their passes, all these count, and
-    the figure is a lower bound.
+    It is 0 where the coreset is never there. Where all the data are not there, all their gradients count, and the
+    figure is a lower bound.
     """
     arm = found.best("ig", "craig")
     ours, full = (getattr(found, what)("ig", name) for name in (arm, "full"))
     last = [course.evaluations[-1] for course in found.courses["ig"]["full"]]
     most = [count * (found.per_gradient if what == "seconds" else 1.0) for count in last]
     return [0.0 if math.isinf(a) else min(b, end) / a for a, b, end in zip(ours, full, most, strict=True)]
+
+
+def _full_arrives(found: Found) -> bool:
+    """Whether most seeds come to the target with all the data; else there is nothing to compare with."""
+    return math.isfinite(median(found.gradients("ig", "full")))
 
 
 def _beats_random(found: Found) -> bool:
@@ -347,11 +360,12 @@ CLAIM = Claim(
     published="up to 6 times for logistic regression, up to 3 times for networks",
     protocol="logistic regression (even or odd digits of scikit-learn's digits and MNIST; a9a) of 1,000 samples as "
     f"they are, and with 5 and {REDUNDANT} near-duplicates of each (Gaussian noise of {NOISE:g} standard deviations of "
-    "each feature), weight decay 1e-5; incremental gradient, SAGA and SVRG over single samples with rates that fall "
-    "with the epoch, rate and decay tuned for each arm over the same grid of 8 on a seed apart; arms are all the data, "
-    "coresets, random points, and random points weighed by the samples nearest to them, in three sizes; 3 seeds; "
-    "networks: MNIST (two layers) and CIFAR-10 (ResNet-8), selected anew in each epoch, its time counted (quick: "
-    "digits and a9a with 600 samples, incremental gradient alone, and the first network)",
+    "each feature), weight decay 1e-3; incremental gradient, SAGA and SVRG over single samples with rates that fall "
+    "with the epoch, rate and decay tuned for each arm over the same grid of 12 on a seed apart; arms are all the "
+    "data, coresets, random points, and random points weighed by the samples nearest to them, in three sizes; 3 seeds; "
+    "60, 16 and 6 passes over the data with 1, 5 and 20 copies; networks: MNIST (two layers) and CIFAR-10 (ResNet-8), "
+    "selected anew in each epoch, its time counted (quick: digits and a9a with 600 samples, incremental gradient "
+    "alone, and the first network)",
     parts={
         "redundant data, gradients": f"with {REDUNDANT} near-duplicates, on every data set, incremental gradient on "
         f"the best-sized coreset needs at least {SPEEDUP:g} times fewer gradients of single samples to a loss within "
@@ -369,6 +383,13 @@ CLAIM = Claim(
     minutes=(30, 3),
     run=measure,
     earlier=(
+        Earlier(
+            "as now, with weight decay 1e-5, 3 passes over the data, a grid of 8 rates and decays, and no word on what "
+            "follows where all the data do not come to the target",
+            "nothing was decided: in the quick form no arm came to the target, all the data included",
+            "so few passes at so little weight decay end far from the optimum; the new ones were chosen with all the "
+            "data alone, without a coreset",
+        ),
         Earlier(
             "logistic regression: at least 3 times less time to a loss within 0.01 of the gap between start and "
             "optimum, and less than a random subset of the same size takes, each arm at its best of the same rates",

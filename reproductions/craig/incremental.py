@@ -18,6 +18,7 @@ Method = Literal["ig", "saga", "svrg"]
 METHODS: tuple[Method, ...] = ("ig", "saga", "svrg")
 KINDS = ("craig", "random", "weighted random")
 NOISE = 0.1
+WEIGHT_DECAY = 1e-3
 _LOOKS = 60
 _SNAPSHOT_PASSES = 2
 
@@ -72,7 +73,7 @@ def redundant(problem: Regression, copies: int, most: int) -> Regression:
     x, y = problem.x[rows], problem.y[rows]
     noise = torch.randn(len(rows) * (copies - 1), x.shape[1], generator=keyed(copies, 0x1D1))
     others = x.repeat(copies - 1, 1) + NOISE * x.std(0) * noise
-    return Regression(problem.title, torch.cat([x, others]), y.repeat(copies), problem.weight_decay)
+    return Regression(problem.title, torch.cat([x, others]), y.repeat(copies), WEIGHT_DECAY)
 
 
 def arms_of(problem: Regression, fractions: Sequence[float]) -> list[Arm]:

@@ -161,7 +161,7 @@ def networks(full: float, craig: float) -> dict[str, dict[str, DeepCourse]]:
         ((200, 100, 200), 0.0, (1.0, 1.0), "holds in part: redundant data, beside random", 2.0),
         ((600, 100, 50), 0.0, (1.0, 1.0), "holds in part: redundant data, gradients", 6.0),
         ((600, math.inf, math.inf), 0.0, (1.0, 1.0), "does not hold", 0.0),
-        ((math.inf, 100, math.inf), 0.0, (1.0, 1.0), "holds in part", 9.0),
+        ((math.inf, 100, math.inf), 0.0, (1.0, 1.0), "does not hold: networks", 9.0),
     ],
 )
 def test_the_verdict_follows_the_figures(
@@ -172,7 +172,10 @@ def test_the_verdict_follows_the_figures(
     assert list(result.parts) == list(CLAIM.parts)
     assert result.verdict.startswith(verdict.partition(";")[0])
     assert result.value == value
-    assert (result.parts["redundant data, seconds"] is Outcome.HOLDS) == (spent == 0 and value >= 3)
+    expected = spent == 0 and value >= 3 and counts[0] < math.inf
+    assert (result.parts["redundant data, seconds"] is Outcome.HOLDS) == expected
+    undecided = result.parts["redundant data, gradients"] is Outcome.UNDECIDED
+    assert undecided == (counts[0] == math.inf)
     assert result.least <= result.value <= result.most
 
 
