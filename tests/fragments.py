@@ -58,8 +58,10 @@ def common() -> Names:
 
     return {
         "torch": torch,
+        "nn": nn,
         "F": F,
         "DataLoader": DataLoader,
+        "TensorDataset": TensorDataset,
         "thinwire": thinwire,
         "fusion": fusion,
         **{name: getattr(thinwire, name) for name in ("attach", "BackupWorkers", "LeaderSGD", "LocalSGD", "SlowMo")},

@@ -112,7 +112,11 @@ def test_a_sampler_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("hyperparameters", "words"),
-    [({"dropout": 0.1}, "there are batch_size"), ({"lr": "fast"}, "must be a number"), ({"optimizer": "lion"}, "lion")],
+    [
+        ({"dropout": 0.1}, "there are alpha, batch_size"),
+        ({"lr": "fast"}, "must be a number"),
+        ({"optimizer": "lion"}, "lion"),
+    ],
 )
 def test_hyperparameters_that_do_not_exist_are_refused_by_name(
     plan: Plan, hyperparameters: dict[str, float | str], words: str

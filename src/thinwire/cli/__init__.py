@@ -19,25 +19,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    try:
-        from thinwire.cli.commands import parse
-    except ModuleNotFoundError as missing:
-        sys.stderr.write(f"thinwire's command line needs {missing.name}: pip install 'thinwire[cli]'\n")
-        return 2
-    from thinwire.cli.console import print_error
     from thinwire.errors import ConfigError, ThinwireError
 
     try:
+        from thinwire.cli.commands import parse
+
         return parse(arguments)()
-    except ConfigError as error:
-        print_error(error)
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("tyro", "rich"):
+            raise
+        sys.stderr.write(f"thinwire's command line needs {missing.name}: pip install 'thinwire[cli]'\n")
         return 2
     except ThinwireError as error:
-        print_error(error)
-        return 1
+        _print_error(error)
+        return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
         # Of a file that the call names: one that is too long a name, in a folder that may not be read, on a full disk.
         if error.filename is None:
             raise
-        print_error(f"{str(error.filename)[:200]}: {error.strerror}")
+        _print_error(f"{str(error.filename)[:200]}: {error.strerror}")
         return 2
+
+
+def _print_error(problem: object) -> None:
+    try:
+        from thinwire.cli.console import print_error
+    except ModuleNotFoundError:  # without the extra `cli`
+        sys.stderr.write(f"thinwire: {problem}\n")
+        return
+    print_error(problem)

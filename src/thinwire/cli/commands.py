@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 
-from thinwire.cli.console import out
 from thinwire.errors import ConfigError
 
 
@@ -43,6 +43,7 @@ COMMANDS = {
     "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
     "doctor": Command("thinwire.cli.doctor", "Doctor", "examine machines and links: what is wrong, and what it costs"),
     "tools": Command("thinwire.cli.tools", "Tools", "list what runs natively on this machine, and what is missing"),
+    "completion": Command("thinwire.cli.completion", "Completion", "print a script that completes options in a shell"),
     "reproduce": Command("thinwire.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 
@@ -85,7 +86,14 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     from thinwire.cli.plain_help import with_plain_help
 
     command = COMMANDS[name]
-    kind = with_plain_help(getattr(import_module(command.module), command.kind))
+    original = getattr(import_module(command.module), command.kind)
+    kind = with_plain_help(original)
+    if "config" in original.__dataclass_fields__:
+        from thinwire.cli.config import with_config
+        from thinwire.cli.options import option_names
+
+        names, flags = option_names(original)
+        arguments = with_config(name, arguments, names, flags)
     try:
         return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:
@@ -94,18 +102,18 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _help() -> int:
-    out.print("usage: thinwire COMMAND ...\n\nTrain PyTorch models over thin wires.\n", markup=False)
-    for name in installed():
-        out.print(f"  {name:<11}{COMMANDS[name].summary}", markup=False)
-    out.print("\nRecipes to begin with; thinwire explain RECIPE says what each sends, and its limits:\n", markup=False)
-    for recipe, use in RECIPES.items():
-        out.print(f"  {recipe:<40}{use}", markup=False)
-    out.print("\nthinwire COMMAND --help shows a command's options; thinwire --version, the version.", markup=False)
+    rows = ["usage: thinwire COMMAND ...", "", "Train PyTorch models over thin wires.", ""]
+    rows += [f"  {name:<11}{COMMANDS[name].summary}" for name in installed()]
+    rows += ["", "Recipes to begin with; thinwire explain RECIPE says what each sends, and its limits:", ""]
+    rows += [f"  {recipe:<40}{use}" for recipe, use in RECIPES.items()]
+    rows += ["", "thinwire COMMAND --help shows a command's options; thinwire --version, the version."]
+    # Without rich, whose import takes longer than everything else here.
+    sys.stdout.write("\n".join(rows) + "\n")
     return 0
 
 
 def _version() -> int:
     from thinwire._version import __version__
 
-    out.print(f"thinwire {__version__}", markup=False)
+    sys.stdout.write(f"thinwire {__version__}\n")
     return 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json as json_text
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out
-from thinwire.cli.options import default_folder, settings_as_options
+from thinwire.cli.options import default_folder, save_config, settings_as_options
 from thinwire.cli.progress import Watch, show_summaries
 from thinwire.errors import ConfigError
 
@@ -40,7 +40,11 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     All runs have the same settings. --steps, --seconds and --target-loss are the limits of each run, not of all
     together. Options that are not given take the task's defaults.
 
+    With --model and --data, functions of your own take the place of the task: see docs/how-to/own-task.md.
+
     Args:
+        config: a file of options, such as run.toml in the folder of an earlier comparison, or that folder; options
+            given here override it.
         strategies: recipes separated by semicolons; torch's own methods are ddp, ddp+bf16, ddp+powersgd and
             post-local-sgd.
         rounds: how many times each strategy is run; round i has the seed --seed plus i. With more than one, the table
@@ -50,6 +54,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         json: print the summaries as JSON.
     """
 
+    config: Path | None = None
     strategies: str = (
         "ddp; LocalSGD(period=8); LocalSGD(period=8, codec=Quantize(4)); OverlapLocalSGD(period=8); PushSum()"
     )
@@ -62,6 +67,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     def __call__(self) -> int:
         """Run every strategy; returns 0."""
         from thinwire.runs import resolve
+        from thinwire.runs.configuration import without_decided
         from thinwire.runs.recipes import split_recipes
 
         if self.rounds < 1:
@@ -69,7 +75,15 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         recipes = split_recipes(self.strategies)
         settings = resolve({**self.given(), "strategy": recipes[0]})
         folder = self.out or default_folder(settings.task, "compare")
-        done = run(settings, recipes, folder, rounds=self.rounds, title=title(settings, len(recipes)))
+        values = {**without_decided(settings), "strategies": "; ".join(recipes), "rounds": self.rounds}
+        done = run(
+            settings,
+            recipes,
+            folder,
+            rounds=self.rounds,
+            title=title(settings, len(recipes)),
+            save=lambda: save_config(folder, Compare, "compare", values),
+        )
         page = report(folder)
         if self.json:
             out.print(json_text.dumps(done.summaries), markup=False)
@@ -79,14 +93,24 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         return 0
 
 
-def run(settings: Settings, recipes: Sequence[str], folder: Path, *, rounds: int, title: str) -> Comparison:
-    """Run a comparison and show its progress."""
+def run(
+    settings: Settings,
+    recipes: Sequence[str],
+    folder: Path,
+    *,
+    rounds: int,
+    title: str,
+    save: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Run a comparison and show its progress; `save` is called when the folder is there."""
     from thinwire.runs import compare
 
     with ExitStack() as contexts:
         watches: list[Watch] = []
 
         def begin(recipe: str, place: int) -> None:
+            if place == 0:
+                save()
             # Ends the progress line of the run before.
             contexts.close()
             label = f"[{place + 1}/{rounds * len(recipes)}] {recipe}"
@@ -106,7 +130,8 @@ def run(settings: Settings, recipes: Sequence[str], folder: Path, *, rounds: int
 def title(settings: Settings, count: int) -> str:
     """The comparison's title: how many strategies, the task, the workers and the links."""
     link = f" over {settings.link}" if settings.link else ""
-    return f"{count} strategies on {settings.task} ({settings.model}), {settings.workers} workers{link}"
+    size = "" if settings.own_model is not None else f" ({settings.model})"
+    return f"{count} strategies on {settings.task}{size}, {settings.workers} workers{link}"
 
 
 def show(done: Comparison, *, markdown: bool = False) -> None:

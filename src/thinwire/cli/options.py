@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
+from thinwire.runs.configuration import OPTION_NAMES, option_name
 from thinwire.runs.settings import Settings
 
 
@@ -29,7 +30,7 @@ class Options:
 def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | None = None) -> type[Options]:
     """Make a dataclass with an option for each field of `Settings`, to be the base of a command.
 
-    An option has the name (but --model-size for `model`), the type and the help text of its field. Its default is None,
+    An option has the name (or that in `OPTION_NAMES`), the type and the help text of its field. Its default is None,
     which leaves the choice to `resolve`; a flag is off unless given.
 
     Args:
@@ -42,12 +43,42 @@ def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | No
             continue
         if kind is bool:
             options.append((name, bool, False))
-        elif name == "model":
-            options.append((name, Annotated[kind | None, arg(name="model-size")], None))
+        elif name in OPTION_NAMES:
+            options.append((name, Annotated[kind | None, arg(name=OPTION_NAMES[name])], None))
         else:
             # Settings hold text, for JSON; as an option it is a path.
             options.append((name, (Path if name == "data" else kind) | None, None))
     return make_dataclass("Options", options, bases=(Options,), namespace={"__doc__": Settings.__doc__}, frozen=True)
+
+
+# Options that are about one call, and not about what it computes.
+_OF_A_CALL = ("out", "resume", "json", "markdown", "trace", "config", "check", "overwrite")
+
+
+def option_names(command: type[Any]) -> tuple[list[str], list[str]]:
+    """The names of a command's options that a configuration may hold, and which of them are flags."""
+    named = {field.name: option_name(field.name) for field in fields(command)}
+    kept = {name: option for name, option in named.items() if name not in _OF_A_CALL}
+    kinds = get_type_hints(command)
+    return list(kept.values()), [option for name, option in kept.items() if kinds[name] is bool]
+
+
+def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str, Any]) -> None:
+    """Write the options that a command runs with to its folder, for `--config`.
+
+    Args:
+        folder: of the run.
+        command: the command's dataclass.
+        name: the command's name.
+        values: by the names of the fields; others than the command's options are left out.
+    """
+    from thinwire.runs.configuration import NAME, as_toml
+    from thinwire.storage.files import write_atomically
+
+    known, _ = option_names(command)
+    chosen = {option_name(key): value for key, value in values.items() if option_name(key) in known}
+    text = as_toml(chosen, head=f"thinwire {name} --config {NAME} repeats this run")
+    write_atomically(folder / NAME, text.encode())
 
 
 def command_line() -> str:
@@ -59,7 +90,7 @@ def default_folder(task: str, name: str) -> Path:
     """A folder for a run that does not exist yet, named by the task, the strategy and the time."""
     from thinwire.runs.comparison import short_name
 
-    stem = f"{task}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{task.replace(':', '-')}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 2
     while path.exists():
         path, number = Path("runs") / f"{stem}-{number}", number + 1

@@ -12,21 +12,38 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+from tyro.conf import arg
 
 from thinwire.cli.console import err, out
-from thinwire.cli.options import command_line, default_folder
+from thinwire.cli.options import command_line, default_folder, save_config
 from thinwire.cli.trials import headings_of, progress_display, rows_of, show, summary_text, trials_as_json
 from thinwire.errors import ConfigError
+from thinwire.runs.configuration import option_name
 
 if TYPE_CHECKING:
     from thinwire.sweep.plan import Plan
     from thinwire.sweep.space import Domain, Space
     from thinwire.sweep.trials import Outcome, Population
+    from thinwire.tasks import Task
 
-_HYPERPARAMETERS = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "optimizer", "batch_size", "model_size")
+_HYPERPARAMETERS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "alpha",
+    "rho",
+    "lr_decay",
+    "optimizer",
+    "batch_size",
+    "model_size",
+)
 # Options that do not decide the results, and so may change when a sweep is resumed.
-_MAY_CHANGE = ("data", "out", "resume", "overwrite", "json", "check", "threads")
+_MAY_CHANGE = ("config", "data", "out", "resume", "overwrite", "json", "check", "threads")
 _JOURNAL = "journal"
 Fields = dict[str, Any]
 
@@ -43,16 +60,23 @@ class Sweep:
     picture of every hyperparameter.
 
     Args:
-        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a.
+        config: a file of options, such as run.toml in the folder of an earlier sweep, or that folder; options given
+            here override it.
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
+        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model. Needs --data and --loss.
+        own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss.
         trials: number of trials.
         steps: optimizer steps of a trial that is not stopped early.
         lr: learning rates.
-        momentum: momenta of sgd.
+        momentum: momenta of sgd and rmsprop.
         weight_decay: weight decays.
-        beta1: decay rates of adamw's first moment.
-        beta2: decay rates of adamw's second moment.
-        eps: epsilons of adamw.
-        optimizer: sgd, adamw, or sgd,adamw.
+        beta1: decay rates of the first moment of adam, adamw and lamb.
+        beta2: decay rates of their second moment.
+        eps: epsilons of all but sgd.
+        alpha: decay rates of rmsprop's squares.
+        rho: decay rates of adadelta's squares.
+        lr_decay: decays of adagrad's learning rate.
+        optimizer: sgd, adam, adamw, lamb, adagrad, rmsprop, adadelta, or several of them, such as sgd,adamw.
         batch_size: examples per step.
         model_size: named sizes of the task's model.
         schedule: constant, or cosine down to a tenth at the last step.
@@ -67,14 +91,18 @@ class Sweep:
         seed: seed of the draws, the initial parameters and the order of data.
         eval_limit: number of held-out examples; default all.
         threads: threads of computation; default all cores.
-        data: folder of data files; default THINWIRE_DATA.
+        data: folder of data files; default THINWIRE_DATA. With --model, MODULE:FUNCTION from (rank, size, seed) to
+            batches, or to batches and held-out batches.
         out: output folder; default runs/TASK-sweep-TIME.
         resume: folder of an interrupted sweep to resume, with the options that it began with.
         overwrite: replace an unfinished sweep in the output folder.
         json: print everything as JSON.
     """
 
-    task: str = "digits"
+    config: Path | None = None
+    task: str | None = None
+    own_model: Annotated[str | None, arg(name="model")] = None
+    own_loss: Annotated[str | None, arg(name="loss")] = None
     trials: int = 16
     steps: int = 300
     lr: str | None = None
@@ -83,6 +111,9 @@ class Sweep:
     beta1: str | None = None
     beta2: str | None = None
     eps: str | None = None
+    alpha: str | None = None
+    rho: str | None = None
+    lr_decay: str | None = None
     optimizer: str | None = None
     batch_size: str | None = None
     model_size: str | None = None
@@ -106,7 +137,7 @@ class Sweep:
 
     def __call__(self) -> int:
         """Sweep, write and show; returns 0."""
-        folder = self.resume or self.out or default_folder(self.task, "sweep")
+        folder = self.resume or self.out or default_folder(self._name, "sweep")
         try:
             with _terminated_like_interrupted():
                 return (self if self.resume is None else self._resumed(folder))._run(folder, resume=bool(self.resume))
@@ -140,6 +171,7 @@ class Sweep:
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
         journal = Journal(folder / _JOURNAL, self._settings(), resume=resume, overwrite=self.overwrite)
+        save_config(folder, Sweep, "sweep", {field.name: getattr(self, field.name) for field in fields(self)})
         # A sampler that learns needs the outcomes of some trials before it proposes others.
         at_once = -(-self.trials // 4) if self.sampler == "optuna" and self.together is None else None
         counts = {"together": self.together, "at_once": at_once}
@@ -173,7 +205,7 @@ class Sweep:
         # An option that is given again with the value it began with is allowed, and so is one at its default.
         for name, value in now.items():
             if value not in (defaults[name], before[name]):
-                option = name.replace("_", "-")
+                option = option_name(name)
                 begun = "without it" if before[name] is None else f"with {before[name]}"
                 raise ConfigError(f"--{option} {value}: the sweep began {begun}; leave it out")
         return replace(self, **before)
@@ -183,7 +215,6 @@ class Sweep:
 
         from thinwire.sweep.plan import Plan
         from thinwire.sweep.trials import Halving
-        from thinwire.tasks import load
 
         if self.threads is not None and not 1 <= self.threads <= 4096:
             raise ConfigError(f"--threads {self.threads}: must lie in 1..4096; leave it out to use all cores")
@@ -192,7 +223,7 @@ class Sweep:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return Plan(
-            load(self.task, data=self.data),
+            self._task(),
             self.steps,
             self.seed,
             self.schedule,
@@ -200,6 +231,32 @@ class Sweep:
             self.eval_limit,
             self._population(space),
         )
+
+    @property
+    def _name(self) -> str:
+        """What is searched: a task, or a model of the user's."""
+        return self.own_model or self.task or "digits"
+
+    def _task(self) -> Task:
+        """The task; of a user's functions, after one batch was tried.
+
+        Raises:
+            ConfigError: options that exclude each other, or a function that cannot be used.
+        """
+        from thinwire.runs.own_functions import complete_own
+        from thinwire.tasks import load
+
+        if self.own_model is None:
+            if self.own_loss is not None:
+                raise ConfigError(f"--loss {self.own_loss}: belongs to a model of yours; add --model MODULE:FUNCTION")
+            return load(self._name, data=self.data)
+        if self.own_loss is None:
+            raise ConfigError(
+                f"--model {self.own_model}: a sweep computes the loss of each model from its outputs; add --loss, "
+                "such as --loss torch.nn.functional:cross_entropy"
+            )
+        given = {"task": self.task, "batch_size": self.batch_size, "model": self.model_size, "seed": self.seed}
+        return complete_own({**given, "own_model": self.own_model, "data": self.data, "own_loss": self.own_loss})
 
     def _population(self, space: Space) -> Population | None:
         """The population of these options; it perturbs every hyperparameter that is searched as a range."""
@@ -244,11 +301,11 @@ class Sweep:
         return Space(domains)
 
     def _title(self) -> str:
-        return f"{self.trials} trials of {self.task}, {self.steps} steps each"
+        return f"{self.trials} trials of {self._name}, {self.steps} steps each"
 
     def _summary(self, best: Sequence[Outcome], seconds: float) -> Fields:
         return {
-            "task": self.task,
+            "task": self._name,
             "trials": len(best),
             "steps": self.steps,
             "seconds": seconds,

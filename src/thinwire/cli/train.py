@@ -31,6 +31,8 @@ _FIXED = (
     "coreset",
     "seed",
     "model",
+    "own_model",
+    "own_loss",
 )
 
 
@@ -44,13 +46,18 @@ class Train(settings_as_options(without=["timeline_steps"])):
     torchrun's workers instead. Options that are not given take the task's defaults. A run ends after 200 steps unless
     --steps, --seconds or --target-loss is given.
 
+    With --model and --data, functions of your own take the place of the task: see docs/how-to/own-task.md.
+
     Args:
+        config: a file of options, such as run.toml in the folder of an earlier run, or that folder; options given here
+            override it.
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a saved run, to continue from its newest checkpoint.
         trace: also write the timeline as trace.json, which ui.perfetto.dev opens.
         json: print the summary as JSON.
     """
 
+    config: Path | None = None
     out: Path | None = None
     resume: Path | None = None
     trace: bool = False
@@ -107,6 +114,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
             ConfigError: a setting was given that decides the run's numbers, or --out.
         """
         from thinwire.runs import RunFolder, parse_recipe, resolve
+        from thinwire.runs.configuration import without_decided
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
@@ -115,9 +123,15 @@ class Train(settings_as_options(without=["timeline_steps"])):
             parse_recipe(given["strategy"])
         # The folder may come from somebody else: only the command line may name modules to import.
         parse_recipe(before.strategy, imports=False)
+        if before.own_model is not None and given["own_model"] is None:
+            loss = "" if before.own_loss is None else f" --loss {before.own_loss}"
+            raise ConfigError(
+                f"--resume {folder}: its model and data are functions, and files import nothing; if you trust them, "
+                f"add --model {before.own_model} --data {before.data}{loss}"
+            )
         # A flag cannot be given as off, so False means that the run keeps its own value.
         changes = {name: value for name, value in given.items() if value is not None and value is not False}
-        settings = resolve({**before.to_json(), **changes})
+        settings = resolve({**without_decided(before), **changes})
         for name in _FIXED:
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:

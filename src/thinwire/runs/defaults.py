@@ -14,6 +14,7 @@ import torch
 from thinwire.emulate import available, parse_links, parse_stops, parse_stragglers
 from thinwire.errors import ConfigError
 from thinwire.runs.coreset import check_policy
+from thinwire.runs.own_functions import complete_own
 from thinwire.runs.recipes import describe, parse_recipe
 from thinwire.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.runs.tensor import check_tensor_parallel, size_for
@@ -38,16 +39,25 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
     given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
     _check_environment(given)
-    if "data" in given:
-        # Workers may start in another folder.
-        given["data"] = str(Path(given["data"]).absolute())
-    task = load(given.setdefault("task", "text"), data=Path(given["data"]) if "data" in given else None)
+    task = _task(given)
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
+
+
+def _task(given: dict[str, Any]) -> Task:
+    """The task; of a user's functions, what is given is checked and completed."""
+    if "own_model" not in given:
+        if "own_loss" in given:
+            raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours; add --model MODULE:FUNCTION")
+        if "data" in given:
+            # Workers may start in another folder.
+            given["data"] = str(Path(given["data"]).absolute())
+        return load(given.setdefault("task", "text"), data=Path(given["data"]) if "data" in given else None)
+    return complete_own(given)
 
 
 def check_recipe(text: str, workers: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.runs.configuration import NAME, settings_as_toml
 from thinwire.runs.measure import Record
 from thinwire.runs.settings import Settings, read_settings
 from thinwire.storage.files import write_atomically
@@ -18,9 +19,9 @@ Fields = dict[str, Any]
 class RunFolder:
     """One run's files.
 
-    `settings.json` is enough to start the run again; `config.json` is for readers; `metrics.jsonl` and
-    `timeline.jsonl` grow line by line; `links.json` and `summary.json` are written at the end; `--resume` reads
-    `checkpoints/`.
+    `settings.json` is enough to start the run again, `run.toml` holds the same as options of the command line;
+    `config.json` is for readers; `metrics.jsonl` and `timeline.jsonl` grow line by line; `links.json` and
+    `summary.json` are written at the end; `--resume` reads `checkpoints/`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +48,8 @@ class RunFolder:
             ) from None
 
     def write_settings(self, settings: Settings) -> None:
-        """Write the settings, for the workers and for resuming."""
+        """Write the settings, for the workers and for resuming, and as options of `thinwire train --config`."""
+        self._write(NAME, settings_as_toml(settings))
         self.write("settings.json", settings.to_json())
 
     def settings(self) -> Settings:
@@ -64,8 +66,11 @@ class RunFolder:
         Raises:
             ConfigError: it cannot be written.
         """
+        self._write(name, json.dumps(content, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
         try:
-            write_atomically(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+            write_atomically(self.path / name, text.encode())
         except OSError as error:
             raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}); free some space") from None
 

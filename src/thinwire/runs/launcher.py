@@ -14,6 +14,7 @@ from typing import Any
 from thinwire.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
 from thinwire.errors import PeerLostError, ThinwireError, error_named
 from thinwire.runs.folder import Fields, RunFolder
+from thinwire.runs.own_functions import modules_of_functions
 from thinwire.runs.recipes import modules_of, parse_recipe
 from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
@@ -43,7 +44,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         ThinwireError: what ended the run; one error, however many workers it ended.
     """
     home = RunFolder(folder)
-    modules = modules_of(parse_recipe(settings.strategy, imports=False))
+    modules = modules_of(parse_recipe(settings.strategy, imports=False)) + modules_of_functions(settings)
     if not resume:
         home.create()
     home.write_settings(settings)

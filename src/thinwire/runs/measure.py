@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -237,6 +239,25 @@ def _without(step: tuple[int, float, float], waits: Sequence[Interval]) -> list[
             pieces.append(Interval("compute", "compute", start, wait.start, number))
         start = max(start, wait.end)
     return [*pieces, Interval("compute", "compute", start, end, number)] if end > start else pieces
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+STATUS = Path("/proc/self/status")
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes that this process has used so far: of the GPU that it trains on, otherwise of the machine."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # What getrusage says may be the peak of the process that started this one.
+    lines = STATUS.read_text(errors="replace").splitlines() if STATUS.is_file() else []
+    peak = next((line for line in lines if line.startswith("VmHWM:")), None)
+    if peak is not None:
+        return 1024 * int(peak.split()[1])
+    # In kibibytes on Linux, in bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # -- bytes of the network interface ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from thinwire.runs.baselines import Baseline, Bf16Gradients, PlainDdp, PostLocal
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.recipe import brief, read
+from thinwire.topology.base import Topology
 
 Recipe = Strategy | Baseline
 BASELINES: Mapping[str, type[Baseline]] = {
@@ -54,6 +55,11 @@ def split_recipes(text: str) -> list[str]:
 def describe(recipe: Recipe) -> str:
     """The canonical text, which `parse_recipe` reads back: without arguments at their defaults."""
     return str(recipe) if isinstance(recipe, Baseline) else brief(recipe)
+
+
+def topology_of(recipe: Recipe) -> Topology | None:
+    """The graph that a recipe, or one within it, sends along; None where all workers talk to all."""
+    return next((part for part in _parts(recipe) if isinstance(part, Topology)), None)
 
 
 def modules_of(recipe: Recipe) -> list[str]:

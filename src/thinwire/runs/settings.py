@@ -35,6 +35,10 @@ class Settings:
     Args:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; text unless given.
         model: a named size of the task's model; the task's default unless given.
+        own_model: instead of a task, MODULE:FUNCTION of yours, such as train:model; called without arguments, it
+            returns the model. Needs --data.
+        own_loss: with a model of yours, MODULE:FUNCTION from (outputs, targets) to the mean loss, such as
+            torch.nn.functional:cross_entropy; the model returns its loss unless given.
         strategy: a recipe such as "LocalSGD(period=8, codec=Quantize(4))", or one of torch's own methods: ddp,
             ddp+bf16, ddp+powersgd, post-local-sgd; AllReduce() unless given.
         workers: number of processes that train together; 4 unless given.
@@ -62,7 +66,8 @@ class Settings:
         slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
         stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
         stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
-        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With a model of
+            yours, MODULE:FUNCTION from (rank, size, seed) to that worker's batches, or to batches and held-out batches.
         device: cpu or cuda; cpu unless given.
         threads: threads of computation per worker; OMP_NUM_THREADS, or the cores divided among the workers,
             unless given.
@@ -112,6 +117,8 @@ class Settings:
     timeline_steps: int = 24
     timeout: float = 60.0
     tensorboard: bool = False
+    own_model: str | None = None
+    own_loss: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:

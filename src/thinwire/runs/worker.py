@@ -21,8 +21,9 @@ from thinwire.runs.baselines import Baseline
 from thinwire.runs.coreset import ChosenData, parse_policy
 from thinwire.runs.engine import Engine, ThinwireEngine
 from thinwire.runs.folder import Fields, RunFolder
-from thinwire.runs.measure import WireBytes
+from thinwire.runs.measure import WireBytes, peak_memory
 from thinwire.runs.optimizer import make_optimizer
+from thinwire.runs.own_functions import load_task
 from thinwire.runs.processes import connected
 from thinwire.runs.recipes import Recipe, parse_recipe
 from thinwire.runs.settings import Settings
@@ -30,7 +31,6 @@ from thinwire.runs.tensor import TensorParallel, tensor_parallel_engine
 from thinwire.runs.training import RunContext, Training
 from thinwire.runs.writer import Writer
 from thinwire.strategies.base import Strategy
-from thinwire.tasks import load
 from thinwire.worker.handshake import agree, gather_texts
 from thinwire.worker.worker import attach
 
@@ -74,7 +74,7 @@ def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bo
 
 
 def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Emit, resume: bool) -> Fields | None:
-    task = load(settings.task, data=Path(settings.data) if settings.data else None)
+    task = load_task(settings)
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
     agree(control, [*facts, ("the data", task.fingerprint())], _CPU)
     home = RunFolder(Path(gather_texts(control, str(folder.resolve()).encode(), _CPU)[0].decode()))
@@ -140,7 +140,8 @@ def _finish(training: Training) -> Fields | None:
     context, own = training.context, training.wire_bytes
     # -1 stands for "not measured": a tensor has no null.
     wire = [-1.0, -1.0] if own is None else [float(own.sent), float(own.received)]
-    mine = torch.tensor([*wire, training.payload_bytes], dtype=torch.float64)
+    memory = float(peak_memory(context.settings.device))
+    mine = torch.tensor([*wire, training.payload_bytes, memory], dtype=torch.float64)
     rows = [row.tolist() for row in context.control.all_gather(mine).wait()]
     if context.writer is None:
         return None
@@ -148,7 +149,8 @@ def _finish(training: Training) -> Fields | None:
     known = [each.sent for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     context.writer.write_links(every, [row[2] for row in rows])
-    more = {} if context.coreset is None else context.coreset.summary()
+    more: Fields = {"peak_memory_bytes": max(row[3] for row in rows)}
+    more |= {} if context.coreset is None else context.coreset.summary()
     more |= {} if context.tensor_parallel is None else context.tensor_parallel.summary()
     summary = context.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)
     context.writer.close()
@@ -158,8 +160,8 @@ def _finish(training: Training) -> Fields | None:
 def main(arguments: list[str]) -> int:
     """Train as one rank, printing events as JSON lines; returns 0 for success, 1 for failure, 2 for a user's error.
 
-    The modules are those that define the recipe's classes. The launcher names them, and never the folder, whose files
-    may come from somebody else.
+    The modules are those of the recipe's classes and of the user's functions. The launcher names them, and never the
+    folder, whose files may come from somebody else.
     """
     folder = RunFolder(Path(arguments[0]))
     try:

@@ -15,9 +15,15 @@ from thinwire.emulate import parse_links
 from thinwire.runs.baselines import Baseline
 from thinwire.runs.folder import Fields, RunFolder, Scalars
 from thinwire.runs.measure import Record, Totals, WireBytes
-from thinwire.runs.recipes import parse_recipe
+from thinwire.runs.recipes import parse_recipe, topology_of
 from thinwire.runs.settings import Settings
+from thinwire.strategies.recipe import brief
 from thinwire.tasks import Evaluation, Task
+from thinwire.topology.analysis import matrices
+
+# Larger graphs, and longer periods, are no drawing that says anything.
+_MOST_DRAWN = 32
+_MOST_STEPS = 8
 
 
 class Writer:
@@ -52,6 +58,7 @@ class Writer:
             "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
             "parameters": parameters,
             "paper": paper,
+            "topology": _topology(self.settings),
         }
         self.folder.write("config.json", content)
 
@@ -139,6 +146,14 @@ def _exposed(settings: Settings) -> str:
     if settings.device == "cuda":
         return "time the host was blocked in waits for messages; what the GPU waits for counts as computation"
     return "time blocked in waits for messages"
+
+
+def _topology(settings: Settings) -> Fields | None:
+    """The graph of the strategy and its mixing matrices, for the report; None where it has none."""
+    graph = topology_of(parse_recipe(settings.strategy, imports=False))
+    if graph is None or not 1 < settings.copies <= _MOST_DRAWN:
+        return None
+    return {"name": brief(graph), "mixing": matrices(graph, settings.copies)[:_MOST_STEPS].round(6).tolist()}
 
 
 def _processor() -> str:

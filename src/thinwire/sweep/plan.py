@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from thinwire.errors import ConfigError
+from thinwire.sweep.optimizers import OPTIMIZERS
 from thinwire.sweep.space import Choices, Hyperparameters, Range, Space, Value
 from thinwire.sweep.trials import Halving, Population
 from thinwire.tasks.base import Task
-
-# Hyperparameters that only one of the optimizers has.
-_OPTIMIZER_OF = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw", "eps": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -21,14 +19,17 @@ class Setting:
 
     Args:
         lr: peak learning rate.
-        momentum: momentum of sgd.
+        momentum: momentum of sgd and rmsprop.
         weight_decay: weight decay, as torch's optimizer of that name applies it.
-        optimizer: "sgd" or "adamw".
+        optimizer: one of `OPTIMIZERS`.
         batch_size: examples per step.
         model_size: a named size of the task's model.
-        beta1: decay rate of adamw's first moment.
-        beta2: decay rate of adamw's second moment.
-        eps: epsilon of adamw.
+        beta1: decay rate of the first moment of adam, adamw and lamb.
+        beta2: decay rate of their second moment.
+        eps: epsilon of every optimizer but sgd.
+        alpha: decay rate of rmsprop's squares.
+        rho: decay rate of adadelta's squares.
+        lr_decay: decay of adagrad's learning rate.
 
     Raises:
         ConfigError: a number out of its range.
@@ -43,13 +44,16 @@ class Setting:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    alpha: float = 0.99
+    rho: float = 0.9
+    lr_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay", "eps"):
+        for name in ("lr", "momentum", "weight_decay", "eps", "lr_decay"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value}: must be finite and not negative")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "alpha", "rho"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name}={value}: must lie in [0, 1); 0.9 and 0.999 are usual")
@@ -107,23 +111,25 @@ class Plan:
             if name not in known:
                 raise ConfigError(f"hyperparameter {name!r}: there are {', '.join(sorted(known))}")
         optimizer = str(hyperparameters.get("optimizer", self.task.defaults.optimizer))
-        if optimizer not in ("sgd", "adamw"):
-            raise ConfigError(f"optimizer={optimizer!r}: a sweep has sgd and adamw")
-        usual = self.task.defaults_for(optimizer)
+        if optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer={optimizer!r}: a sweep has {', '.join(OPTIMIZERS)}")
+        kind, own = OPTIMIZERS[optimizer], self.task.defaults
+        # The task's defaults belong to an optimizer: another optimizer has another usual learning rate.
+        known_here = next((each for each in self.task.settings if each.optimizer == optimizer), None)
+        rate, decay = (kind.rate, own.weight_decay) if known_here is None else (known_here.lr, known_here.weight_decay)
+        momentum = kind.hyperparameters.get("momentum", 0.0) if known_here is None else known_here.momentum
         size = str(hyperparameters.get("model_size", self.task.default_size))
         if size not in self.task.sizes:
             raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
+        rest = {name: usual for name, usual in kind.hyperparameters.items() if name != "momentum"}
         return Setting(
-            # The task's defaults belong to an optimizer: another optimizer has another usual learning rate.
-            lr=_number(hyperparameters, "lr", usual.lr),
-            momentum=_number(hyperparameters, "momentum", usual.momentum),
-            weight_decay=_number(hyperparameters, "weight_decay", usual.weight_decay),
-            optimizer=usual.optimizer,
-            batch_size=_whole(hyperparameters, "batch_size", usual.batch_size),
+            lr=_number(hyperparameters, "lr", rate),
+            momentum=_number(hyperparameters, "momentum", momentum),
+            weight_decay=_number(hyperparameters, "weight_decay", decay),
+            optimizer=optimizer,
+            batch_size=_whole(hyperparameters, "batch_size", own.batch_size),
             model_size=size,
-            beta1=_number(hyperparameters, "beta1", 0.9),
-            beta2=_number(hyperparameters, "beta2", 0.999),
-            eps=_number(hyperparameters, "eps", 1e-8),
+            **{name: _number(hyperparameters, name, usual) for name, usual in rest.items()},
         )
 
     def check(self, space: Space) -> None:
@@ -136,6 +142,8 @@ class Plan:
         # Settings are valid in intervals, so the ends of a range stand for all of it.
         for hyperparameters in space.extremes():
             self.setting(hyperparameters)
+        if self.task.divided and "batch_size" in space.domains:
+            raise ConfigError(f"batch_size={space.domains['batch_size']}: {self.task.title} has its own; leave it out")
         sizes = space.domains.get("batch_size")
         if isinstance(sizes, Range) and sizes.scale != "whole":
             raise ConfigError(
@@ -145,11 +153,11 @@ class Plan:
         domain = space.domains.get("optimizer")
         used = [str(each) for each in domain.values] if isinstance(domain, Choices) else [self.task.defaults.optimizer]
         for name in space.domains:
-            owner = _OPTIMIZER_OF.get(name)
-            if owner is not None and owner not in used:
+            owners = [each for each, kind in OPTIMIZERS.items() if name in kind.hyperparameters]
+            if owners and not set(owners) & set(used):
                 raise ConfigError(
                     f"{name}={space.domains[name]}: {' and '.join(used)} has no such hyperparameter; leave it out, or "
-                    f"use {owner}"
+                    f"use {' or '.join(owners)}"
                 )
 
     def lr_factor(self, step: int) -> float:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.array import FusedArray, fuse
+from thinwire.fusion.array import fuse
 from thinwire.fusion.checkpoints import restore, state_of
-from thinwire.fusion.optimizers.adam import AdamW
-from thinwire.fusion.optimizers.base import FusedOptimizer
-from thinwire.fusion.optimizers.sgd import SGD
-from thinwire.sweep.plan import Plan, Setting
+from thinwire.sweep.optimizers import fused_optimizer, torch_optimizer
+from thinwire.sweep.plan import Plan
 from thinwire.sweep.trials import Copy, Outcome, Population, Trial, rng_for
-from thinwire.tasks.base import IGNORED, evaluating
+from thinwire.tasks.base import evaluating
 
 
 class TrialArray:
@@ -75,7 +71,7 @@ class TrialArray:
             self._shard, self.step, batch_size=self.batch_size, seed=self.plan.seed, rank=0
         )
         self.array.zero_grad()
-        losses = self.array.losses(cross_entropy, self.array(*inputs), targets)
+        losses = self.array.losses(self.plan.task.objective.loss, self.array(*inputs), targets)
         # The sum, so that each model's gradient is that of its own loss.
         losses.sum().backward()
         # In place: the optimizer reads this tensor of learning rates, [B].
@@ -150,15 +146,18 @@ class TrialArray:
     def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
+        objective = task.objective
         loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
         self.array.eval()
         with torch.no_grad():
-            for *inputs, targets in task.data.held_out(self.plan.eval_limit):
-                logits = self.array(*inputs)
-                counted = targets != IGNORED
-                loss += self.array.losses(partial(cross_entropy, reduction="sum"), logits, targets).double()
-                hits += ((logits.argmax(-1) == targets) & counted).flatten(1).sum(1)
-                total += int(counted.sum())
+            for batch in task.data.held_out(self.plan.eval_limit):
+                *inputs, targets = batch
+                outputs, count = self.array(*inputs), objective.count(batch)
+                sums = self.array.losses(lambda x, y, n=count: objective.total(x, y, n), outputs, targets)
+                loss += sums.double()
+                if isinstance(outputs, Tensor):
+                    hits += torch.stack([objective.hits(own, targets) for own in outputs])
+                total += count
         self.array.train()
         return [
             Outcome(
@@ -233,30 +232,3 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
     with evaluating(model):
         found = task.evaluate(model, limit=plan.eval_limit)
     return Outcome(trial, found.loss, found.metric, plan.steps)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """One model's cross entropy in nats; targets that a task marks as ignored are left out."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
-
-
-def fused_optimizer(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimizer:
-    """An optimizer of the array with each trial's hyperparameters."""
-    lr, decay = [each.lr for each in settings], [each.weight_decay for each in settings]
-    if settings[0].optimizer == "sgd":
-        momenta = [each.momentum for each in settings]
-        return SGD(array.parameters(), lr=lr, momentum=momenta, weight_decay=decay)
-    betas = [each.beta1 for each in settings], [each.beta2 for each in settings]
-    return AdamW(array.parameters(), lr=lr, betas=betas, eps=[each.eps for each in settings], weight_decay=decay)
-
-
-def torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """Torch's own optimizer with one trial's hyperparameters."""
-    if setting.optimizer == "sgd":
-        return torch.optim.SGD(
-            model.parameters(), lr=setting.lr, momentum=setting.momentum, weight_decay=setting.weight_decay
-        )
-    betas = (setting.beta1, setting.beta2)
-    return torch.optim.AdamW(
-        model.parameters(), lr=setting.lr, betas=betas, eps=setting.eps, weight_decay=setting.weight_decay
-    )

@@ -11,11 +11,11 @@ import numpy as np
 from thinwire.errors import ConfigError
 from thinwire.sweep.space import Hyperparameters, Value
 
-FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps")
+FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "alpha", "rho", "lr_decay")
 """The hyperparameters in which members of one array may differ."""
 
 # Perturbed by their distance from 1: 0.9 and 0.99 average over 10 and 100 steps.
-_DECAY_RATES = ("momentum", "beta1", "beta2")
+_DECAY_RATES = ("momentum", "beta1", "beta2", "alpha", "rho")
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,18 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 from thinwire.tasks.data.base import Batch, Data, Shard
 from thinwire.tasks.data.split import split_shards
-from thinwire.tasks.models.base import Network, build
+from thinwire.tasks.models.base import build
+from thinwire.tasks.objective import IGNORED, CrossEntropy, Objective
 
-IGNORED = -100
-"""The target of padding, which counts neither in the loss nor in the metric."""
+__all__ = ["IGNORED", "Defaults", "Evaluation", "Measure", "Task", "evaluating"]
 
 # Learning rates for tasks that have no settings of their own for an optimizer.
 _USUAL_RATES = {
@@ -120,6 +120,9 @@ class Task:
         networks: by size, a function that makes the model; the default size first.
         data: the examples.
         settings: settings for each optimizer, the default first.
+        objective: the loss; cross entropy unless another is given.
+        build: makes a network from one of the functions and a seed.
+        divided: whether the data come as one stream of ready batches for each worker, and not as numbered examples.
 
     Example:
         >>> from thinwire import tasks
@@ -136,9 +139,12 @@ class Task:
     name: str
     title: str
     measure: Measure
-    networks: Mapping[str, Callable[[], Network]]
+    networks: Mapping[str, Callable[[], Any]]
     data: Data
     settings: tuple[Defaults, ...]
+    objective: Objective = field(default_factory=CrossEntropy)
+    build: Callable[..., nn.Module] = build
+    divided: bool = False
     sizes: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +181,7 @@ class Task:
                 return settings
         return replace(self.defaults, optimizer=optimizer, lr=_USUAL_RATES.get(optimizer, 0.1))
 
-    def model(self, size: str | None = None, *, seed: int) -> Network:
+    def model(self, size: str | None = None, *, seed: int) -> nn.Module:
         """A model whose parameters depend on its size and the seed alone; the global generator is not used.
 
         Under `torch.device("meta")` it has shapes and no memory.
@@ -190,7 +196,7 @@ class Task:
         named = self.default_size if size is None else size
         if named not in self.networks:
             raise ConfigError(f"size={named!r}: task {self.name!r} has the sizes {', '.join(self.sizes)}")
-        return build(self.networks[named], seed=seed)
+        return self.build(self.networks[named], seed=seed)
 
     def shards(self, workers: int, *, split: str = "iid", seed: int = 0) -> tuple[Shard, ...]:
         """Split the training data among workers: every example goes to exactly one, and all ranks get the same split.
@@ -227,9 +233,8 @@ class Task:
         return self.data.steps_per_epoch(shard, batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross entropy in nats, a scalar."""
-        logits, targets = _logits_and_targets(model, batch)
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+        """The mean loss of a batch, a scalar; cross entropy in nats unless the task has another objective."""
+        return self.objective.loss(*self.objective.apply(model, batch))
 
     def evaluate(self, model: nn.Module, *, limit: int | None = None) -> Evaluation:
         """Evaluate on held-out data, in evaluation mode and without gradients; every module's mode is restored.
@@ -246,15 +251,20 @@ class Task:
         loss, hits, targets = 0.0, 0, 0
         with evaluating(model):
             for batch in self.data.held_out(limit):
-                logits, expected = _logits_and_targets(model, batch)
-                counted = expected != IGNORED
-                loss += float(F.cross_entropy(logits, expected, ignore_index=IGNORED, reduction="sum"))
-                hits += int((logits.argmax(-1) == expected)[counted].sum())
-                targets += int(counted.sum())
+                outputs, expected = self.objective.apply(model, batch)
+                count = self.objective.count(batch)
+                loss += float(self.objective.total(outputs, expected, count))
+                hits += int(self.objective.hits(outputs, expected))
+                targets += count
         return Evaluation(loss / targets, self.measure.of(loss, hits, targets), targets)
 
     def fingerprint(self) -> str:
-        """A hash of the data, 16 hexadecimal digits, which ranks compare before they start."""
+        """A hash of the data, 16 hexadecimal digits, which ranks compare before they start.
+
+        Of data that are `divided` it is a hash of their names: no rank has another's batches.
+        """
+        if self.divided:
+            return hashlib.blake2b(self.title.encode(), digest_size=8).hexdigest()
         (everything,) = self.shards(1)
         digest = hashlib.blake2b(f"{self.title} {everything.units}".encode(), digest_size=8)
         for tensor in self.batch(everything, 0, batch_size=256, seed=0, rank=0):
@@ -273,11 +283,3 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _logits_and_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Both flattened to one row per target."""
-    device = next(model.parameters()).device
-    *inputs, targets = (tensor.to(device) for tensor in batch)
-    logits: Tensor = model(*inputs)
-    return logits.flatten(0, -2), targets.flatten()
