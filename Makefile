@@ -9,7 +9,7 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test test-all coverage check format bench reproduce docs clean help
+.PHONY: demo test test-all gpu coverage check format bench reproduce docs dist clean help
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -17,7 +17,7 @@ $(VENV)/ok: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all]" --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,tune]" --group dev
 	@touch $@
 
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
@@ -30,18 +30,23 @@ test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproducti
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests reproductions
 
+gpu: $(VENV)/ok  ## the tests of NCCL, CUDA streams and Triton; skipped, with the reason, where there is no GPU
+	$(BIN)/python -m pytest -m gpu -rs
+
 coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 check: $(VENV)/ok ## format, lint, types, architecture
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
+	$(BIN)/python tools/spdx.py --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_architecture.py -p no:randomly --no-cov
 
 format: $(VENV)/ok  ## let ruff write
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/python tools/spdx.py
 	$(BIN)/python tools/write_stub.py
 
 bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
@@ -54,5 +59,11 @@ docs: $(VENV)/ok  ## the site, in docs/_build/html
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
 
+dist: $(VENV)/ok  ## wheel and source distribution, in dist; each is installed in a clean environment and used
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/smoke.py dist
+
 clean:           ## remove what the commands made
-	rm -rf $(VENV) docs/_build .pytest_cache .ruff_cache .coverage runs
+	rm -rf $(VENV) docs/_build dist .pytest_cache .ruff_cache .coverage runs

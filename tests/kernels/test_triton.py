@@ -47,6 +47,7 @@ def drawn(n: int) -> Tensor:
 
 
 @needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
 def test_signs_on_a_gpu_are_those_on_the_cpu(n: int) -> None:
     x, error = drawn(n), 0.1 * drawn(n)
@@ -64,6 +65,7 @@ def test_signs_on_a_gpu_are_those_on_the_cpu(n: int) -> None:
 
 
 @needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
 def test_few_bits_and_sketches_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) -> None:
     x, found = drawn(n), dict[str, list[Tensor]](cpu=[], cuda=[])

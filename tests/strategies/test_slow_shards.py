@@ -160,6 +160,7 @@ def test_the_slow_state_can_be_kept_on_the_host() -> None:
     assert r.state["base/anchor"].device.type == "cpu"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=brief)
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a GPU test: trains for a few steps, and rank 0 writes the parameters of all ranks to a file.
+
+python -m torch.distributed.run --nproc-per-node N tests/gpu/ranks.py DEVICE RECIPE STREAM FILE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import thinwire
+from thinwire.storage.files import write_atomically
+
+STEPS = 6
+
+
+def main(device: str, recipe: str, stream: str, path: str) -> None:
+    """Train as one rank."""
+    rank = int(os.environ["RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.manual_seed(0)
+    # Wide enough for several buckets.
+    model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 4)).to(
+        device
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    own = torch.cuda.Stream() if stream == "own" else None
+    worker = thinwire.attach(model, optimizer, recipe)
+    with torch.cuda.stream(own) if own is not None else torch.enable_grad():
+        for step in range(STEPS):
+            inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    with worker.consensus():
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    if rank == 0:
+        write_atomically(Path(path), flat.numpy().tobytes())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
