@@ -22,7 +22,7 @@ from thinwire.report.table import columns, written
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 THREE = (SAMPLES[0], SAMPLES[2], SAMPLES[3])
-SECTIONS = ["summary", "loss", "time", "timeline", "links", "details"]
+SECTIONS = ["summary", "trade", "loss", "time", "timeline", "links", "details"]
 
 
 class Page(HTMLParser):

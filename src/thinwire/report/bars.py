@@ -10,7 +10,7 @@ from thinwire.report import units
 from thinwire.report.files import Facts, number
 from thinwire.report.labels import shortened
 from thinwire.report.palette import COMPUTE, INK, MUTED, ON_WAIT, OTHER, PAPER, WAIT, Look, Tone
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, plain, seconds_axis
+from thinwire.report.picture import FONT_SIZE, Picture, canvas, is_narrow, plain, seconds_axis
 from thinwire.report.runs import Collection
 
 _NARROWEST_WITH_WORDS = 0.07
@@ -102,7 +102,9 @@ def _bar(axes: Axes, row: int, parts: Split | None, longest: float) -> None:
 
 
 def _names(axes: Axes, collection: Collection, styles: Sequence[Look]) -> None:
-    axes.set_yticks(range(len(collection.runs)), [shortened(run.label, 36) for run in collection.runs])
+    axes.set_yticks(
+        range(len(collection.runs)), [shortened(run.label, 18 if is_narrow() else 36) for run in collection.runs]
+    )
     axes.set_ylim(len(collection.runs) - 0.45, -0.55)
     axes.tick_params(axis="y", pad=18, labelcolor=INK.light)
     for row, look in enumerate(styles):

@@ -60,13 +60,22 @@ def card(title: str, body: str, anchor: str | None = None) -> str:
     return f'<section class="card"{place}><h2{heading}>{escape(title)}</h2>{body}</section>\n'
 
 
-def figure(picture: Picture, *, titled: bool = False, captioned: bool = True) -> str:
-    """A picture with its title and caption, as HTML; a caption that is not shown is still there for screen readers."""
-    wide = ' class="wide"' if picture.figure.get_figwidth() > 8 else ""
+def figure(picture: Picture, narrow: Picture | None = None, *, titled: bool = False, captioned: bool = True) -> str:
+    """A picture with its title and caption, as HTML; a caption that is not shown is still there for screen readers.
+
+    Args:
+        picture: for wide screens and for paper.
+        narrow: the same for narrow screens; None shows the wide one there too.
+        titled: whether its title is shown.
+        captioned: whether its caption is shown.
+    """
+    drawn = picture.svg()
+    if narrow is not None:
+        drawn = f'<div class="on-wide">{drawn}</div><div class="on-narrow">{narrow.svg()}</div>'
     title = f"<h3>{escape(picture.title)}</h3>" if titled else ""
     words = escape(picture.caption)
     caption = f"<figcaption>{words}</figcaption>" if captioned else f'<figcaption class="unseen">{words}</figcaption>'
-    return f"<figure{wide}>{title}{picture.svg()}{caption}</figure>\n"
+    return f"<figure>{title}{drawn}{caption}</figure>\n"
 
 
 def _declared(values: dict[str, str]) -> str:

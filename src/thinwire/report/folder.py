@@ -56,12 +56,24 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
         if not _is_run(folder / subfolder) or Path(subfolder).name != subfolder:
             notes.append(f"{subfolder} is listed in comparison.json but holds no run, so it is left out.")
             continue
-        runs.append(_read_run(folder / subfolder))
+        rounds = _rounds(folder, comparison, subfolder)
+        runs.append(dataclasses.replace(_read_run(folder / subfolder), rounds=rounds))
     if not runs:
         raise ConfigError(
             f"{folder}: none of the runs in comparison.json is there ({', '.join(map(str, names))}); {_FIX}"
         )
     return runs, notes
+
+
+def _rounds(folder: Path, comparison: Facts, chosen: str) -> tuple[Facts, ...]:
+    """The summaries of all rounds of the strategy that a folder is one of."""
+    every = comparison.get("rounds")
+    for names in every.values() if isinstance(every, dict) else ():
+        if isinstance(names, list) and chosen in names:
+            inside = [name for name in map(str, names) if Path(name).name == name]
+            found = [json_object(folder / name / "summary.json") for name in inside]
+            return tuple(facts for facts in found if facts is not None)
+    return ()
 
 
 def _is_run(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from thinwire.report.palette import INK, MUTED, PAPER, looks
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.report.picture import FONT_SIZE, Picture, canvas, is_narrow, key, legend, plain
 
 Matrix = NDArray[np.float64]
 _MOST_PANELS = 8
@@ -29,15 +29,15 @@ def graph_picture(stem: str, name: str, mixings: Matrix) -> Picture:
     """
     period, workers = mixings.shape[:2]
     shown = mixings[:1] if (mixings == mixings[0]).all() else mixings[:_MOST_PANELS]
-    columns = min(len(shown), _PER_ROW)
+    columns = min(len(shown), 2 if is_narrow() else _PER_ROW)
     rows = -(-len(shown) // columns)
     figure = canvas(max(4.2, 2.7 * columns), 0.4 + (4.0 if len(shown) == 1 else 2.8 * rows))
     figure.suptitle(f"{name}, {workers} workers", fontsize=FONT_SIZE + 2, color=INK.light)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for step, (axes, mixing) in enumerate(zip(panels, shown, strict=False)):
         title = "every step" if len(shown) == 1 else f"step {step}"
         _draw(axes, mixing, title)
-    for axes in list(panels)[len(shown) :]:
+    for axes in panels[len(shown) :]:
         axes.set_axis_off()
     rest = f" The first {len(shown)} of {period} steps." if 1 < len(shown) < period else ""
     edges = [int(((mixing > 0) & ~np.eye(workers, dtype=bool)).sum()) for mixing in shown]

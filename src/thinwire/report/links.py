@@ -9,7 +9,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from thinwire.report import units
 from thinwire.report.files import number
 from thinwire.report.palette import INK, MUTED, PAPER, Look
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, plain
+from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain
 from thinwire.report.runs import Collection, Link, Run
 
 # Characters of a panel's heading, by panels in a row.
@@ -32,6 +32,7 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
     if most <= 0:
         return None
     per_row = 3 if max(len(run.label) for run, _ in counted) <= _HEADING_LENGTH[3] else 2
+    per_row = 1 if is_narrow() else per_row
     rows, across = -(-len(counted) // per_row), min(per_row, len(counted))
     tallest = max(len(run.links) for run, _ in counted)
     figure = canvas(10.8, 0.5 + rows * (0.9 + 0.36 * tallest))
@@ -40,7 +41,7 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
     for axes in grid.flat[len(counted) :]:
         axes.set_visible(False)
     for axes, (run, look) in zip(grid.flat, counted, strict=False):
-        _panel(axes, run, look, most=most, room=_HEADING_LENGTH[per_row])
+        _panel(axes, run, look, most=most, room=_HEADING_LENGTH.get(per_row, 34))
     figure.legend(
         handles=[
             Patch(facecolor=INK.light, label="sent (wire)"),
@@ -48,7 +49,7 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
             Patch(facecolor=MUTED.light, edgecolor=PAPER.light, label="payload sent (thin)"),
         ],
         loc="outside upper left",
-        ncols=3,
+        ncols=2 if is_narrow() else 3,
         frameon=False,
         fontsize=FONT_SIZE,
         labelcolor=INK.light,

@@ -1,6 +1,6 @@
 """The report as one HTML file, without scripts and without links to other files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,18 +15,15 @@ from thinwire.report.headline import lead, setting, summary_table, tiles
 from thinwire.report.links import link_picture
 from thinwire.report.metrics import metric_pictures
 from thinwire.report.palette import Look, looks
-from thinwire.report.picture import Picture
+from thinwire.report.picture import Picture, narrow
 from thinwire.report.runs import Collection
 from thinwire.report.timeline import timeline_pictures
+from thinwire.report.topologies import topology_pictures
+from thinwire.report.tradeoff import figure_pictures, pareto_picture
 
-_PARTS = (
-    ("summary", "Summary"),
-    ("loss", "Loss"),
-    ("time", "Time per step"),
-    ("timeline", "Timeline"),
-    ("links", "Links"),
-    ("details", "How it was run"),
-)
+Shown = Callable[..., str]
+"""Makes HTML of a picture, with the options of `figure`."""
+_WIDE = 8.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,8 @@ class Drawings:
     """The pictures of a report; those that the runs have no data for are None or missing."""
 
     losses: Sequence[Picture]
+    trade: Sequence[Picture]
+    topologies: Sequence[Picture]
     metrics: Sequence[Picture]
     times: Picture | None
     timelines: dict[int, Picture]
@@ -50,7 +49,7 @@ class Drawings:
     def all(self) -> list[Picture]:
         """The pictures in the page's order."""
         single = [picture for picture in (self.times, self.links) if picture is not None]
-        return [*self.losses, *self.metrics, *single, *self.timelines.values()]
+        return [*self.losses, *self.trade, *self.metrics, *single, *self.topologies, *self.timelines.values()]
 
 
 def write(folder: Path) -> Written:
@@ -63,13 +62,17 @@ def write(folder: Path) -> Written:
     styles = looks([run.strategy for run in collection.runs])
     drawings = draw(collection, styles)
     plots = tuple(picture.png(folder / "plots") for picture in drawings.all())
-    return Written(write_text(folder / "report.html", page(collection, styles, drawings)), plots)
+    with narrow():
+        small = draw(collection, styles)
+    return Written(write_text(folder / "report.html", page(collection, styles, drawings, small)), plots)
 
 
 def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
     """Draw every picture that the runs have data for."""
     return Drawings(
         losses=loss_pictures(collection, styles),
+        trade=[each for each in (pareto_picture(collection, styles),) if each] + figure_pictures(collection, styles),
+        topologies=topology_pictures(collection),
         metrics=metric_pictures(collection, styles),
         times=time_picture(collection, styles),
         timelines=timeline_pictures(collection, styles),
@@ -77,18 +80,35 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
     )
 
 
-def page(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> str:
-    """The whole HTML document."""
-    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words in _PARTS)
-    bodies = (
-        summary_table(collection, styles),
-        _losses([*drawings.losses, *drawings.metrics]),
-        _empty("No step was timed, so its time cannot be split.") if drawings.times is None else figure(drawings.times),
-        _timelines(collection, drawings.timelines),
-        _links(collection, drawings.links),
-        details(collection, styles),
-    )
-    sections = "".join(card(words, body, anchor) for (anchor, words), body in zip(_PARTS, bodies, strict=True))
+def page(collection: Collection, styles: Sequence[Look], drawings: Drawings, small: Drawings | None = None) -> str:
+    """The whole HTML document.
+
+    Args:
+        collection: the runs.
+        styles: a look for each.
+        drawings: the pictures for wide screens and for paper.
+        small: the same for narrow screens; None shows the wide ones there too.
+    """
+    narrow_ones = {} if small is None else {each.name.removesuffix("-narrow"): each for each in small.all()}
+
+    def shown(picture: Picture, *, titled: bool = False, captioned: bool = True) -> str:
+        return figure(picture, narrow_ones.get(picture.name), titled=titled, captioned=captioned)
+
+    untimed = _empty("No step was timed, so its time cannot be split.")
+    parts = [
+        ("summary", "Summary", summary_table(collection, styles)),
+        ("trade", "What it costs", _in_pairs(drawings.trade, shown)),
+        ("loss", "Loss", _losses([*drawings.losses, *drawings.metrics], shown)),
+        ("time", "Time per step", untimed if drawings.times is None else shown(drawings.times)),
+        ("timeline", "Timeline", _timelines(collection, drawings.timelines, shown)),
+        ("links", "Links", _links(collection, drawings.links, shown)),
+        ("topology", "Who sends to whom", "".join(shown(each, titled=True) for each in drawings.topologies)),
+        ("details", "How it was run", details(collection, styles)),
+    ]
+    # A single run has no trade-off, and most strategies have no graph.
+    parts = [(anchor, words, body) for anchor, words, body in parts if body]
+    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words, _ in parts)
+    sections = "".join(card(words, body, anchor) for anchor, words, body in parts)
     return document(
         collection.title,
         "thinwire report",
@@ -99,15 +119,21 @@ def page(collection: Collection, styles: Sequence[Look], drawings: Drawings) -> 
     )
 
 
-def _losses(pictures: Sequence[Picture]) -> str:
-    """The first picture in full width, the others in pairs."""
+def _in_pairs(pictures: Sequence[Picture], shown: Shown) -> str:
+    """The wide pictures in full width, then the others in pairs."""
+    wide = [picture for picture in pictures if picture.figure.get_figwidth() > _WIDE]
+    rest = [picture for picture in pictures if picture not in wide]
+    pairs = f'<div class="pair">{"".join(shown(each, titled=True) for each in rest)}</div>' if rest else ""
+    return "".join(shown(each, titled=True) for each in wide) + pairs
+
+
+def _losses(pictures: Sequence[Picture], shown: Shown) -> str:
     if not pictures:
         return _empty("No loss was recorded: metrics.jsonl is missing or holds no training step.")
-    first, *others = pictures
-    return f'{figure(first, titled=True)}<div class="pair">{"".join(figure(p, titled=True) for p in others)}</div>'
+    return _in_pairs(pictures, shown)
 
 
-def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
+def _timelines(collection: Collection, pictures: dict[int, Picture], shown: Shown) -> str:
     if not pictures:
         return _empty("No timeline was recorded (timeline.jsonl is missing or empty).")
     intro = (
@@ -117,15 +143,15 @@ def _timelines(collection: Collection, pictures: dict[int, Picture]) -> str:
     )
     unrecorded = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
     missing = _empty(f"No timeline was recorded for {', '.join(unrecorded)}.") if unrecorded else ""
-    return intro + "".join(figure(picture, captioned=False) for picture in pictures.values()) + missing
+    return intro + "".join(shown(picture, captioned=False) for picture in pictures.values()) + missing
 
 
-def _links(collection: Collection, picture: Picture | None) -> str:
+def _links(collection: Collection, picture: Picture | None, shown: Shown) -> str:
     if picture is None:
         return _empty("No bytes were counted on the links (links.json is missing, empty or all zero).")
     uncounted = [run.label for run in collection.runs if not run.links]
     missing = _empty(f"No bytes were counted for {', '.join(uncounted)}.") if uncounted else ""
-    return figure(picture) + missing
+    return shown(picture) + missing
 
 
 def _notes(collection: Collection) -> str:

@@ -7,6 +7,9 @@ import hashlib
 import html
 import io
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from thinwire.report import units
 from thinwire.report.files import write_bytes
@@ -25,9 +28,29 @@ from thinwire.report.palette import GRID, INK, MUTED, PAPER, TONES, Look
 from thinwire.report.runs import Run
 
 FONT_SIZE = 9.0
+# In inches; on a telephone this is as wide as the screen, with text that can be read.
+_NARROW = 4.6
 _DOTS_PER_INCH = 160
 _LEGEND_ROW = 0.19
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+_is_narrow: ContextVar[bool] = ContextVar("narrow", default=False)
+
+
+def is_narrow() -> bool:
+    """Whether pictures are drawn for a narrow screen."""
+    return _is_narrow.get()
+
+
+@contextmanager
+def narrow() -> Generator[None]:
+    """Within it, pictures are drawn for a narrow screen."""
+    token = _is_narrow.set(True)
+    try:
+        yield
+    finally:
+        _is_narrow.reset(token)
 
 
 @dataclass(frozen=True)
@@ -45,7 +68,8 @@ class Picture:
 
     def __post_init__(self) -> None:
         """Lay the figure out once, so that PNG and SVG are the same."""
-        object.__setattr__(self, "name", _plain_name(self.name))
+        # Ids in a page must differ between the drawings for wide and for narrow screens.
+        object.__setattr__(self, "name", _plain_name(self.name) + ("-narrow" if is_narrow() else ""))
         for text in self.figure.findobj(Text):
             # Names of runs and metrics are no formulas; matplotlib's own, such as powers of ten, are.
             if "\\mathdefault" not in text.get_text():
@@ -69,8 +93,8 @@ class Picture:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches, laid out so that its labels fit."""
-    figure = Figure(figsize=(width, height))
+    """An empty figure of a size in inches, laid out so that its labels fit; no wider than a narrow screen allows."""
+    figure = Figure(figsize=(min(width, _NARROW) if is_narrow() else width, height))
     figure.set_layout_engine("constrained", w_pad=0.07, h_pad=0.07)
     FigureCanvasAgg(figure)
     return figure
@@ -122,11 +146,17 @@ def key(look: Look) -> Line2D:
 def seconds_axis(axes: Axes, longest: float) -> None:
     """Durations along x, from 0 to `longest` seconds, in one unit."""
     axes.set_xlim(0, longest)
+    if is_narrow():
+        axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value, longest)))
 
 
 def heading(axes: Axes, run: Run, look: Look, *, most: int, note: str = "") -> None:
-    """Write a run's colour and label, cut to `most` characters, above the axes at the left, and a note at the right."""
+    """Write a run's colour and label, cut to `most` characters, above the axes at the left, and a note at the right.
+
+    On a narrow screen there is room for one of the two: the label.
+    """
+    most, note = (min(most, 34), "") if is_narrow() else (most, note)
     _above(axes, "■", 0, look.tone.light)
     _above(axes, shortened(run.label, most), 13, INK.light, weight="bold")
     if note:

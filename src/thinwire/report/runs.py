@@ -63,7 +63,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything in one run folder; `notes` are sentences on what is missing there."""
+    """Everything in one run folder; `notes` are sentences on what is missing there.
+
+    `rounds` are the summaries of all runs of this strategy in a comparison, each with a seed of its own; empty for a
+    run by itself.
+    """
 
     folder: Path
     label: str
@@ -74,6 +78,7 @@ class Run:
     spans: tuple[Span, ...]
     links: tuple[Link, ...]
     notes: tuple[str, ...]
+    rounds: tuple[Facts, ...] = ()
 
     @property
     def strategy(self) -> str:

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from thinwire.report import units
 from thinwire.report.palette import COMMUNICATION, COMPUTE, MUTED, PAPER, WAIT, Look, Tone
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, plain, seconds_axis
+from thinwire.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain, seconds_axis
 from thinwire.report.runs import Collection, Run, Span
 
 _STEPS_OF_THE_SLOWEST = 3
@@ -105,7 +105,7 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
     steps = sum(seen.start <= start < seen.end for start in step_starts(run.spans))
     waiting = units.share(_share(run.spans, seen, ("wait",)))
     note = f"{steps} steps in {units.seconds(seen.seconds)}; workers wait {waiting} of it"
-    figure = canvas(10.8, 0.95 + 0.38 * len(ranks))
+    figure = canvas(10.8, (1.25 if is_narrow() else 0.95) + 0.38 * len(ranks))
     axes = figure.add_subplot()
     plain(axes, grid="x")
     heading(axes, run, look, most=50, note=note)
@@ -148,10 +148,12 @@ def _frame(axes: Axes, ranks: Sequence[int], seen: Window) -> None:
     axes.set_yticks(range(len(ranks)), [f"worker {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.45, -0.6)
     seconds_axis(axes, seen.seconds)
+    # On a narrow screen the label above takes the whole width.
+    place, anchor = ("upper center", (0.5, -0.16)) if is_narrow() else ("lower center", (0.5, 1.0))
     axes.legend(
         handles=[Patch(color=tone.light, label=words) for tone, words in _LEGEND],
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
+        loc=place,
+        bbox_to_anchor=anchor,
         ncols=3,
         frameon=False,
         fontsize=FONT_SIZE - 1,
