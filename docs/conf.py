@@ -13,22 +13,30 @@ copyright = "The thinwire developers"
 version = release = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "mathml",
     "docstrings",
     "command_help",
+    "hyperparameters",
 ]
 exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
-    (r"py:class", r"thinwire\..*\.([TU]|Batch|Network)"),
+    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Network)"),
+    # A function of an internal module, which has no page.
+    (r"py:obj", r"thinwire\.tensor2d\.write_whole"),
 ]
 
 myst_enable_extensions = ["dollarmath", "deflist", "fieldlist"]
 myst_heading_anchors = 3
+
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
 
 default_role = "py:obj"
 autodoc_member_order = "bysource"

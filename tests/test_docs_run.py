@@ -21,7 +21,8 @@ import pytest
 
 from tests.fragments import PROCESSES, run_fragments
 from tests.pool import run_processes
-from tests.test_docs import PAGES, ROOT, blocks, inline, text
+from tests.test_docs import PAGES, ROOT, STEP_BY_STEP, blocks, inline, text
+from tests.tutorial import assert_printed, patched, steps_of
 from thinwire.emulate import available
 from thinwire.emulate.rendezvous import free_port
 
@@ -30,7 +31,7 @@ Shell = Callable[..., list[subprocess.CompletedProcess[str]]]
 NO_LINKS = available()
 
 # What can only be checked: it installs, it is the test suite itself, or it sets a machine's own name.
-CHECKED = ("make ", "pip install ", "export ")
+CHECKED = ("make ", "pip install ", "export ", "python3 -m venv", ". .venv/")
 # Pages whose commands end within seconds; the others are slow.
 QUICK = ("docs/explanation/graphs.md", "docs/how-to/choose.md")
 # What must have run before a page's first command.
@@ -296,6 +297,54 @@ def test_every_fragment_of_code_runs(page: Path, tmp_path: Path) -> None:
     processes = run_processes(PROCESSES.get(str(page), 1), run_fragments, str(page), fragments_of(page), str(tmp_path))
     if processes[0]:
         pytest.skip("; ".join(processes[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_step_of_the_tutorial_from_ddp_prints_what_the_page_shows(shell: Shell) -> None:
+    program, printed = "", ""
+    for step in steps_of(STEP_BY_STEP):
+        if step.kind == "file":
+            program = step.body
+        elif step.kind == "diff":
+            program = patched(program, step.body)
+        elif step.kind == "output":
+            assert_printed(printed, step.body)
+        elif step.name == "runs":
+            line = re.sub(r"--link \S+ ", "", step.body) if NO_LINKS is not None else step.body
+            (done,) = shell(f"cat > mine.py <<'END'\n{program}END\n{line}")
+            printed = done.stdout
+
+
+def test_a_newcomer_needs_at_most_ten_commands() -> None:
+    lines = [line for step in steps_of(STEP_BY_STEP) if step.kind == "command" for line in logical_lines(step.body)]
+    assert len(lines) <= 10
+    words = [line.split()[0] for line in lines]
+    assert words.index("pip") < words.index("torchrun") < words.index("thinwire")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_a_newcomer_work_on_a_fresh_machine(tmp_path: Path) -> None:
+    """Every command of the page, as printed, in a checkout's copy, with nothing but Python installed."""
+    checkout, files = tmp_path / "thinwire", ("src", "pyproject.toml", "README.md", "LICENSE")
+    checkout.mkdir()
+    for name in files:
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, checkout / name)
+    (program,) = (step.body for step in steps_of(STEP_BY_STEP) if step.kind == "file")
+    (checkout / "mine.py").write_text(program)
+    lines = [line for step in steps_of(STEP_BY_STEP) if step.kind == "command" for line in logical_lines(step.body)]
+    lines = list(dict.fromkeys(lines))  # the same command after every diff
+    if NO_LINKS is not None:
+        lines = [re.sub(r"--link \S+ ", "", line) for line in lines]
+    environment = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # The torch that was tested, which on this machine may be a wheel in a folder.
+    environment["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(lines)], cwd=checkout, env=environment, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (checkout / "runs/mine/report.html").exists()
 
 
 @pytest.mark.slow

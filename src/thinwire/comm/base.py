@@ -182,7 +182,7 @@ class Comm(ABC):
         """Raise an error that this rank has found by itself; calls of all other ranks raise it too.
 
         The error's text should name this rank and the step. The other ranks' next wait, or the one that they are in,
-        raises an error of the same class, one of `thinwire.errors`, and text. If several ranks call this at the same
+        raises an error of the same class, one of thinwire's, and text. If several ranks call this at the same
         time, all raise the error of the first. The comm cannot be used afterwards. On NCCL the others' calls end with
         its own timeout.
 
