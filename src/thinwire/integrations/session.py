@@ -104,7 +104,7 @@ class Session:
         syncs: Callable[[], bool] | None = None,
     ) -> None:
         scaler = getattr(optimizer, "scaler", None)
-        settings = {"inside_ddp": "mute", "scaler": scaler, **options}
+        settings: dict[str, Any] = {"inside_ddp": "mute", "scaler": scaler, **options}
         self.worker: Worker = attach(plain_model(model), plain_optimizer(optimizer), strategy, **settings)
         self._held = ExitStack()
         self._holding = False
