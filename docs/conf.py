@@ -49,6 +49,7 @@ html_theme = "furo"
 html_title = "thinwire"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sourcelink = False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LINE = "SPDX-License-Identifier: Apache-2.0"
-COMMENTS = {".py": "# {}", ".c": "/* {} */", ".h": "/* {} */", ".css": "/* {} */"}
+COMMENTS = {".py": "# {}", ".c": "/* {} */", ".h": "/* {} */", ".css": "/* {} */", ".js": "// {}"}
 
 
 def sources() -> list[Path]:

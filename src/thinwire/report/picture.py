@@ -29,7 +29,7 @@ from thinwire.report.runs import Run
 
 FONT_SIZE = 9.0
 # In inches; on a telephone this is as wide as the screen, with text that can be read.
-_NARROW = 4.6
+_NARROW = 4.2
 _DOTS_PER_INCH = 160
 _LEGEND_ROW = 0.19
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.optimizers.lamb import LAMB
 from thinwire.fusion.optimizers.sgd import SGD
 from thinwire.optimizers.lamb import Lamb
-
-if TYPE_CHECKING:
-    from thinwire.sweep.plan import Setting
+from thinwire.sweep.setting import Setting
 
 
 @dataclass(frozen=True)
