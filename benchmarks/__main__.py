@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make bench`: the bars that are about time, each as a ratio with its spread.
 
 python -m benchmarks [--quick]

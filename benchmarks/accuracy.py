@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many more steps recipes need for the loss that AllReduce() reaches: the table that `thinwire plan` quotes.
 
 python -m benchmarks.accuracy [--only WORD ...] [--tasks NAME ...] [--seeds N]

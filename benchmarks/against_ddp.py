@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
 
 torchrun --nproc-per-node 4 -m benchmarks.against_ddp [ROUNDS [MILLIONS]]

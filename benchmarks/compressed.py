@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed strategies, compared with steps without communication and with DistributedDataParallel; the 6 M GPT.
 
 python -m benchmarks.compressed [--quick]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection compared with apricot's lazy greedy, per class, and for a million points, each in its own process.
 
 python -m benchmarks.coreset [--quick]

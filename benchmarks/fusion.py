@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays of models against a loop over them and against `torch.vmap`: layers, whole training steps, sweeps.
 
 python -m benchmarks.fusion [--quick] [steps] [layers] [sweep]

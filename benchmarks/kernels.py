@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels cost on one core, relative to copying the vector and to torch computing the same.
 
 python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only RECIPE_CLASSES]

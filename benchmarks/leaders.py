@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leader SGD with a slow worker: rounds of a number of steps of each worker, or of all workers together.
 
 python -m benchmarks.leaders [--only WORD ...] [--rates RATE ...] [--rounds N] [--seconds N]

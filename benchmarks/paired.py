@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contenders take turns, block by block, in the same worker processes; ratios are formed within each round.
 
 A machine that slows down for a minute slows both sides of a ratio, which is why seconds of separate runs are never

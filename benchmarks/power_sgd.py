@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AllReduce(PowerSGD(rank))`, compared with PyTorch's PowerSGD hook for DDP and with DDP; the 6 M GPT over 100 Mbit.
 
 python -m benchmarks.power_sgd [--quick]

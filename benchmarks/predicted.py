@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted step times against measured ones: eight groups of links, workers and models, eight recipes each.
 
     python -m benchmarks.predicted --group N [--cell M]     measure what is missing of a group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backup workers among stragglers: a worker that is always slow, random stalls, and a process that is stopped.
 
 python -m benchmarks.stragglers [--rounds N] [--only WORD ...]

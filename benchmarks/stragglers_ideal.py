@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a run with backup workers takes if only computation takes time: no communication, recovery or scheduler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation site: MyST pages, docstrings by autodoc, and mathematics as MathML."""
 
 import sys

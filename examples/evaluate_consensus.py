@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why to evaluate the consensus model: each worker sees only some of the digits, and averages with its neighbours.
 
 Four workers as threads:  python examples/evaluate_consensus.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Your own strategy in twenty lines, compared with the one it is derived from.
 
 Four workers as threads:  python examples/own_strategy.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stop at any moment, continue with `--resume`, and end with bit for bit the parameters of an uninterrupted run.
 
 First:  python examples/resume.py --folder runs/resume --steps 30

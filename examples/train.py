@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain PyTorch loop on handwritten digits; thinwire's lines end in `# thinwire`.
 
 One worker:             python examples/train.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models, their data and a user's loop, for tests of the worker.
 
 Threads share torch's global random generator, so everything here draws from generators of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the documentation's fragments of code take for granted: a model, an optimizer, a loader, a mesh.
 
 A block of Python that cannot run by itself is a fragment. It runs with the names of `common`, and with those of `OWN`

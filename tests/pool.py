@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real worker processes for tests, cheaply: torch is imported once, every rank is a fork of that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small problems for real runs and for oracles alike, and the loop of the real runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes and threads that tests have started."""
 
 from __future__ import annotations

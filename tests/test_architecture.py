@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house rules that a machine can check."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the documentation says is so: its links, files, recipes, command lines, programs and figures of speech."""
 
 from __future__ import annotations

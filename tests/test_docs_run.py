@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command and every snippet that the documentation prints is run, as printed.
 
 What `test_docs.py` runs (blocks of Python and commands that are marked `<!-- runs -->`) is not run again here. Commands

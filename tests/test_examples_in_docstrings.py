@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in docstrings run as they are printed, and every public name has one."""
 
 from __future__ import annotations

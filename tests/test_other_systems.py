@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What there is on Linux alone is asked for where it is used: everything can be imported elsewhere, and says so."""
 
 from __future__ import annotations

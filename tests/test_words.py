@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One concept, one word: what was renamed stays renamed, and words that only this project used stay away."""
 
 from __future__ import annotations

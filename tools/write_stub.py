@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write `src/thinwire/__init__.pyi`, which says where each public name is defined: to type checkers, and to `thinwire`.
 
 Public are all classes of thinwire that recipes may name, which need no line here, and `OTHER_NAMES`. With `--check`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`{command-help}`: what `thinwire --help` and `thinwire COMMAND --help` print, run when the site is built."""
 
 import os

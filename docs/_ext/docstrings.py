@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mathematics in docstrings for autodoc: `$x$` and `$$x$$` become roles and directives. Links to public names."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mathematics as MathML, converted from TeX when the site is built, so that pages need no network and no JavaScript."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With backup workers synchronous SGD is sooner done than with all, without asynchronous SGD's old gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backup workers against waiting for all and for nobody, drawn: loss against time, and at its end."""
 
 from __future__ import annotations

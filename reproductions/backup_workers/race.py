@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers as threads race the clock: some stall now and then, or one is always slow."""
 
 from __future__ import annotations

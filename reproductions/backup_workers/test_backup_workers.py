@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the reproduction of backup workers makes of its races, and what a race keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning rate at which a method ends lowest, found from one that is no method's own."""
 
 from __future__ import annotations

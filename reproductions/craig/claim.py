@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weighted coresets against random points and all the data, by gradients of single samples and by the clock."""
 
 from __future__ import annotations

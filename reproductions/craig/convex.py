@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logistic regression on a subset or on everything: its optimum, and how far from it parameters are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network on a subset or on everything: how accurate, after how many seconds and after how many points."""
 
 from __future__ import annotations

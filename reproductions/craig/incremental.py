@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Incremental gradient, SAGA and SVRG over single samples: many runs side by side, as rows of one matrix."""
 
 from __future__ import annotations

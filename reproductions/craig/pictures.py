@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of what training on subsets comes to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measurement behind `thinwire reproduce craig`: its optimum, its clock and its verdict."""
 
 from __future__ import annotations

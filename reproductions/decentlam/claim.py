@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DecentLaM takes the momentum's part out of the bias, and keeps its accuracy as the batch grows."""
 
 from __future__ import annotations

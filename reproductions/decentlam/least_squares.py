@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares on which workers disagree: where decentralised methods come to rest, by equation and by training."""
 
 from __future__ import annotations

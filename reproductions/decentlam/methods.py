@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decentralised momentum methods side by side: how to ask for each, and where it should come to rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decentralised methods drawn: bias against learning rate and momentum, accuracy against the batch."""
 
 from __future__ import annotations

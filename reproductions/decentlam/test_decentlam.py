@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reproduction of the decentralised momentum methods: its equations, its training, its verdict, its pictures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bits chosen by the gradient keep a bound with hardly more than the fewest, and learn more than fixed ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of bits: accuracy against the bytes sent, and how a rule spends them over a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logistic regression by coded gradients of all the data: what the rules of bits promise, and what comes of it."""
 
 from __future__ import annotations

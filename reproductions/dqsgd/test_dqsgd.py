@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verdicts on bits and sketches follow from the figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task learned by threads, with an account of every byte: accuracy against the bytes sent."""
 
 from __future__ import annotations

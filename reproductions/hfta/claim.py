@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An array of models trains several times as many models in a second as one process after another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The losses of an array beside those of separate runs, and beside what rounding alone does to separate runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks like those that were first trained as arrays, at widths that a processor bears, and data for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays of models drawn: their pace beside other ways of training, and their losses upon those of separate runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many models of one kind, trained in five ways, and what each takes.
 
 `python -m reproductions.hfta.training NAME MODELS SECONDS THREADS ROUNDS` lets all ways take turns, each turn

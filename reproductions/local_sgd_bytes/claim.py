@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local SGD sends as many times less as its period has steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerated minibatch SGD is the best use of rounds, unless machines see nearly the same data and rounds are few."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Even or odd: 25 machines, each of which separates one even digit from one odd digit, by logistic regression.
 
 All machines have the same labels, only their pictures differ, so that the mean of their losses is one function whatever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid of steps a round, rounds and heterogeneity: each method with the step size that suits it best."""
 
 from __future__ import annotations

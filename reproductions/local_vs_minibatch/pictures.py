@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Minibatch against local steps, drawn: the gap to the optimum over rounds, and over heterogeneity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Minibatch, local, inner/outer and accelerated SGD, many runs at once: all machines, step sizes and seeds in tensors.
 
 Shapes: S seeds, C candidates (step sizes), M machines, K steps a round, D features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Minibatch against local steps: the problem, its runs in tensors, and the verdict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of the grid by real strategies, a machine a thread."""
 
 from __future__ import annotations

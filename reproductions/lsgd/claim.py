@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaders learn more than springs in the same time, and leave basins in which springs are held."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Landscapes with several basins, without noise: where leaders and springs take workers that begin apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaders and springs drawn: loss against time, who led, and where they go down a hill."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit LAMB learns what LAMB learns from the same samples, sends far less, and is faster for it."""
 
 from __future__ import annotations

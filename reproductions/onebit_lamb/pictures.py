@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of 1-bit LAMB: held-out loss beside LAMB's, and the time of a step beside that of other methods."""
 
 from __future__ import annotations

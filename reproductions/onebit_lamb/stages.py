@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of 1-bit LAMB by its two stages: what a step sends and takes in each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit LAMB in whole runs: its optimizers by name, and what its claim makes of a run's records."""
 
 from __future__ import annotations

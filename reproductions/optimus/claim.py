@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism in two dimensions sends less, holds less and is faster than in one, at four ranks already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's tensors occupy at most, and what torch's own collectives send."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism in one and two dimensions drawn: bytes, memory and time against the number of ranks."""
 
 from __future__ import annotations

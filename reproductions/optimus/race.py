@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelisms in one and two dimensions side by side, over links of this machine's own making."""
 
 from __future__ import annotations

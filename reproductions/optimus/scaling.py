@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the formulas predict for more ranks than one machine can emulate: bytes, memory and the largest batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verdict on tensor parallelism in two dimensions is computed from the figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of a transformer, cut over processes in one dimension by torch itself or in two by thinwire."""
 
 from __future__ import annotations

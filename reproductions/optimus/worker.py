@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a race of tensor parallelisms; a program, started once per rank with the race as JSON and a folder.
 
 Every scheme's model is there at once, and steps are taken in turn, so that all meet the same weather.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap Local-SGD hides its averages behind computation, learns like synchronous SGD, and bears unlike data."""
 
 from __future__ import annotations

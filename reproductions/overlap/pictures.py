@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap Local-SGD beside its relatives, drawn: who waits how much, and loss against the learning rate."""
 
 from __future__ import annotations

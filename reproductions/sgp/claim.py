@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sending to one neighbour per step learns as much per step as synchronous SGD and more per second, stragglers or
 not.
 """

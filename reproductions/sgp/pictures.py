@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of gossip and the methods it is compared with: loss against seconds, and where the time of a step goes."""
 
 from __future__ import annotations

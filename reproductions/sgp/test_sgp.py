@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the reproduction of stochastic gradient push makes of its runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Papers' claims, checked at the scale of one machine against the papers' own baselines."""
 
 from __future__ import annotations

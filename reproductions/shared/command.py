@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `thinwire reproduce` does: check a claim and show the result, or list the claims."""
 
 from __future__ import annotations

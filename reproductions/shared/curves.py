@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the runs of a comparison went: held-out loss against steps and seconds."""
 
 from __future__ import annotations

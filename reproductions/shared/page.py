@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`docs/claims.md`: every claim with its protocol, its verdict and what it costs, from the claims and their results.
 
 Run it with `python -m reproductions.shared.page`; with `--check` nothing is written, and the exit code is 1 if the page

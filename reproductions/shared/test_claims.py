@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every claim has a protocol and parts, and the page of claims says what they and their results say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task trained by threads of one process: no sockets, no clock, the same figures every time."""
 
 from __future__ import annotations

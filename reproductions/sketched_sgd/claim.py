@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketches cost the same however many workers there are, and what they move learns as much as all of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task learned by processes, each behind an interface whose counters see all that leaves it."""
 
 from __future__ import annotations

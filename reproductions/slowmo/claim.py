@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where data are unlike, slow momentum makes of Local SGD and of SGP a better model in the same steps and bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow momentum beside its bases, drawn: loss against the learning rate, and the losses of every seed."""
 
 from __future__ import annotations

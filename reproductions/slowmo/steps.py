@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow momentum and its bases tuned alike on one task, by threads of one process: the same figures every time."""
 
 from __future__ import annotations

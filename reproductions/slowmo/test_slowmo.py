@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The claim about slow momentum is judged by its figures, whatever they are."""
 
 from __future__ import annotations

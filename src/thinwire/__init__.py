@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """thinwire: train PyTorch models over thin wires.
 
     worker = thinwire.attach(model, optimizer, thinwire.SlowMo(period=12))

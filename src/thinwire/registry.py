@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes that recipes may name: strategies, codecs, topologies and their parts, found where they are defined."""
 
 from __future__ import annotations

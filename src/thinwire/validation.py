@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the types of a recipe's fields when it is made."""
 
 from dataclasses import fields

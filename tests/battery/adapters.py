@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every oracle behind one signature: from a setting to all workers' parameters at the end of its run."""
 
 from __future__ import annotations

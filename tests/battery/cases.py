@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of cases: one line for each registered class of the package, and some for forms of it that differ most.
 
 A new strategy needs one line here, with its oracle; `test_complete` says so.

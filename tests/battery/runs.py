@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of a case in every setting that the battery asks about, and a user's loop for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered codec is asked the same questions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered class of the package has a case, and every strategy an oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One batch on one rank whose gradient is NaN, under every registered strategy."""
 
 from __future__ import annotations

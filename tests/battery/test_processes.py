@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One strategy of each family on real processes, which do bit for bit what threads do."""
 
 from __future__ import annotations

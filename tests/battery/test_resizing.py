@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered strategy is resumed with more workers and with fewer, and goes on from what they had in common."""
 
 from __future__ import annotations

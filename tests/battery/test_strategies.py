@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered strategy is asked the same questions, on threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered topology is asked the same questions, for one to twelve workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every strategy is the base of every wrapper: it trains and resumes, or is refused before step 0."""
 
 from __future__ import annotations

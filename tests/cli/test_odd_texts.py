@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever text an option is given, a command works or refuses it with exit code 2; it never ends in a traceback."""
 
 from __future__ import annotations

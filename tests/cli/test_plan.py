@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire plan`: its table, its picture, its JSON, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts: rounding, and sums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payloads of codecs: bytes, error bounds, means, and edge cases."""
 
 from __future__ import annotations

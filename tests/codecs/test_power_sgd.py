@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD: what a mean of matrices equals, what it sends, and where it is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies with codecs: oracles, bytes, checkpoints, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that every comm must support, with their results on each rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile inputs to a mailbox's port, drawn from a seed; `python -m tests.comm.hostile HOST PORT [COUNT [SEED]]`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a comm over threads, and on the comm that only counts."""
 
 from __future__ import annotations

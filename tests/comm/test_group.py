@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a comm over real processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether other processes run, as the kernel says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mailboxes over threads and over ZeroMQ: order, capacity, handlers, and what is dropped or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire format of messages, and the addresses to which they go."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strangers who reach a mailbox's port: they change nothing, and what they make it hold is bounded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between real processes, and the asynchronous strategies over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error that one rank has found by itself, and that all ranks raise."""
 
 from __future__ import annotations

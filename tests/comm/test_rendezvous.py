@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers find each other by the variables that torchrun sets, without a process group of the caller's."""
 
 import multiprocessing

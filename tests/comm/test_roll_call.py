@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks are missing, found on stores that answer, do not answer, or are gone."""
 
 from __future__ import annotations

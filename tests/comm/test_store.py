@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rendezvous store that does not answer: every call to it has a timeout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection by facility location: exactness, weights, ties, and what it costs in memory."""
 
 from __future__ import annotations

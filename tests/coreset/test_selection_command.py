@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coresets as files, what `select` refuses, how good a coreset is, and `thinwire select`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection by samples, neighbours, sieves and parts; on processes; and the compiled kernel."""
 
 from __future__ import annotations

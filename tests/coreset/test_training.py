@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient proxies, subsets and strata: what training on a coreset rests on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs that train on chosen examples only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies, selectors and the sampler: training on a coreset, alone and on several ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of an examination with a fault planted in it: `python -m tests.doctor.planted FAULT [OPTIONS]`."""
 
 from __future__ import annotations

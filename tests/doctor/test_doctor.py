@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the doctor says, from figures; its listener, its calendar, its options."""
 
 from __future__ import annotations

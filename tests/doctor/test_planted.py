@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in real processes behind emulated links: each is named, with the right ranks, in time."""
 
 from __future__ import annotations

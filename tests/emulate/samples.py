@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small programs and probes for the tests of launching and emulation."""
 
 import subprocess

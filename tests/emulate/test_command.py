@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire emulate`: any command, once per worker."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The local launcher: the environment of workers, their lines, and how they end."""
 
 import os

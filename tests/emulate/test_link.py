@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links: their text, their rules and their errors."""
 
 import pytest

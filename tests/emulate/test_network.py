@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks of namespaces: rates, delays, counters, and that nothing is left."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that are suspended for a while."""
 
 from __future__ import annotations

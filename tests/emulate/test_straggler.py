@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow workers: their text, their draws, their pauses."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that are drawn from a seed: what happens, to which rank, at which moment, under which strategy."""
 
 from __future__ import annotations

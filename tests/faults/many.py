@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults drawn from seeds; `python -m tests.faults.many --seeds 500` prints those whose runs ended badly."""
 
 from __future__ import annotations

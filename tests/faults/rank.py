@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a run in which something goes wrong: a user's loop with traps in it."""
 
 from __future__ import annotations

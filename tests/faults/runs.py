@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs with a fault, on threads or processes, and what is wrong with how they ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loop, a machine or an operator does to a run: it goes on rightly, or all ranks say who did what.
 
 `python -m tests.faults.many` runs as many seeds as wanted.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An array continues from disk bit for bit, and one of its models continues as a separate run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a model draws, each member has its own numbers: those of a separate run after its seed."""
 
 from __future__ import annotations

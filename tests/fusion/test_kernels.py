@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every implementation of an operation computes what torch computes, and the fastest is chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fused layer equals separate modules, in outputs, gradients and buffers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models are inserted, removed, deactivated and copied; what an array does not support is refused by name."""
 
 from __future__ import annotations

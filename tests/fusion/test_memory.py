@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freed memory is kept in the process."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An array of models on several workers: one message carries all, and each is a data-parallel run of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that are simulated as models of an array end where workers as threads do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An array trains like separate runs of its models, step for step."""
 
 from __future__ import annotations

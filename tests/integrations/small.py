@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small model and its data, a plain loop over them, and what is compared: for all trainers alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In each trainer the interfaces carry the recipe's bytes, and nothing of DistributedDataParallel's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs under PyTorch's own wrappers: DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations

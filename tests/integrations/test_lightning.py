@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning with a thinwire strategy is the plain loop, bit for bit: as its Strategy, and as a callback beside DDP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes and waits as curves in TensorBoard and W&B; integrations whose tool is absent say what to install."""
 
 from __future__ import annotations

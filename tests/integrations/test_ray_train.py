@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train with a thinwire strategy is the plain loop, bit for bit; checkpoints go through its own report."""
 
 from __future__ import annotations

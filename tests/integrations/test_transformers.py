@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with a thinwire strategy is the plain loop, bit for bit."""
 
 from __future__ import annotations

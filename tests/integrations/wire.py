@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker of a trainer in a network namespace of its own: prints the bytes that its interface sent.
 
 Run as `python -m tests.integrations.wire TOOL FOLDER` by the test of bytes.

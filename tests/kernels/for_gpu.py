@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for a GPU, which need not be there: no product fused with a sum, and no atomic operation."""
 
 from __future__ import annotations

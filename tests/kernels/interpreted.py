@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run with TRITON_INTERPRET=1: the kernels for GPUs on CPU tensors, against what torch gives. Prints how many agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures that select the builds of the kernels and their implementations, and numbers to test them with."""
 
 from __future__ import annotations

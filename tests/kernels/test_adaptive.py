@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of adaptive optimizers: C and torch give the same bits, and both what the equations give."""
 
 from __future__ import annotations

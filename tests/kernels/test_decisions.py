@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions by data have an answer for tensors without data, and for others the data's."""
 
 from __future__ import annotations

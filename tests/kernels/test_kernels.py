@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signs, few bits and random numbers: what they compute, by C and by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements, indices as bits, and count sketches, by C and by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of linear layers of many models: torch's in double precision, except for rounding."""
 
 from __future__ import annotations

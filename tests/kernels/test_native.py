@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C and torch give the same bits, with whatever instructions; and how the C is made."""
 
 from __future__ import annotations

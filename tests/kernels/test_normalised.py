@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalisation of many models: C and torch give the same bits, and torch's own functions the same for each model."""
 
 from __future__ import annotations

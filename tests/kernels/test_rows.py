@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers over rows: C and torch give the same bits, and torch's own functions the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's kernels: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real runs of 1-bit methods, for tests: the loop of any user, and what can be seen of it after every step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerated minibatch SGD: AC-SA on one process, and on gradients of many workers."""
 
 from __future__ import annotations

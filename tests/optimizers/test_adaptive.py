@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signs of gradients are refused under optimizers that divide by the gradient's size, whatever these are called."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit LAMB and 1-bit Adam under CompressedMomentum: oracles, and the papers' claims about each stage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit methods with faults and unusual sizes: what is skipped, saved and counted."""
 
 from __future__ import annotations

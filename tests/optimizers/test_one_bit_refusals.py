@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit methods: what is refused, and what a loop may not do."""
 
 from __future__ import annotations

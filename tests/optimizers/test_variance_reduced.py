@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SAGA and SVRG against their own definitions, and what they are for: linear convergence at a constant step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: its oracle on threads and on processes, its steps, and the guarantees of its stages."""
 
 from __future__ import annotations

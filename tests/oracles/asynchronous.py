@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asynchronous methods once more, straight from their papers: workers are rows, events happen one after another."""
 
 from __future__ import annotations

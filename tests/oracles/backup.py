@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backup workers and asynchronous SGD from their algorithm boxes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs, error feedback and CHOCO-SGD once more, straight from their equations: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

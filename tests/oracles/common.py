@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each method once more, straight from its paper: all workers in one tensor, the worker on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

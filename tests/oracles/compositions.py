@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods as machines that another method can drive: all workers in one tensor, a worker in each row.
 
 A machine is given where its workers' parameters are, `x`, and what their optimizers add to them there, `move`; it knows

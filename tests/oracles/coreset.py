@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facility location straight from its definition: all distances in one matrix, one pick at a time."""
 
 from __future__ import annotations

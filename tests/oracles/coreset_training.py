@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on coresets and variance reduction once more, written out in full; nothing in here knows thinwire."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models trained separately, one after another, by plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decentralised momentum methods once more, straight from their equations: workers on the leading axis.
 
 Real runs are compared to these, and to the methods' fixed points. Nothing in here imports thinwire. What each worker

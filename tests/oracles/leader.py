@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaders and elastic averaging once more, straight from the papers: all workers in one tensor.
 
 Nothing in here knows thinwire.

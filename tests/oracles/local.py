@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local steps and slow steps once more, straight from their papers: workers on the leading axis of one tensor.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Minibatch, local, inner/outer and accelerated SGD once more, straight from the papers: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

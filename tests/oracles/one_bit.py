@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB, 1-bit LAMB and 1-bit Adam once more, straight from the papers: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods that hide their messages behind a round, straight from their papers; workers on the leading axis."""
 
 import torch

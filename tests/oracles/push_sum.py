@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap SGP once more, straight from its paper: workers on the leading axis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketched SGD, local top-k, FetchSGD and DQ-SGD once more, straight from the papers: workers on the leading axis.
 
 A sketch is a matrix here, (rows, columns, n), and the plain second opinion knows nothing of thinwire.

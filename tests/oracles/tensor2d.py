@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serial models and whole matrices, with which the blocks of a mesh are compared; nothing here uses the library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers' own AdamW, and methods under any optimizer, straight from their papers: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payload bytes equal the formulas of the docstrings, to the byte, on threads and in dry runs."""
 
 from __future__ import annotations

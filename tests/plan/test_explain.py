@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The card of a recipe agrees with what a real run then does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks from links and from measured all-reduces."""
 
 from __future__ import annotations

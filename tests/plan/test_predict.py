@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted step times: where they can be worked out by hand, and what a slow worker or an early gradient changes."""
 
 from __future__ import annotations

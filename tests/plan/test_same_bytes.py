@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`explain` tells, to the byte, what a real run of every registered strategy sends."""
 
 from __future__ import annotations

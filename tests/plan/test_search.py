@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is recommended: never what is slower than AllReduce(), and where another recipe would win."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that become ready, reduce and stop at random, and a coordinator among them, without threads or a clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator: which ranks are members of a step, what happens when some stop, and how long it waits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's decisions, and those of all ranks together in any order of events: late, twice, stopped or dead."""
 
 from __future__ import annotations

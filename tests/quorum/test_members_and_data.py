@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What members and late ranks exchange, the log of members, and the data that each worker is assigned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks of a quorum as state machines, and a network between them: no threads, no clock, no waiting.
 
 What happens next is chosen by whoever calls `World.do`: which rank receives, computes, takes part in an all-reduce,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit of what ranks gather is flipped on the way, as drawn from a seed.
 
 `python -m tests.reduce.flips --flips 5000 --seed 0` prints the flips that are not an error on all ranks.

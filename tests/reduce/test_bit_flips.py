@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit of what ranks exchange in codes is flipped on the way: an error on all ranks, and nobody applies anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed means: identities, equal bits on all ranks, bytes, and errors."""
 
 from __future__ import annotations

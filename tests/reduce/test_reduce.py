@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means, compressed means and gossip."""
 
 from __future__ import annotations

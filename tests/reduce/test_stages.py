@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the second stage of a mean starts, and when residuals are updated."""
 
 from __future__ import annotations

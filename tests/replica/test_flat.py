@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many tensors in one flat vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Barriers by messages, and rounds with a budget of steps, in any order of events and without waiting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica knows where each parameter tensor lies in its vector, and so do its parts."""
 
 from __future__ import annotations

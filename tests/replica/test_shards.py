@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models under FSDP2: each rank holds a shard, and averages it with the ranks that hold the same shard."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run folders as a training run would leave them, made of formulas and a seeded generator."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics that strategies record while they train: from the wire to the report."""
 
 import json

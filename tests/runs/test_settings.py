@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings, recipes, synchronisation points and figures of a run."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's run, in this process and in pairs of real ones."""
 
 import json

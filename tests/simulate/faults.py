@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every strategy on networks and with faults that are drawn from a seed, and what must hold in every run.
 
 python -m tests.simulate.faults --seeds 300            # all strategies; prints what fails, and the counts

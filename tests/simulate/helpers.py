@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated runs of the battery's cases."""
 
 from __future__ import annotations

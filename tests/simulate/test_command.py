@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire simulate`, and the training runs that it simulates."""
 
 from __future__ import annotations

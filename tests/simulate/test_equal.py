@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated run ends with the bits of a run on threads or on processes, whatever its network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invariants hold in every run with random faults; `python -m tests.simulate.faults` tries any number of seeds."""
 
 from __future__ import annotations

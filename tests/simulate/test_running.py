@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time, deaths, pauses and deadlocks of simulated workers."""
 
 from __future__ import annotations

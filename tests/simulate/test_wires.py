@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long messages and collectives take on shared interfaces, and what network files say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nested values split into JSON and tensors, and restored."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real runs of asynchronous strategies in one thread: each worker's steps are taken one at a time, in any order."""
 
 from __future__ import annotations

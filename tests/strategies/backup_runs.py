@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop as it is written for backup workers, ranks that pause, and the comparison with one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop that reports its losses, for tests of leaders; and a loss with two basins."""
 
 from __future__ import annotations

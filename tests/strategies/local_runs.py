@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real runs for tests of local and slow steps: any optimizer, on threads or on a rank of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AD-PSGD and eager Overlap SGP: what holds in every order of steps and messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backup workers: the first N of n count, all ranks end the step with the same bits, and none waits for late ones."""
 
 from __future__ import annotations

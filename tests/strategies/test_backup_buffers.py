@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers under backup workers: a late worker takes the others' parameters and keeps its own running statistics."""
 
 from __future__ import annotations

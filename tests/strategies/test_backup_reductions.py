@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backup workers by an all-reduce to which late ranks add zeros: the same guarantees as with messages among members."""
 
 from __future__ import annotations

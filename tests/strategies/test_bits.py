@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules that choose the bits of a gradient."""
 
 from __future__ import annotations

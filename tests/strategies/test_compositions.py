@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every strategy under every wrapper: equal to an oracle, or refused before the first step."""
 
 from __future__ import annotations

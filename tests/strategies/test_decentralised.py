@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decentralised momentum methods equal their oracles, on threads and on processes, and keep their identities."""
 
 from __future__ import annotations

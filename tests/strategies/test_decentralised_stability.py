@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs that the certificate refuses diverge, those that it accepts converge, and it agrees with closed forms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decentralised momentum methods in use: resuming, bytes, which optimizers and graphs they refuse."""
 
 from __future__ import annotations

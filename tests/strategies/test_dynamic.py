@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DQ-SGD: its oracle, bounds and budgets, bytes, faults and checkpoints."""
 
 from __future__ import annotations

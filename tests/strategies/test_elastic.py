@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EASGD and EAMSGD: they equal their papers, and what holds of them."""
 
 from __future__ import annotations

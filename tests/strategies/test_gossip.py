@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies that average with neighbours, on any problem."""
 
 from __future__ import annotations

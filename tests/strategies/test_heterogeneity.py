@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much workers' gradients differ: estimates against known values, and recommendations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LSGD and LGD equal their papers, and what holds of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous leader SGD: how many steps a round has, its barriers, and that it is leader SGD at equal speeds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How leaders are elected and sent: the minimum of some numbers, and broadcasts that no rank sends twice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elections: which worker leads, and how losses are recorded."""
 
 from __future__ import annotations

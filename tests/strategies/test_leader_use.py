@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LSGD and LGD in use: their bytes, saving, what is shipped and what is refused."""
 
 from __future__ import annotations

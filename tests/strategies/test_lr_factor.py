@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The effective learning rate that strategies tell is the one that training has."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Minibatch SGD, Local SGD, and the methods between them."""
 
 from __future__ import annotations

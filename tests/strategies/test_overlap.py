@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods that hide their messages: Overlap Local-SGD, CoCoD-SGD, and fragments."""
 
 from __future__ import annotations

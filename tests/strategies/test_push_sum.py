@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push-sum: sums that no delay and no rounding may change, on any graph."""
 
 from __future__ import annotations

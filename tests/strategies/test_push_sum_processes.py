@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push-sum between real processes: the same numbers, with messages in flight, saved and loaded."""
 
 from __future__ import annotations

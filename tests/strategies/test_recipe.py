@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes as text: they are parsed back as they were written, and nothing is ever evaluated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous SGD on shared parameters: no update is lost, and stale gradients need small steps."""
 
 from __future__ import annotations

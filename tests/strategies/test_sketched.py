@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse updates: Sketched SGD, local top-k and FetchSGD."""
 
 from __future__ import annotations

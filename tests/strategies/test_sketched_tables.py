@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count sketches: they add up, and the errors of their estimates are bounded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold for strategies that average now and then: Local SGD and slow momentum."""
 
 from __future__ import annotations

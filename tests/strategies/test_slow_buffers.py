@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of the optimizer's own state at a slow step, and slow steps without an average."""
 
 from __future__ import annotations

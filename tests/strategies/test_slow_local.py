@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local SGD, whole: averages within nodes, warm-up, and averages weighted by samples."""
 
 from __future__ import annotations

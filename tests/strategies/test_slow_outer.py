@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo with any outer optimizer: the methods that it is, and what is refused."""
 
 from __future__ import annotations

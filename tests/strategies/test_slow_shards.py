@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow state that is sharded over workers, kept on the host, or more exact than the parameters; means in parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Averaging, gossip, push-sum and slow momentum over long runs: oracles, on many graphs, and on real processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes of other packages: recipes find them by `module:Class` or by entry point, and import nothing else."""
 
 from __future__ import annotations

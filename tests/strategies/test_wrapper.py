@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wrapper is its base in all that it does not override, whatever hooks and traits strategies have."""
 
 from __future__ import annotations

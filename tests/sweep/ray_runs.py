@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs under Ray, and a guard that ends all their processes: when they end, when the test ends, or after a timeout.
 
 `python -m tests.sweep.ray_runs` prints the results of Ray's runs as JSON; `python -m tests.sweep.ray_runs COMMAND ...`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays are as large as fits into memory; what cannot be fused or trained is refused by name before training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An array on several workers resumes from disk as if it had never been interrupted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In a population the worst continue from the best, and a population that was killed is resumed bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Tune trains packs of members, each pack in one process."""
 
 from __future__ import annotations

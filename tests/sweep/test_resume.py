@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interrupted sweep is resumed to the same results, bit for bit."""
 
 from __future__ import annotations

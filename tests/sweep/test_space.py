@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search spaces, early stopping, and how many trials fit into memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials trained as one array are the trials trained one after another."""
 
 from __future__ import annotations

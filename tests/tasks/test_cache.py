@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays kept in the user's cache folder, the progress bar, and the numbers of words."""
 
 from __future__ import annotations

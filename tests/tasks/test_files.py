@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data files in their documented formats, written small."""
 
 from __future__ import annotations

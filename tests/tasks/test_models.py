@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models: sizes that match their names, and initial parameters that depend on a generator alone."""
 
 from __future__ import annotations

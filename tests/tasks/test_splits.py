@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random draws that are functions of their keys, and splits that give every example to exactly one worker."""
 
 from __future__ import annotations

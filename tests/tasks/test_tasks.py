@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training loop may expect of every task, on the two tasks that need no files."""
 
 from __future__ import annotations

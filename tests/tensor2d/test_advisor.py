@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the advisor predicts is what is counted on a mesh, and its best mesh is the fastest that fits."""
 
 from __future__ import annotations

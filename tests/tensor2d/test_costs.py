@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost formulas are those of the papers, and show where each scheme sends least."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of `transformers` on a mesh: GPT-2 and Llama, made small, with random weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers on a mesh are the serial layers: values, gradients, precision, bytes and refusals."""
 
 from __future__ import annotations

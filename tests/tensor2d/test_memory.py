@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step holds and sends, counted on processes and by the formulas, in one dimension and in two."""
 
 from __future__ import annotations

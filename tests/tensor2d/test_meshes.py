@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire explain --tensor-parallel`: the table of meshes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole transformers on a mesh: loss, gradients, training, dropout, checkpointing, clipping and bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages overlap with arithmetic, and one gather serves two products."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same over Gloo, on every shape of mesh: serial models, threads and DTensor are the oracles."""
 
 from __future__ import annotations

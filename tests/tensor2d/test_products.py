@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three products on every mesh: values, gradients, bytes, panels and what a rank holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of a model, each on a mesh, train under a strategy as whole models do."""
 
 from __future__ import annotations

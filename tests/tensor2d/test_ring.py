@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention to a sequence that is split over rows is attention to the whole of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire train --tensor-parallel`: workers with blocks train as whole models do, are saved, and resume."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading models on meshes, between meshes and without one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose own forward crosses features or samples: refused, and found by the check where the plan names them."""
 
 from __future__ import annotations

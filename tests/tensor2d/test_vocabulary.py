@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vocabularies on a mesh: looking tokens up, reading logits off, and the loss, against the serial ones."""
 
 from __future__ import annotations

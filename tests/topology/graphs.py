@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every graph of thinwire, the sizes it exists for, and the effect of its steps on stacked vectors."""
 
 from __future__ import annotations

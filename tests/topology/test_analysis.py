@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The analysis of a graph agrees with a loop over its steps."""
 
 from __future__ import annotations

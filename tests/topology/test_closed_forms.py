@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closed forms of each graph, and errors that are easily made in building it."""
 
 from __future__ import annotations

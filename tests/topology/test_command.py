@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire topology`: facts, tables, drawings and refusals."""
 
 from __future__ import annotations

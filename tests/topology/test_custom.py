@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs from edges and from networkx: they mix as given, and those that cannot work are refused with the fix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every graph, for every number of workers: its edges, its weights, and how fast it agrees."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that were damaged or forged, each by a seed: what `load` must refuse.
 
 `python -m tests.worker.rotten` goes through all of them and prints what each was refused with.

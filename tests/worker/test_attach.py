@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model and an optimizer under a strategy: parameters, gradients, steps."""
 
 from __future__ import annotations

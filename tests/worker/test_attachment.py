@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loop does to an attached model or optimizer that would let workers train apart."""
 
 from __future__ import annotations

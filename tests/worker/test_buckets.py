@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: gathered as they are final, sent in one order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and resuming: bit for bit as if the run had never stopped."""
 
 from __future__ import annotations

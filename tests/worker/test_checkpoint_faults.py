@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Full disks, damaged files, killed writers: the last good checkpoint is never lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers whose step evaluates a closure, once or several times."""
 
 from __future__ import annotations

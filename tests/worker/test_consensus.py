@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The consensus model and its buffers."""
 
 from __future__ import annotations

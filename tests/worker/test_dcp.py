@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint keeps every rank's state, and every strategy goes on with another number of ranks."""
 
 from __future__ import annotations

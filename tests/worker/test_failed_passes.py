@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes that an exception stops, and loops that catch it and go on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that are killed, stopped or lost: the others end in time, with an error that names them."""
 
 from __future__ import annotations

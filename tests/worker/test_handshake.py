@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that were started differently are refused before the first step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that get out of step are told so on all ranks, and nothing of one call is taken for another."""
 
 from __future__ import annotations

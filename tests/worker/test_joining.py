@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uneven numbers of batches: a rank without data keeps taking part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are NaN or infinite: raised, left out or ignored, on all ranks alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on real processes, beside torch's own DistributedDataParallel."""
 
 from __future__ import annotations

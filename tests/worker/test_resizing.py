@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint is resumed with another number of workers, and no residual is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged and forged checkpoints are refused by our own error on all ranks, before anything was touched."""
 
 from __future__ import annotations

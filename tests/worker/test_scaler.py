@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GradScaler: the decision to skip a step is made by all ranks together."""
 
 from __future__ import annotations

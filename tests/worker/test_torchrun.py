@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that is killed under torchrun, which ends all others a moment later."""
 
 from __future__ import annotations

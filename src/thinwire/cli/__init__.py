@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: one thin module per command over the library.
 
 Each command is a frozen dataclass: its fields are the options, its docstring is the help, and calling it does the work

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands by name, and how a command line becomes the dataclass that carries it out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire compare`: several strategies on one task."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where commands write: results to the standard output, everything else to the standard error."""
 
 from rich.console import Console

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire demo`: how a slow network slows training down, and how much five strategies help."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire doctor`: what is wrong with the machines and links of a job, and what a training step costs on them."""
 
 from __future__ import annotations

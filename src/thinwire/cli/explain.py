@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire explain`: what a strategy sends, stores and waits for, without training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire export`: the weights of a run as one safetensors file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The meshes over which a model can be split, as a table."""
 
 from __future__ import annotations

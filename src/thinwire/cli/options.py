@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several commands share: settings as options, the command line as text, the default folder."""
 
 from __future__ import annotations

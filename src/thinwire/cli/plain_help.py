@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Help that shows `--out PATH` where tyro by itself shows `--out {None}|PATH ... (default: None)`."""
 
 from dataclasses import MISSING, field, fields, make_dataclass

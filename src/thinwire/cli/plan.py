@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire plan`: which recipe suits a model, a network and a number of workers, and why."""
 
 from __future__ import annotations

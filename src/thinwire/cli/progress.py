@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The progress of a run: a live line on a terminal, one plain line every ten seconds elsewhere."""
 
 from __future__ import annotations

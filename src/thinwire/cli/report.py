@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire report`: a run folder or a comparison folder as one HTML page."""
 
 import json as json_text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire reproduce`: check a paper's claim at the scale of one machine, from a checkout of the repository."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire select`: a coreset, that is a small weighted subset, of the rows of a feature matrix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire simulate`: the code that trains, on simulated workers of a simulated network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training step of a task's model, or of the user's, to be timed."""
 
 from __future__ import annotations

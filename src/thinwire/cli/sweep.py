@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire sweep`: search a task's hyperparameters, with many trials trained as one array."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire tools`: what runs natively here, and what is missing."""
 
 from __future__ import annotations

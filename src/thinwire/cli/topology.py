@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire topology`: who sends to whom on a graph of workers, how fast it mixes, and what it costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`thinwire train`: one run of one strategy on a task."""
 
 from __future__ import annotations

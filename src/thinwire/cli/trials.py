@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of a sweep: a progress display, tables and JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of codecs, the keys of their random draws, and helpers that they share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts to fp32, bf16, fp16 and fp8, rounded to nearest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback: the compression error of one vector is added to the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The header of 16 bytes in front of a payload: its codec, step and stage, whether it is valid, and a checksum.
 
 The checksum is a CRC-32 of the header and the payload; on a GPU of the header alone, as the payload would have to be

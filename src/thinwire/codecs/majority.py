@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Majority vote over the signs of the workers' elements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Natural compression: stochastic rounding to powers of two."""
 
 from __future__ import annotations

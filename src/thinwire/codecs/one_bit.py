@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit an element: the sign, and a scale for every block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank matrices: two thin factors in place of each tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QSGD: stochastic rounding to levels of the Euclidean norm."""
 
 from __future__ import annotations

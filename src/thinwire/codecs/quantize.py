@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few bits an element: stochastic rounding to levels of the block's range."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random subset of the elements, the same on all ranks."""
 
 from __future__ import annotations

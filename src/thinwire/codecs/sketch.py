@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A count sketch: a small table of signed sums, from which the largest elements can be estimated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TernGrad: stochastic rounding to minus one, zero or one times a scale."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k sparsification: the elements of largest absolute value."""
 
 from __future__ import annotations

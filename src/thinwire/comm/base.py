@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communication calls that every backend offers.
 
 Every call returns a `Work`; its `wait()` returns the result. A tensor that was passed to a call must not be read or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comm that sends nothing and counts the bytes that it would send."""
 
 from __future__ import annotations

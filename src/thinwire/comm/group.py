@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comm of real runs, over a torch.distributed process group: Gloo on CPU or NCCL on GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the processes of other ranks still run, as far as this machine can tell.
 
 A closed connection does not say who has failed: the survivors of a failure close theirs too, and some of them compute

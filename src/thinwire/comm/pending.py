@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The means of one training step that are in flight and finish together."""
 
 from __future__ import annotations

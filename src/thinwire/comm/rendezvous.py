@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the default process group from the variables that torchrun sets."""
 
 from __future__ import annotations

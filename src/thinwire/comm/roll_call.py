@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds out after a failure what went wrong first and which ranks are missing, over the rendezvous store."""
 
 from __future__ import annotations

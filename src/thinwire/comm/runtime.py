@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clock, the locks, the timers and the threads of a comm, in one place, so that a simulation can bring its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks as threads of one process: for tests, and to run strategies without processes or sockets.
 
 Sums are added in the order of ranks, so a run's values depend on nothing but its inputs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handles of asynchronous operations, and the count of bytes and seconds."""
 
 from __future__ import annotations

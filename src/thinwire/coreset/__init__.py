@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coresets: small weighted subsets that represent all points of a data set."""
 
 from thinwire.coreset.craig import Craig

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other policies to compare Craig with; `Random` is the one to beat."""
 
 from __future__ import annotations

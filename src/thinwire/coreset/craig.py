@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on a few points whose weighted gradient approximates that of all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Selection where every rank holds its own points; the result is that of one machine with all points.
 
 Each rank keeps the distances of its points to their nearest representatives. For a block of m candidates the ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Facility location: the gain of one more representative, and the nearest representative of each point.
 
 $F(S)=\sum_i\max(0, d_0-\min_{j\in S}d_{ij})$ with $d_0$ above all distances; the gain of a candidate $e$ is

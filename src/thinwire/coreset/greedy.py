@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Greedy maximisation of facility location: naive, lazy, on samples, and in parts (GreeDi).
 
 Greedy reaches $F(S) \ge (1-1/e)\,F(S^*)$ (Nemhauser, Wolsey and Fisher 1978), and with a bound on the cost instead of

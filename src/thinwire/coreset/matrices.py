@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feature matrices from files: npy, npz, parquet and libsvm."""
 
 from __future__ import annotations

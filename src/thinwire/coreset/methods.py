@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection among the points of one class, or all points, by any of the methods."""
 
 from __future__ import annotations

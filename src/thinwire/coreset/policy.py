@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of all policies that choose points, and the points as they see them."""
 
 from __future__ import annotations

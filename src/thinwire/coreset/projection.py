@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Points projected onto the two directions in which they vary most."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Proxies of the gradients of single points, at the cost of one forward pass.
 
 One point can represent another if their gradients are similar. For a convex loss of a linear model the distance between

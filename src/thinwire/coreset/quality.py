@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well a coreset represents all points, compared with random subsets of the same size."""
 
 from __future__ import annotations

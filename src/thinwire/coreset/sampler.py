@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chosen points as a torch sampler: deterministic, resumable, divided equally among ranks."""
 
 from __future__ import annotations

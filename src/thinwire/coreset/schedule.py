@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When to select again: every few epochs, or when the choice no longer represents all points."""
 
 from __future__ import annotations

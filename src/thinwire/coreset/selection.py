@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`select`: a coreset from features, on one process or on several."""
 
 from __future__ import annotations

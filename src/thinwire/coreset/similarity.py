@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distances between points, computed for one block of candidates at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Greedy where only near neighbours can represent a point: millions of points, in minutes.
 
 $F_m(S)=\sum_i\max(0, d_0-\min_{j\in S\cap N(i)}d_{ij})$ with $N(i)$ the point itself and its m nearest neighbours; with

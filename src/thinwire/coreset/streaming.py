@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Sieve streaming: each point is read once, and either kept or discarded.
 
 Several sieves guess the value $v$ of the best selection, as powers of $1+\varepsilon$. A sieve with picks S keeps a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Weighted subsets of the points: `Coreset` as selected, `Subset` as visited in an epoch, `Strata` to draw from.
 
 The weight of a medoid gives its cluster's gradient only near the model it was selected with. Drawing several members

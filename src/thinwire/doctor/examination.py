@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One examination: all ranks look, meet, measure the links between them and a step; rank 0 collects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From measurements to sentences: what is wrong, with whom, and what to do about it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one process can tell of its machine without talking to another: interfaces, names, versions, limits, threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The link between two ranks, measured over TCP: latency, bandwidth one way and both, clocks.
 
 Every rank listens at the address that Gloo would use, on a port that the system chooses. Who connects must send a

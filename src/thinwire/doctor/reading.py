@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `thinwire doctor --json` has printed, read again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks of an examination meet: the rendezvous store, with a deadline for every answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank measures beside single links: all-reduce by size over the real process group, and a training step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training would cost with some strategies on the links that were measured: each simulated with its own code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many machines emulated on one: workers in network namespaces, with slow links and slow workers.
 
 Nothing here needs torch, root or a daemon, and nothing stays on the machine afterwards.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script, run by path without the package: kill the process groups that a launcher leaves behind when it is killed.
 
 Its standard input lists the process groups that exist, as one `+GROUP` or `-GROUP` per line. When the input ends, the

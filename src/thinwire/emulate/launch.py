@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start workers on this machine, hand over the lines they print, and end all of them."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The link of one worker: a rate in each direction and a delay."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script, run by path without the package: make network namespaces, and enter them.
 
 A namespace exists as long as a process or an open file holds it. `make` creates namespaces without names, runs commands

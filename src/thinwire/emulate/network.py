@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An emulated network for the workers of one machine: a namespace each, links with rates and delays, byte counters.
 
 Namespace 0 is the switch: a bridge with one port per worker. Namespace r + 1 belongs to worker r and holds the other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment of a worker: its rank, the rendezvous address, and how many threads it may use."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers whose processes are suspended for a while, as on a machine that sleeps."""
 
 from __future__ import annotations

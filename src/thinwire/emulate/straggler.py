@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulated stragglers: workers that are slower than the others."""
 
 import hashlib

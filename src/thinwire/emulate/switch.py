@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script, run by path without the package: a switch whose links have delays.
 
 Many kernels can limit a rate but cannot delay a packet. So where a link has a delay, each worker's `eth0` is a tun

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates and durations as people write them: `100mbit`, `200ms`."""
 
 import re

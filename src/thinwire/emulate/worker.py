@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker: a process that leads its own process group, the lines it prints, and how it ended."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train many models of one structure as one array on one device, with the results of separate runs.
 
 `fuse` makes a `FusedArray`; the optimizers, schedules, gradient scaler and clipping of this package treat each model by

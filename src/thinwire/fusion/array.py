@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train many models of one structure as one array, with the results of separate runs."""
 
 from __future__ import annotations

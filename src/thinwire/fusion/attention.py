@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of all models at once."""
 
 from __future__ import annotations

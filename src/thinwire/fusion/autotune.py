@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure several implementations of one operation, and use the fastest on this machine."""
 
 from __future__ import annotations

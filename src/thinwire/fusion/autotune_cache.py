@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the results of autotuning on disk, beside the compiled kernels, for later processes."""
 
 from __future__ import annotations

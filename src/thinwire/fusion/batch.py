@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that hold one value of every model; the only file that uses the internals of `torch.vmap`."""
 
 from __future__ import annotations

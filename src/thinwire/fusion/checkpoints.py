@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save an array to disk as tensors and JSON, atomically, and continue from it bit for bit."""
 
 from __future__ import annotations

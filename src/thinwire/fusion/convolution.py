@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolutions and pooling of all models at once.
 
 Shapes: B models, n samples, c input channels, f filters, s... spatial axes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers, embeddings and a few tensor operations of all models at once.
 
 Shapes: B models, n rows of one model's input, `in` and `out` features.

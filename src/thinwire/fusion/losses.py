@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of all models at once; each model's mean has its own denominator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save one model of an array to disk, as state dicts of plain torch objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep freed memory in the process: the tensors of many models exceed what the C library keeps by default."""
 
 from __future__ import annotations

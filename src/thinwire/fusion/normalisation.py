@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalisation of all models at once, each model with its own statistics, gain (weight) and shift (bias).
 
 Shapes: B models, n samples, c channels, s... spatial axes.

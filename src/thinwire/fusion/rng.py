@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout and random tensors of all models at once, each model's from its own generator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch the torch calls of a model's forward to rules that compute them for all models at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling and gradient clipping of an array, for each model by itself."""
 
 from __future__ import annotations

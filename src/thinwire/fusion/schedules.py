@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule every model's hyperparameters by a scheduler of torch of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate the workers of a decentralised method on one device: each is a model of an array."""
 
 from __future__ import annotations

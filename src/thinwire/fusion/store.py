@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors of an array: stacked with the models along the first axis, extracted, inserted and selected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare the structure of models, and find their tensors and dropout rates."""
 
 from __future__ import annotations

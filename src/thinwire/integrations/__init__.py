@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks for PyTorch's own data-parallel wrappers."""

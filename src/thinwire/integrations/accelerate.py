@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Accelerate: `worker = attach(accelerator, model, optimizer, "DiLoCo(period=32)")` after `prepare`."""
 
 from __future__ import annotations

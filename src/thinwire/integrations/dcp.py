@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.distributed.checkpoint`: save a worker as any other state, and load it with any number of ranks.
 
 A `Worker` is Stateful, with a key for every rank:

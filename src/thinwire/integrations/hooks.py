@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs for PyTorch's own wrappers: a communication hook for DistributedDataParallel and one for FSDP2."""
 
 from __future__ import annotations

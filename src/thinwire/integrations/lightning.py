@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: `Trainer(strategy=Strategy("DiLoCo(period=32)"))`, or a callback beside a strategy of your own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes and waits of a run as curves: TensorBoard, Weights & Biases, or whatever takes a dict of numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train: `TorchTrainer(loop, torch_config=Config("DiLoCo(period=32)"))`, with `attach` and `report` in the loop."""
 
 from __future__ import annotations

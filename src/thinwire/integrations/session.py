@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all integrations share: one attached model in a loop that belongs to another tool."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer: `Trainer(..., callbacks=[Callback("DiLoCo(period=32)")])`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of codecs (vectors to bytes and back), arrays of models (`rows`, `normalised`, `linear`) and coresets
 (`nearest`).
 

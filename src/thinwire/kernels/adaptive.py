@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of adaptive optimizers over lists of tensors, in as few passes over memory as possible.
 
 C runs where every tensor is fp32, contiguous and on the CPU; torch everywhere else.

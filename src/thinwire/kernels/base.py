@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which implementation runs, on how many threads, and the checks that all kernels share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program decides by a tensor's data, of which a meta tensor has none.
 
 A dry run takes the decisions that send most; within `assume_least()`, those that send least. The lines that decide are

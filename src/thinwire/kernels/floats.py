@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the floating-point format as codes: powers of two (sign and exponent), and eight bits with scales.
 
 Torch computes both, on any device. The bytes are in the order in which the functions below join them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the elements of largest absolute value, and pack indices into bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of the linear layers of many models in one call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile C once for this processor, keep the library in the user's cache, and load it by ctypes.
 
 All of it is optional: without a compiler, or with THINWIRE_NATIVE=0, torch computes the same, more slowly. A library is

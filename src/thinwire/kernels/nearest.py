@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facility location for coresets: the nearest representative of each point, and the gain of each candidate (nearest.c).
 
 Without a compiler, or with THINWIRE_NATIVE=0, torch computes the same selection.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalisation of many models in one call, each model with its own gain and shift."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation to a few bits per number, with unbiased stochastic rounding.
 
 A payload is all scales, then one bit plane after the other, the lowest first; a plane is ceil(n/8) bytes, and bit j of

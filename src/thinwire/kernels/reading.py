@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Python reads of a tensor's data, of which a meta tensor has none; and two operators of torch's for both."""
 
 from __future__ import annotations

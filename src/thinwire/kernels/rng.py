@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counter-based random numbers: each is a function of a key and an index, on any device and in any order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer steps of many models at once: rows of a tensor [models, ...], each with its own hyperparameters.
 
 Rows are independent of each other. Several threads may share the columns, which changes no bit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit per number: its sign, with a scale for every block.
 
 A payload is all scales, then all sign bits, as floats have them: -0.0 counts as negative.

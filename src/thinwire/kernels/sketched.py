@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Count sketches whose hash rotates every block of the vector, so memory is read in runs and no hash table is stored.
 
 With $c$ columns, element $i$ goes to column $(i + o_q(\lfloor i/c \rfloor)) \bmod c$ of row $q$, with an offset $o_q$

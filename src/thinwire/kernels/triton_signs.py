@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit per number, its sign, on a GPU: each block is read once, and its scale stays in registers until it is used.
 
 A scale is summed in an order that suits the device, so its last bits may differ from the CPU's. The signs are the same,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers that torch does not have."""
 
 from thinwire.optimizers.acsa import AcSA

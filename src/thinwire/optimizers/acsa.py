@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AC-SA: accelerated stochastic approximation, for few rounds of large batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers divide each element of a gradient by its size, and which codes they cannot be given."""
 
 from __future__ import annotations

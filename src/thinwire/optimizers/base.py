@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the optimizers: closures, batches of parameters that fit the cache, and state that keeps its dtype."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of 1-bit Adam, 1-bit LAMB and 0/1 Adam: the variance freezes, and workers then average momenta."""
 
 from __future__ import annotations

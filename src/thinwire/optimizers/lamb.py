@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB: Adam's direction, with a step in proportion to each tensor's norm."""
 
 from __future__ import annotations

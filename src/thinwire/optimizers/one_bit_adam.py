@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam: Adam whose second stage is momentum SGD with a constant step size for every entry."""
 
 from __future__ import annotations

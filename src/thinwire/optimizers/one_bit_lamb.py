@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit LAMB: LAMB whose second stage only needs the mean momentum of all workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A freezing optimizer, addressed by slices of a replica's flat vectors: the strategies of the 1-bit family use it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SAGA for linear models: variance reduction with a table of one number for each sample and output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SVRG: variance reduction with an occasional full gradient."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: Adam whose variance and momentum are synchronised less and less often."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe costs, computed before any run."""
 
 from thinwire.plan.card import Card, Link, Method, explain

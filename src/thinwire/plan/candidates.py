@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes that a plan looks at, and what each costs in accuracy, as measured.
 
 Both are data. A recipe is added by a line in `CANDIDATES`; `python -m benchmarks.accuracy` then measures it, and writes

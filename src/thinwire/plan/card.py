@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe sends, keeps in memory and waits for, computed before any run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks as users describe them, and as they were measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a recipe's training step takes on a given network: the real strategy, simulated on meta tensors.
 
 No formula describes a method here. `attach` makes every worker of a simulation, a backward pass of autograd hands the

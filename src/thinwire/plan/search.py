@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which recipe suits a network: candidates are simulated with their own code, ranked, and one is recommended.
 
 A recipe is better the less time it needs to the loss that AllReduce() reaches: the predicted time of a step, times how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times of a few recipes against link rate, latency and number of workers."""
 
 from __future__ import annotations

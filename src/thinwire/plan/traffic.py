@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one worker would send, step by step: the real strategy, run on meta tensors.
 
 No method is described a second time here: `attach` makes the worker, with a Comm that records messages instead of

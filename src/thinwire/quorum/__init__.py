@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that end when enough ranks are ready; late ranks recover afterwards.
 
 - `rules`: for how many ranks to wait, and which reduction to use, from measured times.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mean of members' gradients by an all-reduce of all ranks, in a thread of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator decides which ranks are the members of a step, exactly once.
 
 It is a state machine: control messages and times go in, control messages with their destinations come out. It holds no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which batch each worker computes next, so that batches whose gradients were dropped are used all the same."""
 
 from __future__ import annotations

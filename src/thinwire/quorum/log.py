@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The members of each step, kept with the replica's state; the same on all ranks."""
 
 from __future__ import annotations

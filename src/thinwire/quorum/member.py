@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a quorum as a state machine: what it sends when, and what it makes of what it receives.
 
 Events go in: a gradient is ready, a message was received, time has passed, a step has ended. Actions come out, for

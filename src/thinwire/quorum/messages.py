@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks send each other: small control messages, and chunks of gradients and of states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A participant for each replica whose strategy works with a quorum."""
 
 from __future__ import annotations

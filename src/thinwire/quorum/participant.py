@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's side of a quorum, in a real process: connections, threads and a clock around the `Member` that decides.
 
 Three threads meet here. The training thread calls the public methods and waits in them. Control messages and chunks are

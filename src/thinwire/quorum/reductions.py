@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mean of members' gradients by messages among them: what to send when, without a connection."""
 
 from __future__ import annotations

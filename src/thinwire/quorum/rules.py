@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator decides from measured times: for how many ranks to wait, and which reduction to use."""
 
 from __future__ import annotations

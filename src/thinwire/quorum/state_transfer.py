@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's state for late ranks: packed as bytes, sent in chunks, and unpacked to the bit."""
 
 from __future__ import annotations

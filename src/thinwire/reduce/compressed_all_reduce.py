@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
 
 from collections.abc import Callable, Sequence

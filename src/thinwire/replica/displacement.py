@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Momentum of displacements: what an optimizer did to the parameters, divided by the learning rate.
 
 In the units of a gradient the momentum stays valid when the learning rate changes. At a learning rate of zero nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many tensors in one flat vector, with a named segment for each."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer's state for its parameters: momentum, Adam's moments."""
 
 from __future__ import annotations

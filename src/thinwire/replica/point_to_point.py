@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica's mailbox, for strategies that send messages to single ranks without a common schedule."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker's copy of the model, as a strategy sees it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Barriers and rounds of workers that send messages, each at its own pace.
 
 No rank makes a collective call here: a worker tells others how far it is, and they answer messages while they wait.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded parameters: DTensors, as FSDP2 and tensor parallelism make them.
 
 FSDP2 owns the storage of its parameters, pads it and gathers from it, so they cannot be views of a replica's vector.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of run folders: an HTML page, plots, tables and traces.
 
 This package reads JSON files and imports nothing of training. Drawings need matplotlib and the terminal's table needs

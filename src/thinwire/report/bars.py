@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of a mean step, split into compute, exposed communication and other: one stacked bar per strategy."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of `thinwire select`: all points in the plane of most variance, chosen points as large as their weights."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which recipe is fastest where: lines of step time against link rate, latency and number of workers."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss against steps, against seconds and against bytes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each run was made: recipe, command, versions, configuration and papers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The frame of an HTML page: head, colours for light and dark, style. Without scripts or links to other files."""
 
 from html import escape

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a report: JSON that is read, with errors that name the file, and files that are written whole."""
 
 import json

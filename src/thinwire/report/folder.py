@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run folders and comparison folders, read into runs."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of workers: who sends to whom at each step of a period, and how fast averaging on them converges."""
 
 from collections.abc import Mapping, Sequence

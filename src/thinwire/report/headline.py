@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The top of the page: the setting, the main result in a sentence, a few large figures and the summary table."""
 
 from collections.abc import Sequence

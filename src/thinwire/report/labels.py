@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short names for recipes, with only those arguments that tell them apart."""
 
 import ast

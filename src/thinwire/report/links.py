@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that each worker's link carried, next to the payload that the strategy sent."""
 
 from collections.abc import Sequence

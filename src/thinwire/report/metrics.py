@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics that strategies record while they train, against steps: such as the consensus distance."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report as one HTML file, without scripts and without links to other files."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Colours: one per strategy, the same in every plot of every report, distinguishable without red and green.
 
 No two light colours are equal. So a drawing made with light colours follows the reader's choice of light or dark once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A figure with its title and captions, as a PNG in light colours and as an SVG that follows the page's colours.
 
 Figures are made and saved without pyplot, so no global state changes and no display is needed.

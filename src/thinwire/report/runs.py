@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a run folder: configuration, summary, metrics, timeline and links."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a sweep: every trial's loss against every hyperparameter, and a table of trials."""
 
 from collections.abc import Mapping, Sequence

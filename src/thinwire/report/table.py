@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of summaries: as rows of text, as Markdown, and for the terminal."""
 
 from __future__ import annotations

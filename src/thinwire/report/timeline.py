@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines: when each worker computes, waits and has messages in flight, over the same length of time for all runs."""
 
 import math

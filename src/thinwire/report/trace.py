@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's timeline in the trace-event format that Perfetto and Chrome's tracing page open."""
 
 import json

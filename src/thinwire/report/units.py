@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers as text: three significant digits and a fitting unit."""
 
 _BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured training runs of a recipe on a task: settings, workers and the run folder.
 
 `resolve` completes settings, `launch` starts the workers on this machine, `compare` does so for several strategies.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m thinwire.runs FOLDER [--resume]` is one rank of the run that the folder's settings describe."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's own methods of data-parallel training, as baselines in the same loop.
 
 PyTorch does not count bytes, so payload is computed: what a bandwidth-optimal all-reduce or broadcast sends per rank,

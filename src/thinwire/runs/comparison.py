@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare strategies: run one after another on one task, from the same parameters and on the same batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on a coreset: each rank selects examples of its own shard, and selects anew every few epochs."""
 
 from __future__ import annotations

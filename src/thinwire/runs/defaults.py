@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Complete the settings of a run, and refuse what cannot work before anything is started."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the training loop calls: a model under a thinwire strategy, or under one of PyTorch's own methods."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a run: settings, metrics, results and checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the workers of a run on this machine, read their output, and explain how they ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connect the ranks of a run through PyTorch's process group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of a run: thinwire's strategies, and PyTorch's own methods by name."""
 
 from __future__ import annotations

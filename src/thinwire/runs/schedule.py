@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps at which the workers of a run synchronise: to share figures, to evaluate, to save and to stop.
 
 Between them only the strategy sends messages. Everything here follows from figures that are equal on all ranks, so all

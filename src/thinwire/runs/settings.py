@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of a run: everything that determines what it computes, and for how long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism in a run: each copy of the model is split over a mesh of rows and columns of workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop of one rank, with measurements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a run; as a program, `python -m thinwire.runs FOLDER [--resume] [MODULE ...]`, started once per rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank 0 writes the folder of the run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The very code that trains, on simulated workers of a simulated network, in virtual time.
 
     results = thinwire.simulate.run(1024, work, network=thinwire.simulate.load_network("network.toml"), seed=1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comm of a simulated worker: its values are those of threads, its times those of a network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations that are drawn: constant ones, and those that vary a little or a lot."""
 
 from __future__ import annotations

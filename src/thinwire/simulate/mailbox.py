@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mailbox of a simulated worker: messages take time, may be late, and overtake each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network and the workers of a simulation: rates, latencies, racks, slow workers, and what goes wrong.
 
 A network is read from a TOML file, whose form is described in `docs/reference/network-file.md`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulation writes down: steps, bytes, and who has waited for whom."""
 
 from __future__ import annotations

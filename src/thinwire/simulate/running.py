@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a function on simulated workers."""
 
 from __future__ import annotations

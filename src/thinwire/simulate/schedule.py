@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: which worker goes on, and when.
 
 Each simulated worker is a thread, of which one runs at a time: it has the baton, and hands it over only where it waits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs of simulated workers: a quadratic with known gradients, a task with real ones, or no numbers at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
 Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all simulated workers share: the clock, the wires, the workers that are lost, and the record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Atomic writing of files: a file is complete or not there at all."""
 
 import os

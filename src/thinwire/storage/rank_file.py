@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's part of a checkpoint: tensors as safetensors, everything else as JSON, both with checksums.
 
 `rank-NNNN.json` names the file of its tensors, which is named after its own content. So writing a part again never

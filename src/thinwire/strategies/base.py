@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of strategies: hyperparameters, and a few hooks around the optimizer's step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes as text: the repr of a strategy, and a parser that reads it back without running code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What other packages define for recipes, named as `module:Class`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of strategies that wrap another one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a sweep on disk, from which an interrupted sweep resumes with the same results, bit for bit."""
 
 from __future__ import annotations

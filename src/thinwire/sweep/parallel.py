@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays on several workers: each message carries all models, and each model trains as in a run of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all trials of a sweep have in common, and the settings of one trial."""
 
 from __future__ import annotations

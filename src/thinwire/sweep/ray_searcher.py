@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A searcher of Ray Tune that proposes packs of members; imported only where Ray is installed."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
 

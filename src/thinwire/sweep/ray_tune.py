@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Tune over arrays: each of Tune's trials is a pack of members that one process trains as one array.
 
 Tune runs every trial in its own process, while an array trains many trials in one process. So one trial of Tune is a

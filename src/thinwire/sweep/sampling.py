@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samplers, which propose trials: at random, or by an Optuna study that learns from finished trials."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search space of a sweep: a range or a list of values for each hyperparameter."""
 
 from __future__ import annotations

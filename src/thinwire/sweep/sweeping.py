@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole sweep: arrays as large as fit into memory, one after another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training trials as one array, or one trial by itself: the same batches and the same mathematics."""
 
 from __future__ import annotations

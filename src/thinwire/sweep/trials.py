@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials of a sweep, their outcomes, and the rules that stop some of them or copy better ones over them."""
 
 from __future__ import annotations

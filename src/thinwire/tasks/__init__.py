@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real tasks: data, models of named sizes, a loss and a metric.
 
 `text` and `digits` need no files. The others read the folder that THINWIRE_DATA names; `mnist`, `cifar10` and `agnews`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task: real data, models of named sizes, a loss, a metric, and optimizer settings that work."""
 
 import hashlib

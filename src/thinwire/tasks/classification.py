@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classification tasks: images (digits, MNIST, CIFAR-10), news (AG News) and rows of yes-or-no facts (a9a)."""
 
 import csv

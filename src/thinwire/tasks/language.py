@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language models of bytes: Python's own standard library, Shakespeare, Wikipedia."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi30k: captions of pictures, from English to German."""
 
 import math

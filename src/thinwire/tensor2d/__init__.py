@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two-dimensional tensor parallelism: parameters and activations are split over the rows and columns of a mesh."""
 
 from thinwire.tensor2d.advisor import (

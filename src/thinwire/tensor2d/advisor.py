@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which mesh to use, and how many panels: predicted bytes, memory and time of every mesh, and the fastest one.
 
 One row is one-dimensional tensor parallelism, as in Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053; one column

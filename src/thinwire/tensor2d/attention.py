@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention on a mesh: each column computes its own heads on its row's samples, without communication."""
 
 from __future__ import annotations

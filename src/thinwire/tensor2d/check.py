@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a split model: one batch gives what it gave the serial model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm of a model's whole gradient, and clipping by it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives with gradients: sums over rows, gathers over columns, and the transpose of a table over the mesh.
 
 Autograd runs the backward of each as a collective too, so every rank must use their results in the same order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Elements that a transformer layer sends and holds, on any r x c mesh and in one-dimensional tensor parallelism.
 
 T is the number of tokens of a batch, h the hidden size, f = 4 h the inner size of the feed-forward part, p = r c. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout whose mask does not depend on the mesh: it is a hash of each element's index in the whole tensor."""
 
 from __future__ import annotations

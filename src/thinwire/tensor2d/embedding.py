@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings whose table is split by vocabulary and by features, and tables of positions."""
 
 from __future__ import annotations

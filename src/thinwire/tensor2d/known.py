@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules whose forward is known: those that a layer on the mesh can replace, and those that can be kept as they are.
 
 A module that is kept sees this rank's samples and this rank's features only. So its forward must treat every sample by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB on a mesh: trust ratios are computed from the norms of whole tensors, of which each rank holds a block."""
 
 from __future__ import annotations

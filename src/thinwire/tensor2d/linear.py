@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers stored in the layout that sends least, output heads, and the feed-forward part of a block."""
 
 from __future__ import annotations

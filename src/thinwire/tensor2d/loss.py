@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of logits that are split over the columns by vocabulary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mesh of ranks, with a communicator for this rank's row, for its column and for the whole mesh.
 
 Rank (i, j) of an r x c mesh is number i * c + j. Its row is (i, 0) .. (i, c - 1), its column (0, j) .. (r - 1, j).

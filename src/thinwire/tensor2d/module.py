@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of layers on a mesh: blocks of parameters and their placements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms over features that are split over the columns, with statistics in fp32 at least."""
 
 from __future__ import annotations

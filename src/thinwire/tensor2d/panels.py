@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In how many pieces the operands of a product are sent, and how that number is chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two-dimensional tensor parallelism for a serial model: its layers are replaced by layers on a mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which block of a tensor a rank holds, and how it is stored.
 
 A `Placement` describes the tensor of the serial model, so that blocks can be taken from it, put back into it, and read

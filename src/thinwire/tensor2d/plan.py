@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Styles: how `parallelize_2d` replaces each type of module."""
 
 from __future__ import annotations

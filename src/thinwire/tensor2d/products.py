@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""The three products of matrices that are split over a mesh.
 
 A matrix is split into r x c blocks; rank (i, j) holds block (i, j). The gradients of each product are computed by the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Ring attention over a sequence that is split over the rows of a mesh: keys and values are passed on, queries stay.
 
 Let $o$ be a query's output over the keys seen so far and $\ell$ the logarithm of its softmax denominator. The output

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading models on a mesh, as whole tensors or as blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing that does not repeat communication.
 
 Checkpointing recomputes a block in the backward pass, which would repeat its collectives. So the first pass records the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformer given by its sizes: what a training step sends, keeps and computes on any mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""How fast a graph shrinks differences between workers, from its mixing matrices.
 
 With $W_t$ the mixing matrix of step t, the workers' vectors, as rows, become $X \leftarrow W_t X$. Disagreement after

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of topologies: which rank sends to which at each step, and with which weights."""
 
 from abc import ABC, abstractmethod

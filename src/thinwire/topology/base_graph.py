@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact average in a few steps for any number of workers, with few peers at each step."""
 
 from collections.abc import Iterable, Sequence

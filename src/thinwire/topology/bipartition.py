@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two sides of a bipartite graph: active ranks, which send requests, and passive ones, which answer.
 
 A worker that waits for an answer while others wait for its own can close a cycle in which all workers wait. Where only

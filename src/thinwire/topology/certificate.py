@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Whether a decentralised method is stable on a graph, computed before step 0 from the mixing matrices.
 
 At any learning rate, differences between workers evolve even without gradients: with $z = (x, v)$ a worker's parameters

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph given by its edges, or by a networkx graph."""
 
 from __future__ import annotations

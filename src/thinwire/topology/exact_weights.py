@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that a dtype represents exactly, so that what a rank sends and keeps adds up to its vector.
 
 The one file here that imports torch; the graphs themselves do not, so that the command line starts quickly.

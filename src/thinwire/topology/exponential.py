@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of exponentially growing hops around a circle: few messages, which reach all ranks in log(n) steps."""
 
 from thinwire.errors import ConfigError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classic graphs, each a few lines of arithmetic; they exist for any number of workers unless stated otherwise."""
 
 from functools import lru_cache

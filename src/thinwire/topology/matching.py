@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random pairs, drawn at every step, equal on all ranks without a message."""
 
 from functools import lru_cache

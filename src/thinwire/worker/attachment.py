@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training loop may do to an attached model that would let the workers train apart, noticed and refused."""
 
 from __future__ import annotations

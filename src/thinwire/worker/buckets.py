@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: gathered and sent as soon as their gradients are final, during the backward pass.
 
 The flat vector follows the order of the model's parameters. Gradients become final in roughly the opposite order, so

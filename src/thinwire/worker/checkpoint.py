@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: safetensors and JSON, written atomically, read back bit for bit.
 
 A checkpoint is a folder `step-NNNNNNNN` with one `RankFile` per rank. Every rank first writes its file to disk under a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combinations of strategy, optimizer, model and mesh that cannot work, refused before the first step."""
 
 from __future__ import annotations

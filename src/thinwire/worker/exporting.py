@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights alone, in one safetensors file by the model's own names: from a worker, or from a checkpoint."""
 
 from __future__ import annotations

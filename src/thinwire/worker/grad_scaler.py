@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GradScaler, where each worker has its own gradients: all workers skip the same steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks before the first step that all ranks were started with the same model, recipe and settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to do with a gradient that is NaN or infinite, on all ranks alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters the optimizer updates, at which learning rate, and which of them share a flat vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resume from a checkpoint, whatever number of workers wrote it.
 
 As many workers as before go on bit for bit. Another number goes on from what the workers that were had in common: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole state of one rank, as nested dicts of named tensors and JSON values: taken, checked and put back.
 
 Everything is checked before anything is changed: a state that was damaged or forged is refused in words, and leaves the

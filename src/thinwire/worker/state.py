@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data of one worker, for the modules that train, save, restore and resize it."""
 
 from __future__ import annotations

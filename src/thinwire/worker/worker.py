@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attach a strategy to a model and an optimizer: flat vectors, hooks around the optimizer's step, consensus."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point messages that need no matching call on the other rank.
 
 Each pair of ranks has an edge in either direction. Messages of an edge are numbered, and delivered in that order, each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire format of a message: a header of fixed size, then the vector's bytes as they lie in memory, in parts.
 
 Nothing that arrives is trusted. A frame of another protocol, run or mailbox is foreign and ignored; one of this run

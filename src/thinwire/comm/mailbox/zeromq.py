@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between processes over ZeroMQ, which queues, reconnects and transfers in a thread of its own.
 
 Each rank has one socket on which it receives, and one for each rank that it has sent to. A thread of this process reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of an array: those of `torch.optim` and LAMB, with each hyperparameter per model."""
 
 from thinwire.fusion.optimizers.adam import Adam, AdamW

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of all optimizers of an array: every hyperparameter is a vector, and every slot counts its own steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that an optimizer updates together, and arithmetic of lists of tensors with one coefficient per model.
 
 Tensors are [models, ...]. If all models have the same coefficient, torch's own arithmetic with a number is used: it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stochastic gradient descent of an array."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Steps of adaptive optimizers with frozen variance. 1-bit LAMB needs two passes: one turns momenta into directions and
    computes what the trust ratio needs, the other steps. 1-bit Adam needs one.
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the kernels share: arithmetic on sixteen numbers at a time, in whatever vectors the processor has.
 
    No sum is reassociated and no product fused with a sum, so the results are torch's, bit by bit. Only the gradients of

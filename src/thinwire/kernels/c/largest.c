@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The k largest absolute values in one pass: elements above a threshold are collected, and when the buffer is full all
    but the k largest are dropped and the threshold rises. */
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The gradients of the weights of linear layers of many models: the most memory that a training step writes.
 
    A block of ROWS rows by WIDEST vectors of the result is accumulated in registers. Products are fused with sums where

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Facility location from the points' coordinates: distances, rounding, gains and their sums in one pass, so that no
    distance is stored.
 

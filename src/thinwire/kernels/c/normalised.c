@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Normalisation of many models, each with its own gain and shift.
 
    Layer norm is of rows [models, count, n]. Group and batch norm are of [outer, inner, channels, positions], where the

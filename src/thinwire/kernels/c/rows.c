@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One optimizer step of many models in one pass over memory: rows [models, n], each with its own numbers.
 
    Rows of models that are not active are unchanged. Only columns from `begin` to `end` are updated, so that several

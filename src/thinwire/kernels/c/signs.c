@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One bit per number: its sign. */
 
 /* Elements that are summed over all payloads while they are in the innermost cache. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Count sketches: every block of `columns` elements is rotated into each row. */
 
 #define STRIP 4096

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of adaptive optimizers by torch, over lists of tensors of any shapes.
 
 On a CPU norms are summed in the order of the compiled kernels; elsewhere in torch's own.

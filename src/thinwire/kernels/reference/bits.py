@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pack flags and scales into bytes, and sum in a fixed order. Bit j of byte k is element 8k + j."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements, and indices packed into bits, by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalisation of many models by torch, each with its own gain and shift; the compiled kernels give the same bits."""
 
 from __future__ import annotations

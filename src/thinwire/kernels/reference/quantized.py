@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation to a few bits per number, by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counter-based random numbers by torch: each is a function of a key and an index."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer step of many models by torch: tensors [models, ...], each model with its own numbers.
 
 The compiled kernels give the same bits, except for Adam in fp64: the last bit of torch's square roots may be wrong.

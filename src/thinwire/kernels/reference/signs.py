@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bit per number, its sign, by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count sketches, by torch."""
 
 from __future__ import annotations

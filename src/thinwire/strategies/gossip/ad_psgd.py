@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average parameters with one neighbour at a time, while both compute at their own pace."""
 
 import torch

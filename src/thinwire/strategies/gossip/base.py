@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of decentralised momentum methods: gossip, with a momentum in gradient units that the strategy keeps."""
 
 from abc import abstractmethod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gossip with compressed messages: neighbours keep copies, and workers send compressed changes to these."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mix parameters with neighbours, with momentum on the whole displacement."""
 
 from collections.abc import Callable

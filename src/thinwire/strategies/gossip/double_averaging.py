@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mix parameters and momentum with neighbours."""
 
 from thinwire.reduce.compressed_all_reduce import gossip_

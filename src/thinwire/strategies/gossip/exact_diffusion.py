@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mix parameters with neighbours, and correct the bias that mixing causes."""
 
 from collections.abc import Callable

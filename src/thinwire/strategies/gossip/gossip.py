@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average parameters with a few neighbours at every step."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mix parameters with neighbours, with a momentum of the mixed parameters' displacement."""
 
 from collections.abc import Callable

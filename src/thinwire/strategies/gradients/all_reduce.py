@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average gradients at every step."""
 
 from torch import Tensor

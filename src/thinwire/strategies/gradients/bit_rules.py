@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules that choose the bits of every step: a fixed number, a bound on the error, or a budget."""
 
 from __future__ import annotations

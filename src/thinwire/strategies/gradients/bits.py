@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""The arithmetic of quantisation errors: how to divide bits among steps, and among the parts of a vector.
 
 A code of $b$ bits has $s = 2^{b-1} - 1$ levels on each side of zero. Where a block of $d_i$ entries with largest

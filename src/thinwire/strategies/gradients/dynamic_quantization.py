@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average gradients at every step, in a number of bits that a rule chooses for each step and bucket."""
 
 from __future__ import annotations

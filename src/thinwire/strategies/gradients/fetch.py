@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FetchSGD: momentum and residual are kept in count sketches that are equal on all workers."""
 
 from collections.abc import Mapping, Sequence

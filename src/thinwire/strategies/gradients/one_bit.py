@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average gradients during a warm-up, then momenta in one bit an entry."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketched SGD: sum count sketches of the residuals, then the exact values of their largest entries."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector in them, and sparse updates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
 
 from collections.abc import Mapping, Sequence

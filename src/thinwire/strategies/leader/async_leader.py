@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leader SGD whose rounds are a number of steps of all workers together, however unevenly they take them.
 
 Rank 0 counts the steps of the round in the thread in which its messages arrive, while it trains. A worker asks it for

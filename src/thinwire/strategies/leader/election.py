@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leader election: every worker has a score, and the worker with the least finite score leads.
 
 An election is one all-reduce of a 64-bit number for each worker, its key: the score, as bits that are ordered as scores

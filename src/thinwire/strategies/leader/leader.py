@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train locally, and pull every worker towards the best one once in a period."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add a pull towards the best worker to every gradient."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train locally, and pull workers towards the best one of their node, and less often towards the best of all."""
 
 from collections.abc import Sequence

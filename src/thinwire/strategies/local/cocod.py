@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average the models that a round started from while the round computes, then add the round's own steps."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coded means of parameters, for methods whose workers do not all return to the mean."""
 
 import torch

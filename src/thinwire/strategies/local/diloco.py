@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average every period, and let an outer optimizer take a step along the workers' mean displacement."""
 
 from collections.abc import MutableMapping

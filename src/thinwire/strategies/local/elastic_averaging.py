@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pull every worker and a common centre towards each other."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average parameters every few steps, or never."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means other than the plain one: weighted, over some of the ranks, or in two halves."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum gradients over a round of short local steps, then take one long step along their mean over workers."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An outer optimizer for the average of the parameters, with its state in the strategy's state."""
 
 from __future__ import annotations

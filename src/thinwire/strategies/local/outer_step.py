@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of a base strategy, each followed by a step on the workers' average: what SlowMo and DiLoCo have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average every few steps, and take a momentum step on the average."""
 
 from collections.abc import MutableMapping

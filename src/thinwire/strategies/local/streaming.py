@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send the parameters in fragments, one after another."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send shares of the parameters along a directed graph, and add the others' as soon as they arrive."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push-sum's mass: a numerator and its weight in one vector, so that one message always carries both.
 
 The weight is an fp64 number; its 8 bytes lie behind the numerator's elements. In single precision the sum of all

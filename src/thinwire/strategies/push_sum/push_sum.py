@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
 from collections.abc import Iterator

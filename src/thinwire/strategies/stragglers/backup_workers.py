@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average the gradients of the first workers to finish; drop those of late ones."""
 
 from __future__ import annotations

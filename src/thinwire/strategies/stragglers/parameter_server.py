@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous SGD: every worker updates shared parameters when it is ready, however stale its gradient is."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies that wrap another one, to measure or to change what it does."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""How much workers' gradients differ, how noisy they are, and which method that recommends.
 
 With $F=\frac1n\sum_i F_i$ the mean of the workers' own losses and $g_i$ an unbiased gradient of $F_i$,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average within each node every few steps, between the averages over all workers."""
 
 from thinwire.errors import ConfigError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the state of SlowMo's and DiLoCo's outer steps lies: a part on each worker, or in the host's memory."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure from time to time how much workers' gradients differ."""
 
 from collections.abc import Callable, Mapping, Sequence

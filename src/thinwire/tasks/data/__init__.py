@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples: reading them, drawing batches of them, and splitting them among workers."""

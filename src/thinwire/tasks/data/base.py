@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches, shards and random draws, as every data set uses them.
 
 Random numbers are counter-based: the i-th number of a stream is a function of (key, i) alone. So a batch is a function

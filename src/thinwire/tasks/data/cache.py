@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays that are computed once and kept in the user's cache folder."""
 
 import os

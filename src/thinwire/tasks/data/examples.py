@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data sets of separate examples: images, feature rows, texts."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data files: finding them in the data folder, and reading their formats."""
 
 import gzip

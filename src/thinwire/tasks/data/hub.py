@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data sets that the `datasets` library downloads, for machines that are online."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long text read in windows: passages that belong to a speaker, a package or an article."""
 
 from collections.abc import Iterator, Sequence

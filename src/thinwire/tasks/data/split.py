@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits of the training data among workers: every example goes to exactly one of them."""
 
 import math

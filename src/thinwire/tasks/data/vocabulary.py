@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of text, and the vocabulary that gives them numbers."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the models: building with a seed, initialisation, attention.
 
 No model here has dropout, so none draws random numbers after it is built.

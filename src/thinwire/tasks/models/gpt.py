@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language model of bytes: the GPT-2 trunk (Radford et al. 2019) over a vocabulary of 256."""
 
 from dataclasses import dataclass

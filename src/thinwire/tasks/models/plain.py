@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain models: logistic regression, a multilayer perceptron, a small convolutional network."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small residual networks for images of 32 x 32 (He et al. 2016, section 4.2), with BatchNorm."""
 
 from torch import Generator, Tensor, nn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of word sequences: two text classifiers and a small translator. Token 0 is padding."""
 
 from torch import Generator, Tensor, nn
