@@ -233,7 +233,7 @@ def test_the_notebook_runs_without_jupyter(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_hyperparameter_is_in_the_tables_with_a_meaning() -> None:
     sys.path.insert(0, str(DOCS / "_ext"))
     try:
-        from hyperparameters import classes_of, shown
+        from class_fields import classes_of, shown
     finally:
         sys.path.pop(0)
     listed = {kind for package in ("strategies", "codecs", "topology") for kind in classes_of(package)}
