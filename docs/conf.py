@@ -27,7 +27,7 @@ exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
-    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Network)"),
+    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Network|Segment)"),
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\.tensor2d\.write_whole"),
 ]

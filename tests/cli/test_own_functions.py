@@ -100,6 +100,7 @@ WRONG = {
     ("--model", "examples/own_task.py:model"): "write it as one would import it: --model examples.own_task:model",
     ("--model", "examples.own_task:modle"): "examples.own_task has no 'modle'; did you mean model?",
     ("--model", "examples.own_task:__name__"): "is a str; it must be a function model()",
+    ("--loss", "torch.nn:CrossEntropyLoss"): "is a class, and its instances would be the losses; name a function",
     ("--split", "label"): "--split label with --model examples.own_task:model: --data divides the data itself",
     ("--batch-size", "4"): "--data makes the batches; leave it out",
     ("--task", "digits"): "the model and its data are the task; leave it out",

@@ -126,6 +126,11 @@ def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{where}: is a {type(found).__name__}; it must be a function {_SIGNATURES[option]}")
+    if option == "--loss" and isinstance(found, type):
+        raise ConfigError(
+            f"{where}: is a class, and its instances would be the losses; name a function, such as "
+            "torch.nn.functional:cross_entropy, or an instance in a module of yours"
+        )
     return found
 
 
