@@ -44,7 +44,14 @@ LEFT_OUT = {
     "docs/strategies/backup-workers.md": f"{STEP}; optimizer.step()",
     "docs/strategies/local-sgd.md": "loss_fn(model(x), y).backward()",
 }
-NEEDS = {("docs/fusion/sweeps.md", 0): "ray"}
+NEEDS = {
+    ("docs/fusion/sweeps.md", 0): "ray",
+    ("docs/how-to/trainers.md", 0): "accelerate",  # and transformers
+    ("docs/how-to/trainers.md", 1): "accelerate",
+    ("docs/how-to/trainers.md", 2): "lightning",
+    ("docs/how-to/trainers.md", 3): "ray",
+    ("docs/how-to/trainers.md", 4): "tensorboard",
+}
 """Libraries that a fragment needs and the tests do not bring."""
 
 

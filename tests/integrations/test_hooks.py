@@ -205,7 +205,7 @@ def test_futures_are_done_with_the_last_bucket() -> None:
 
 def test_a_hook_s_mean_is_the_compressed_mean_of_its_bucket() -> None:
     def body(comm: Any) -> tuple[Tensor, Tensor]:
-        hook = DdpHook(Quantize(4, 8), comm, seed=3)
+        hook = DdpHook(Quantize(4, 8), lambda: comm, seed=3)
         bucket = ParameterBatch([nn.Parameter(torch.zeros(40))], True, comm.rank)
         mean = hook(None, bucket).value()
         x = bucket.sent.clone()
@@ -228,7 +228,7 @@ def test_hooks_refuse_biased_codecs_without_feedback_and_the_state_of_another_mo
 
 def test_every_pass_draws_from_its_step_and_from_the_places_of_its_buckets() -> None:
     def body(comm: Any) -> list[tuple[Tensor, Tensor]]:
-        hook, members = DdpHook(Quantize(4, 8), comm, seed=3), [nn.Parameter(torch.zeros(n)) for n in (24, 40)]
+        hook, members = DdpHook(Quantize(4, 8), lambda: comm, seed=3), [nn.Parameter(torch.zeros(n)) for n in (24, 40)]
         pairs: list[tuple[Tensor, Tensor]] = []
         for step in range(3):
             buckets = [ParameterBatch([p], p is members[-1], 10 * step + comm.rank) for p in members]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import thinwire
 from tests.integrations.small import HALF, STEPS, Net, batch_of, equal, optimizer_of, plain_loop, weights
 from tests.pool import run_processes
 
@@ -106,3 +108,46 @@ def whole_and_resumed(folder: str, recipe: str, how: str) -> dict[str, Any]:
 def test_training_and_resuming_are_the_plain_loop_bit_for_bit(recipe: str, how: str, tmp_path: Path) -> None:
     for found in run_processes(2, whole_and_resumed, str(tmp_path), recipe, how, seconds=110):
         assert all(found.values()), found
+
+
+def with_a_hook(folder: str) -> bool:
+    import warnings
+
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    warnings.simplefilter("ignore")
+
+    class OnCpuToo(DDPStrategy):
+        def _register_ddp_hooks(self) -> None:
+            # Lightning does this itself on GPUs only.
+            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+    rank = torch.distributed.get_rank()
+    plain = plain_loop("AllReduce(codec=Bf16())", steps=6)
+    torch.distributed.destroy_process_group()  # Lightning makes its own, after the strategy and the hook
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    strategy = OnCpuToo(ddp_comm_hook=thinwire.ddp_hook(thinwire.Bf16()))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, max_steps=6, strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, Batches(rank))
+    return all(torch.allclose(x, y, atol=1e-6) for x, y in zip(weights(module.net), plain, strict=True))
+
+
+@pytest.mark.slow
+def test_a_hook_that_is_made_before_the_group_averages_gradients(tmp_path: Path) -> None:
+    assert run_processes(2, with_a_hook, str(tmp_path), seconds=100) == [True, True]

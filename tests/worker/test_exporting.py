@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import thinwire
 from tests.battery.cases import STRATEGIES
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from tests.engine import Mixed, attach, batches, drawn, net, steps
@@ -195,3 +196,25 @@ def test_the_command_line_refuses_what_holds_no_model(tmp_path: Path, capsys: An
     assert not (tmp_path / "out.safetensors").exists()
     assert main(["export", str(tmp_path / "damaged"), str(tmp_path / "out.bin")]) == 2
     assert "must end in .safetensors" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_an_export_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def work(comm: Comm) -> dict[str, Tensor]:
+        torch.manual_seed(comm.rank)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
+        worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "LocalSGD(period=4)", comm=comm)
+        ids = torch.arange(6)[None] + comm.rank
+        model(input_ids=ids, labels=ids).loss.backward()
+        worker.optimizer.step()
+        worker.export(tmp_path / "model.safetensors")
+        if comm.rank == 0:
+            model.config.save_pretrained(tmp_path)
+        with worker.consensus() as agreed:
+            return {name: x.clone() for name, x in agreed.state_dict().items()}
+
+    want = run_threads(2, work)[0]
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    assert want.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in want.items())

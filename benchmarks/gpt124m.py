@@ -1,0 +1,136 @@
+"""One run of real size: a GPT of 124 million parameters on two workers, over an emulated link.
+
+python -m benchmarks.gpt124m [--strategy RECIPE] [--steps N] [--link 1gbit] [--batch N] [--context N]
+
+The model is GPT-2 small (12 layers, 768 wide, a vocabulary of 50,257 tied to the head); a token is two bytes of Python's
+own library, so that there is something to learn without a tokenizer. It prints what a step takes and waits, the bytes of
+the interfaces, the memory of each worker, and the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thinwire
+from thinwire.emulate import Network, parse_links, run_workers
+from thinwire.tasks.models.base import build
+from thinwire.tasks.models.gpt import GPT, GPT_SIZES
+
+VOCABULARY = 50_257
+RECIPE = (
+    "Streaming(OverlapLocalSGD(period=8, pull=0.5, momentum=0.9, lr=0.7, nesterov=True, delay=2, "
+    "codec=Quantize(4)), fragments=4)"
+)
+
+
+def main() -> None:
+    """Start two workers in a network of their own, or be one of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--strategy", default=RECIPE)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        train(options)
+        return
+    rows: list[dict[str, float]] = []
+
+    def read(rank: int, stream: str, line: str) -> None:
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+        else:
+            print(f"rank {rank}: {line}", file=sys.stderr)
+
+    with Network(parse_links(options.link, 2)) as network:
+        command = [sys.executable, "-m", "benchmarks.gpt124m", *sys.argv[1:], "--worker"]
+        exits = run_workers(command, 2, network=network, on_line=read, timeout=7200)
+    if any(record.code for record in exits):
+        raise SystemExit(1)
+    names = list(rows[0])
+    print(f"{options.strategy}, {options.link}, {options.steps} steps, {options.batch} x {options.context} tokens")
+    for name in names:
+        print(f"{name:32}", *(f"{row[name]:12.4g}" for row in sorted(rows, key=lambda row: row["rank"])))
+
+
+def model_of(context: int) -> nn.Module:
+    """GPT-2 small: the head has the embedding's weight."""
+    model = build(lambda: GPT(GPT_SIZES["124m"], context=context, vocabulary=VOCABULARY), seed=0)
+    model.head = nn.Linear(model.head.in_features, VOCABULARY, bias=False)
+    model.head.weight = model.embedding.weight
+    nn.init.normal_(model.embedding.weight, std=0.02)
+    return model
+
+
+def tokens_of(rank: int) -> Tensor:
+    """One half of Python's own library, two bytes a token."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files[rank::2])
+    pairs = torch.frombuffer(bytearray(text[: len(text) // 2 * 2]), dtype=torch.uint8).view(-1, 2).long()
+    return (256 * pairs[:, 0] + pairs[:, 1]) % VOCABULARY
+
+
+def train(options: argparse.Namespace) -> None:
+    """One worker's loop, and its figures as a line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = model_of(options.context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    worker = thinwire.attach(model, optimizer, options.strategy, timeout=600)
+    tokens, draw = tokens_of(rank), torch.Generator().manual_seed(rank)
+    meter, begun = worker.comm.meter, sent_bytes()
+    payload, waited = meter.payload_bytes, meter.exposed_seconds
+    seconds: list[float] = []
+    losses: list[float] = []
+    for step in range(options.steps):
+        start = time.perf_counter()
+        first = torch.randint(len(tokens) - options.context - 1, (options.batch, 1), generator=draw)
+        rows = tokens[first + torch.arange(options.context + 1)]
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        print(f"step {step}: loss {losses[-1]:.3f}, {seconds[-1]:.2f} s", flush=True)
+    worker.wait_pending()
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {
+        "rank": rank,
+        "parameters, millions": parameters / 1e6,
+        "median step, seconds": statistics.median(seconds),
+        "waits per step, seconds": (meter.exposed_seconds - waited) / options.steps,
+        "payload per step, MB": (meter.payload_bytes - payload) / options.steps / 1e6,
+        "interface per step, MB": (sent_bytes() - begun) / options.steps / 1e6,
+        "fp32 all-reduce per step, MB": 4 * parameters / 1e6,
+        "peak memory, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
+        "first loss": losses[0],
+        "mean of the last 4 losses": statistics.mean(losses[-4:]),
+    }
+    print(json.dumps(found), flush=True)
+    worker.detach()
+    dist.destroy_process_group()
+
+
+def sent_bytes() -> int:
+    """By this namespace's interfaces but the loopback, since their start."""
+    rows = [row.partition(":") for row in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
+    return sum(int(numbers.split()[8]) for name, _, numbers in rows if name.strip() != "lo")
+
+
+if __name__ == "__main__":
+    main()
