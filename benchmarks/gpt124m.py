@@ -2,9 +2,9 @@
 
 python -m benchmarks.gpt124m [--strategy RECIPE] [--steps N] [--link 1gbit] [--batch N] [--context N]
 
-The model is GPT-2 small (12 layers, 768 wide, a vocabulary of 50,257 tied to the head); a token is two bytes of Python's
-own library, so that there is something to learn without a tokenizer. It prints what a step takes and waits, the bytes of
-the interfaces, the memory of each worker, and the loss.
+The model is GPT-2 small (12 layers, 768 wide, a vocabulary of 50,257 tied to the head). A token is two bytes of
+Python's own library, so that there is something to learn without a tokenizer. It prints what a step takes and waits,
+the bytes of the interfaces, the memory of each worker, and the loss.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ def by_lightning(folder: str, how: str) -> None:
 
     trainer, module, loaders = trainer_of(folder, RECIPE, LAST, how, width=WIDTH)
     trainer.limit_val_batches = 0
+    # A checkpoint holds the model that all agree on, which costs one average more.
+    trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "ModelCheckpoint"]
     trainer.fit(module, loaders[0])
 
 

@@ -129,5 +129,35 @@ def test_another_number_is_refused_by_torch_s_call_with_the_one_to_use(tmp_path:
     run_processes(2, by_plain_calls, str(tmp_path))
     ((number, name, nothing, step),) = run_processes(1, by_fewer, str(tmp_path))
     assert "2 workers have written the state, and 1 would go on" in number and "dcp.load(worker, folder)" in number
-    assert "no worker under 'walker', but epoch, worker" in name
+    assert "no worker with rank-0000 under 'walker', but epoch, worker" in name
     assert "holds no checkpoint" in nothing and step == "6"
+
+
+def of_shards(folder: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def begun() -> Any:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        return thinwire.attach(model, optimizer, "DiLoCo(period=4)", group=mesh["replicate"])
+
+    worker = begun()
+    steps(worker, 0, 5)
+    dcp.save({"worker": worker}, checkpoint_id=folder)
+    saved = state_of(worker)
+    worker.detach()
+    again = begun()
+    steps(again, 0, 2)
+    ours.load(again, folder)
+    found = same(state_of(again), saved)
+    again.detach()
+    return found
+
+
+@pytest.mark.slow
+def test_every_shard_is_kept(tmp_path: Path) -> None:
+    assert run_processes(4, of_shards, str(tmp_path)) == [True] * 4

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from thinwire.errors import CheckpointError
+from thinwire.worker.snapshot import part_name
 from thinwire.worker.worker import Worker
 
 
@@ -42,11 +43,12 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
         keys = list(reader.read_metadata().state_dict_metadata)
     except OSError as error:
         raise CheckpointError(f"{folder}: holds no checkpoint of torch.distributed.checkpoint ({error})") from error
-    parts = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.rank-")]
+    own = part_name(worker, worker.comm.rank)
+    stem = own[: -len("0000")]
+    parts = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.{stem}")]
     if not parts:
         known = ", ".join(sorted({key.partition(".")[0] for key in keys})[:8])
-        raise CheckpointError(f"{folder}: holds no worker under {name!r}, but {known}; pass name=")
-    own = f"rank-{worker.comm.rank:04d}"
+        raise CheckpointError(f"{folder}: holds no worker with {own} under {name!r}, but {known}; pass name=")
     wanted = [own] if len(parts) == worker.comm.size and own in parts else parts
     # Flat keys, which the planner need not take apart; a tuple stands for what is read in its place.
     state: dict[str, Any] = {f"{name}.{part}": () for part in wanted}

@@ -46,6 +46,8 @@ class Callback(TrainerCallback):
             # One message and one wait at every step, by which the loss is scaled.
             _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
             args.average_tokens_across_devices = False
+        if self.session is not None:
+            self.session.worker.undo.close()  # of a training that an error has ended
         syncs = GradientState()
         self.session = Session(
             more["model"], more["optimizer"], self.strategy, self.options, syncs=lambda: bool(syncs.sync_gradients)
@@ -57,14 +59,10 @@ class Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Where the Trainer is about to evaluate or save, give it the model that all workers agree on."""
         if self.session is not None and (control.should_evaluate or control.should_save):
+            # Until the next step: whether to save may depend on the evaluation.
             self.session.hold()
 
     on_epoch_end = on_step_end
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Give the worker its own parameters back, unless they are saved next."""
-        if self.session is not None and not control.should_save:
-            self.session.release()
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Save every rank's own state beside the Trainer's."""

@@ -80,12 +80,12 @@ def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:
     found = {name: _unwrapped(part) for name, part in snapshot.mapping_of(parts, "the state").items()}
     if not found:
         raise CheckpointError("the state holds no rank's part; pass what Worker.state_dict() returned")
-    own = found.get(snapshot.part_name(worker.comm.rank), next(iter(found.values())))
+    own = found.get(snapshot.part_name(worker, worker.comm.rank), next(iter(found.values())))
     written_by = snapshot.mapping_of(own.get("identity"), "the identity").get(SIZE)
     if written_by in (None, str(worker.comm.size)):
         snapshot.restore(worker, own)
         return
-    names = [snapshot.part_name(rank) for rank in range(len(found))]
+    names = [snapshot.part_name(worker, rank) for rank in range(len(found))]
     if written_by != str(len(found)) or set(names) != found.keys():
         raise CheckpointError(
             f"{written_by} workers have written the state, and {worker.comm.size} would go on: every rank needs the "

@@ -35,9 +35,10 @@ _PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _OWN = "thinwire."
 
 
-def part_name(rank: int) -> str:
-    """The key of a rank's state among those of all ranks."""
-    return f"rank-{rank:04d}"
+def part_name(worker: WorkerState, rank: int) -> str:
+    """The key of a rank's state among those of all ranks, of all parts of the model."""
+    place = worker.own_folder("").name
+    return f"{place}-rank-{rank:04d}" if place else f"rank-{rank:04d}"
 
 
 def state_of(worker: WorkerState) -> State:

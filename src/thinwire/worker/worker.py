@@ -282,11 +282,12 @@ class Worker(WorkerState):
         not yet used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler, random
         generators and the position in the data are the caller's: see `save`.
 
-        The key is "rank-0000" and so on, so that `torch.distributed.checkpoint.save({"worker": worker}, ...)`, which
-        keeps what is under one key only once, keeps the state of every rank. The value is a tuple, which it takes as
-        one object of any size: a new optimizer, for one, has no tensors yet that could be loaded into.
+        The key is "rank-0000" and so on, after the name of the shard where the model is split, so that
+        `torch.distributed.checkpoint.save({"worker": worker}, ...)`, which keeps what is under one key only once, keeps
+        the state of every rank. The value is a tuple, which it takes as one object of any size: a new optimizer, for
+        one, has no tensors yet that could be loaded into.
         """
-        return {snapshot.part_name(self.comm.rank): (snapshot.state_of(self),)}
+        return {snapshot.part_name(self, self.comm.rank): (snapshot.state_of(self),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, or from those of all ranks of another number of workers.
