@@ -111,6 +111,13 @@ def attached(names: Names, strategy: thinwire.Strategy) -> Names:
     return {"model": model, "optimizer": optimizer, "worker": thinwire.attach(model, optimizer, strategy)}
 
 
+def with_config(names: Names) -> Names:
+    """A worker whose model has a configuration, as those of transformers have."""
+    found = attached(names, thinwire.SlowMo())
+    found["model"].config = SimpleNamespace(save_pretrained=lambda folder: None)
+    return found
+
+
 def array_of(count: int) -> Names:
     """An array of small models, an optimizer and schedules."""
     array = fusion.fuse([nn.Linear(4, 2) for _ in range(count)])
@@ -238,6 +245,7 @@ OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     },
     ("docs/fusion/sweeps.md", 1): lambda names: array_of(4),
     ("docs/fusion/sweeps.md", 2): selected,
+    ("docs/how-to/checkpoints.md", 0): with_config,
     ("docs/how-to/heterogeneity.md", 0): probed,
     ("docs/how-to/sharded-models.md", 0): sharded,
     ("docs/strategies/accelerated-minibatch.md", 0): lambda names: {"rounds": [[names["batch"]] * 3] * 2},

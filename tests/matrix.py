@@ -56,11 +56,9 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str, **mo
     return thinwire.attach(model, optimizer, recipe, **{"timeout": 20.0, **more})
 
 
-def train(
-    model: nn.Module, *workers: Worker, rank: int | None = None, each: Callable[[int], None] | None = None
-) -> None:
+def train(model: nn.Module, *workers: Worker, rank: int | None = None, each: Callable[[int], object] = int) -> None:
     """A user's loop; `workers` are those whose optimizers step."""
-    for step in range(STEPS):
+    while (step := workers[0].step) < STEPS:
         x, y = batch(workers[0].comm.rank if rank is None else rank, step)
         loss = (model(x) - y).square().mean()
         loss.backward()
@@ -193,7 +191,9 @@ def scaled(recipe: str) -> None:
         x, y = batch(worker.comm.rank, step)
         if step == 2 and worker.comm.rank == 1:
             x = x * float("inf")
-        scaler.scale((model(x) - y).square().mean()).backward()
+        loss = (model(x) - y).square().mean()
+        scaler.scale(loss).backward()
+        worker.record_batch(loss=loss.detach())
         before = worker.step
         scaler.step(worker.optimizer)
         scaler.update()
@@ -207,10 +207,13 @@ def scaled(recipe: str) -> None:
 def averaged(recipe: str) -> None:
     model = net()
     worker = attach(model, sgd(model), recipe)
-    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    mean = AveragedModel(net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    # Late workers leave out steps, so that not all would come to a consensus on the way.
+    every = STEPS if worker.strategy.skips_steps else 2
 
     def update(step: int) -> None:
-        if step % 2:
+        if worker.step % every == 0:
             with worker.consensus() as now:
                 mean.update_parameters(now)
 
@@ -300,7 +303,10 @@ FEATURES: dict[str, tuple[Callable[[str], None], str]] = {
     "LoRA": (low_rank, "adapters alone are sent; frozen parameters are compared once"),
     "Muon": (muon, "beside AdamW for what is no matrix, one `attach` for each"),
     "GradScaler": (scaled, "`attach(scaler=...)`: all workers skip the same steps"),
-    "EMA": (averaged, "updated within `worker.consensus()`"),
+    "EMA": (
+        averaged,
+        "updated within `worker.consensus()`; under `BackupWorkers` after the loop, as late workers leave out steps",
+    ),
     "tied weights": (tied, "sent once, and still tied afterwards"),
     "BatchNorm": (normed, "statistics are a worker's own, and means at consensus"),
     "several optimizers": (several, "one `attach` for each, in the same order on all ranks"),
@@ -320,6 +326,7 @@ def run_row(feature: str) -> dict[str, str]:
             found[family] = f"refused: {error}"
         except Exception as error:
             found[family] = f"wrong: {type(error).__name__}: {error}"
+        dist.barrier()  # a worker that goes on alone would be a lost one
     return found
 
 

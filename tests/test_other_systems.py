@@ -19,13 +19,13 @@ import torch, torch.distributed, torch.utils._pytree, numpy, ctypes, os, signal,
 import torch.nn.parallel, torch.optim, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.utils.parametrize
 import importlib.metadata, multiprocessing, subprocess, asyncio, tyro, rich.console, rich.progress, safetensors.torch
 import matplotlib.figure, matplotlib.backends.backend_agg, selectors, tempfile, shutil, platform, http.server
-import torch._dynamo
+import torch._dynamo, torch.distributed.checkpoint
 import torch.func, torch._functorch.predispatch, sklearn.datasets
 
 HIDDEN = {
     "win32": {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog"},
     "darwin": set(),
-}[sys.argv[1]] | {"lightning", "accelerate", "transformers"}  # which were made for this system too
+}[sys.argv[1]] | {"lightning", "accelerate", "transformers", "ray"}  # which were made for this system too
 ABSENT = {
     "darwin": {os: ["sched_getaffinity", "sched_setaffinity", "memfd_create", "unshare", "setns", "pidfd_open"],
                signal: ["pidfd_send_signal"], socket: ["AF_PACKET", "AF_NETLINK"]},

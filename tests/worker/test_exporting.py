@@ -199,8 +199,9 @@ def test_the_command_line_refuses_what_holds_no_model(tmp_path: Path, capsys: An
 
 
 @pytest.mark.slow
-def test_an_export_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+def test_an_export_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that would be left behind
 
     def work(comm: Comm) -> dict[str, Tensor]:
         torch.manual_seed(comm.rank)

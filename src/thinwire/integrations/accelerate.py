@@ -79,7 +79,7 @@ def attach(
         with worker.consensus() as agreed:
             for i, each in enumerate(models):
                 if plain_model(each) is agreed and i < len(weights):
-                    state = accelerator.get_state_dict(each, unwrap=False)
+                    state: Mapping[str, Any] = accelerator.get_state_dict(each, unwrap=False)
                     weights[i] = {name: x.detach().clone() for name, x in state.items()}
         session.save(folder)
 

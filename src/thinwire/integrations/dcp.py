@@ -16,7 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from thinwire.errors import CheckpointError
 from thinwire.worker.snapshot import part_name
@@ -38,7 +39,7 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
     Raises:
         CheckpointError: there is no worker of that name in it, or it does not fit; nothing has changed then.
     """
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     try:
         keys = list(reader.read_metadata().state_dict_metadata)
     except OSError as error:
@@ -52,5 +53,5 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
     wanted = [own] if len(parts) == worker.comm.size and own in parts else parts
     # Flat keys, which the planner need not take apart; a tuple stands for what is read in its place.
     state: dict[str, Any] = {f"{name}.{part}": () for part in wanted}
-    dcp.load(state, storage_reader=reader, **options)
+    dcp_load(state, storage_reader=reader, **options)
     worker.load_state_dict({part: state[f"{name}.{part}"] for part in wanted})

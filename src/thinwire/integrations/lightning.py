@@ -63,7 +63,7 @@ class Callback(pl.Callback):
         if self.session is not None:
             self.session.release()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *more: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log bytes and waits as often as the Trainer logs."""
         step = trainer.global_step
         if self.session is not None and step and step % trainer.log_every_n_steps == 0:

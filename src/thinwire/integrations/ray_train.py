@@ -79,6 +79,7 @@ def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str | None = N
         raise ConfigError('no strategy: pass TorchTrainer(..., torch_config=Config("DiLoCo(period=32)"))')
     session = Session(model, optimizer, recipe, options)
     _sessions[id(session.worker)] = session
+    session.worker.undo.callback(_sessions.pop, id(session.worker), None)
     if (checkpoint := ray.train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
             session.load(folder)
