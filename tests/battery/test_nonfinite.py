@@ -15,7 +15,7 @@ from tests.battery.cases import STRATEGIES
 from tests.battery.runs import BUCKET_BYTES, Case, Setting, go_on, smallest
 from tests.problems import flat
 from thinwire import Comm, NonFiniteError, Worker
-from thinwire.worker.nonfinite import Policy
+from thinwire.worker.state import Policy
 
 BAD_STEP, BAD_RANK = 3, 1
 every = pytest.mark.parametrize("each", STRATEGIES, ids=str)

@@ -97,8 +97,7 @@ def test_an_overflow_on_one_rank_skips_the_scaled_step_on_all() -> None:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         worker.scaler = scaler
-        worker.scaler = scaler
-        share_skips(worker, scaler)
+        share_skips(worker)
         for step in range(12):
             worker.optimizer.zero_grad()
             loss = problem.loss(worker.model, comm.rank, step)
@@ -120,7 +119,7 @@ def test_a_scaled_loss_changes_nothing() -> None:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         worker.scaler = scaler
-        share_skips(worker, scaler)
+        share_skips(worker)
         for step in range(12):
             worker.optimizer.zero_grad()
             scaler.scale(problem.loss(worker.model, comm.rank, step)).backward()

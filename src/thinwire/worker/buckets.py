@@ -183,6 +183,7 @@ class Backward:
         syncing: False while gradients accumulate locally.
         unused: parameters that had no gradient on this rank in the last pass.
         exchanged: gradients were exchanged since the last step, in the last pass.
+        ended: a pass has ended since the hooks were registered.
         nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
     """
 
@@ -195,6 +196,7 @@ class Backward:
     syncing: bool = True
     unused: list[Tensor] = field(default_factory=list[Tensor])
     exchanged: bool = False
+    ended: bool = False
     nonfinite: NonFinite | None = None
     _launched: int = 0
     _end: ref[_PassEnd] | None = None
@@ -315,7 +317,7 @@ class Backward:
             place += len(bucket.parameters)
         if used is not None:
             self._drop_unused(used.wait(), state)
-        self._interrupted = False
+        self._interrupted, self.ended = False, True
         if mean >= 0 and self.skips_steps:
             self.nonfinite = NonFinite(
                 self._comm.rank if culprit >= 0 else -1, self.names[culprit if culprit >= 0 else mean]

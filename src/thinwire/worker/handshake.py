@@ -20,13 +20,14 @@ from thinwire.replica.shards import describe_shard
 Facts = list[tuple[str, str]]
 
 
-def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
+def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were started differently") -> None:
     """Check that the facts are equal on all ranks.
 
     Args:
         comm: the ranks.
         facts: (name, value) pairs in the same order on every rank.
         device: for the tensors that are sent.
+        how: what ranks did whose facts differ, for the error.
 
     Raises:
         MismatchError: on every rank, naming two ranks and the first difference.
@@ -41,7 +42,7 @@ def agree(comm: Comm, facts: Facts, device: torch.device) -> None:
     texts = gather_texts(comm, text, device)
     other = next(rank for rank, their in enumerate(texts) if their != texts[0])
     difference = first_difference(json.loads(texts[0]), json.loads(texts[other]), other)
-    raise MismatchError(f"ranks 0 and {other} were started differently: {difference}")
+    raise MismatchError(f"ranks 0 and {other} {how}: {difference}")
 
 
 def equal_on_all(comm: Comm, x: Tensor) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,7 @@ from thinwire.errors import ConfigError
 from thinwire.kernels import all_finite_each
 from thinwire.replica.shards import is_sharded, local
 from thinwire.worker.buckets import NonFinite
-from thinwire.worker.state import WorkerState
-
-Policy = Literal["raise", "skip", "ignore"]
+from thinwire.worker.state import Policy, WorkerState
 
 
 def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.base import Comm
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, shard_folder
 from thinwire.strategies.base import Strategy
+from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
+
+Policy = Literal["raise", "skip", "ignore"]
 
 
 # Apart from `Worker`, so that checkpoints, resizing and joining need not import the module that imports them.
@@ -36,6 +41,14 @@ class WorkerState:
         scaler: the loop's GradScaler, if it uses one.
         block: on a mesh, a name for the part of the model that this rank holds; else empty.
         undo: callbacks that `detach` runs to remove the hooks.
+        mesh: the ranks of all copies of a model that is split; None if it is not.
+        bucket_bytes: bytes of gradient per message.
+        find_unused: whether parameters without a gradient on any rank keep none.
+        nonfinite: what to do with a gradient that is NaN or infinite.
+        watching: the hooks of `backward` on the parameters.
+        shares_skips: whether the scaler was made to skip the same steps on all ranks.
+        may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
+        just_switched: whether no step was taken since the last switch.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
@@ -52,6 +65,14 @@ class WorkerState:
         self.scaler: torch.amp.GradScaler | None = None
         self.block = ""
         self.undo = ExitStack()
+        self.mesh: Mesh3D | None = None
+        self.bucket_bytes = 8 << 20
+        self.find_unused = False
+        self.nonfinite: Policy = "raise"
+        self.watching: list[RemovableHandle] = []
+        self.shares_skips = False
+        self.may_be_in_step = comm.in_step
+        self.just_switched = False
 
     @property
     def step(self) -> int:

@@ -24,9 +24,9 @@ from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot
+from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
 from thinwire.worker.attachment import Attachment, InsideDDP, check_new, check_wrappers
-from thinwire.worker.buckets import Backward, Bucket, cut
+from thinwire.worker.buckets import Bucket
 from thinwire.worker.compatibility import (
     check_arguments,
     check_closures,
@@ -36,11 +36,14 @@ from thinwire.worker.compatibility import (
     check_start,
     several_evaluations,
 )
+from thinwire.worker.exchanging import watch_gradients
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
-from thinwire.worker.nonfinite import Policy, check_policy, drop_gradients, handle_nonfinite
+from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
-from thinwire.worker.state import WorkerState
+from thinwire.worker.starting import broadcast
+from thinwire.worker.state import Policy, WorkerState
+from thinwire.worker.switching import Switched
 
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
@@ -73,7 +76,6 @@ class Worker(WorkerState):
     """
 
     attachment: Attachment | None = None
-    nonfinite: Policy = "raise"
     _dropped = False
 
     # -- the training step ---------------------------------------------------------------------------------------
@@ -112,6 +114,8 @@ class Worker(WorkerState):
 
     def _look_at_gradients(self) -> None:
         self.end_failed_pass(stepped=True)
+        if self.just_switched:
+            switching.check_first_gradient(self)
         self._dropped = handle_nonfinite(self, self.nonfinite)
         for replica, (parameters, _) in zip(self.replicas, self.layouts, strict=True):
             if all(parameter.grad is None for parameter in parameters):
@@ -228,6 +232,50 @@ class Worker(WorkerState):
                 scheduler's step). The scaler given to `attach` is updated already.
         """
         return joining.join(self, batches, after_step or (lambda: None))
+
+    def switch(self, strategy: Strategy | str) -> Switched:
+        """Go on with another strategy from the next step on; every rank must call, after the same step.
+
+        All workers go on from one point: where they are, if the old strategy keeps them equal; else from what another
+        number of workers would go on from (`Strategy.resume_point`), with what is in flight. Of the old strategy's
+        state is kept what the new one means the same by; the reference of training has the table. Buffers stay
+        each worker's own, and so does the optimizer's state, unless workers go on with equal parameters: then its
+        moments become their means. Checkpoints from then on are those of the new strategy.
+
+        Args:
+            strategy: the recipe, as an object or as text; any that `attach` would take here.
+
+        Returns:
+            The names of what was kept and of what was dropped.
+
+        Raises:
+            ConfigError: the strategy cannot serve this model, optimizer or number of workers, or a gradient is waiting
+                for `optimizer.step()`; on all ranks, and nothing has changed.
+            MismatchError: ranks name different strategies, or are at different steps.
+
+        Example:
+            >>> import torch, thinwire
+            >>> def train(comm):
+            ...     model = torch.nn.Linear(1, 1, bias=False)
+            ...     torch.nn.init.zeros_(model.weight)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            ...     worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=8), comm=comm)
+            ...     weights = []
+            ...     for step in range(2):
+            ...         model(torch.tensor([[-1.0 - comm.rank]])).sum().backward()
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...         weights.append(model.weight.item())
+            ...         if step == 0:
+            ...             worker.switch(thinwire.AllReduce())
+            ...     return weights
+            >>> thinwire.run_threads(2, train)
+            [[1.0, 3.0], [2.0, 3.0]]
+        """
+        self.end_failed_pass()
+        self.wait_pending()
+        self._check_in_step("switch()")
+        return switching.switch(self, strategy)
 
     # -- consensus -----------------------------------------------------------------------------------------------
 
@@ -463,6 +511,7 @@ def attach(
     device = next(iter(named.values())).device
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
+    worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
     comm.in_step = comm.in_step and not strategy.timing_dependent
     settings = {
         "the number of workers": comm.size,
@@ -491,7 +540,7 @@ def attach(
         worker.block = mesh.folder
     _make_replicas(worker, named, mesh)
     if init == "broadcast":
-        _broadcast(worker)
+        broadcast(worker)
     else:
         equals = [equal_on_all(comm, replica.x) for replica in worker.replicas]
         equal = all(equals)
@@ -503,12 +552,9 @@ def attach(
             strategy.start(replica)
             worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     worker.nonfinite = nonfinite
-    _register_hooks(worker, bucket_bytes=bucket_bytes, find_unused=find_unused)
-    worker.scaler = scaler
+    _register_hooks(worker)
     worker.attachment = Attachment(worker, inside_ddp)
-    # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
-    if scaler is not None and comm.size > 1 and (strategy.reads_gradient or not strategy.sends_gradients):
-        share_skips(worker, scaler)
+    share_skips(worker)
     return worker
 
 
@@ -538,46 +584,11 @@ def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh
     worker.shards = Shards(worker.model, sharded)
 
 
-def _broadcast(worker: Worker) -> None:
-    """Start every rank from rank 0's parameters (frozen ones too) and buffers."""
-    comm = worker.comm
-    with torch.no_grad():
-        for replica in worker.replicas:
-            comm.broadcast_(replica.x, 0).wait()
-        worker.shards.write()
-        flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
-        rest = [local(t.data) for t in worker.model.parameters() if id(t) not in flat]
-        rest += list(worker.model.buffers())
-        for group in by_kind(rest).values():
-            vector = flatten(group, layout := lay_out([("", t) for t in group]))
-            comm.broadcast_(vector, 0).wait()
-            copy_each_(group, views(vector, layout))
-
-
-def _register_hooks(worker: Worker, *, bucket_bytes: int, find_unused: bool) -> None:
+def _register_hooks(worker: Worker) -> None:
     """Hook the gradient exchange to the backward pass, and the strategy to the optimizer's step."""
-    strategy, optimizer = worker.strategy, worker.optimizer
-    if strategy.sends_gradients and worker.comm.size > 1:
-        buckets = [
-            bucket
-            for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
-            for bucket in cut(replica, parameters, segments, bucket_bytes)
-        ]
-        names = {
-            id(p): segment.name
-            for parameters, segments in worker.layouts
-            for p, segment in zip(parameters, segments, strict=True)
-        }
-        worker.backward = Backward(
-            buckets,
-            strategy.on_gradient,
-            [names[id(p)] for bucket in buckets for p in bucket.parameters],
-            find_unused=find_unused,
-            skips_steps=strategy.skips_steps,
-            raises_own=worker.nonfinite == "raise",
-        )
-        for handle in worker.backward.watch():
-            worker.undo.callback(handle.remove)
+    watch_gradients(worker)
+    worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
     before, after = worker._before_step, worker._after_step  # pyright: ignore[reportPrivateUsage]
+    optimizer = worker.optimizer
     for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
         worker.undo.callback(handle.remove)

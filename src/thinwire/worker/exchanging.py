@@ -1,0 +1,35 @@
+"""The gradient exchange of a worker: hooked to the backward pass, and taken off when another strategy goes on."""
+
+from __future__ import annotations
+
+from thinwire.worker.buckets import Backward, cut
+from thinwire.worker.state import WorkerState
+
+
+def watch_gradients(worker: WorkerState) -> None:
+    """Hook the exchange of the worker's strategy to the backward pass, in place of the one before."""
+    strategy = worker.strategy
+    while worker.watching:
+        worker.watching.pop().remove()
+    worker.backward = None
+    if not strategy.sends_gradients or worker.comm.size == 1:
+        return
+    buckets = [
+        bucket
+        for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
+        for bucket in cut(replica, parameters, segments, worker.bucket_bytes)
+    ]
+    names = {
+        id(p): segment.name
+        for parameters, segments in worker.layouts
+        for p, segment in zip(parameters, segments, strict=True)
+    }
+    worker.backward = Backward(
+        buckets,
+        strategy.on_gradient,
+        [names[id(p)] for bucket in buckets for p in bucket.parameters],
+        find_unused=worker.find_unused,
+        skips_steps=strategy.skips_steps,
+        raises_own=worker.nonfinite == "raise",
+    )
+    worker.watching += worker.backward.watch()

@@ -1,0 +1,305 @@
+"""Go on with another strategy, at a step that all ranks agree on.
+
+Another strategy begins where another number of workers would: all at the old one's `Strategy.resume_point`. What the
+old one kept of its own stays where the new one is of the same class and means the same by it; `kept` is that rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.feedback import ErrorFeedback, residual_sizes
+from thinwire.errors import ConfigError
+from thinwire.replica.moments import Moments
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.recipe import brief
+from thinwire.strategies.wrapper import Wrapper
+from thinwire.worker.compatibility import (
+    check_arguments,
+    check_closures,
+    check_compatible,
+    check_mesh,
+    check_skipped_steps,
+)
+from thinwire.worker.exchanging import watch_gradients
+from thinwire.worker.grad_scaler import share_skips
+from thinwire.worker.handshake import agree
+from thinwire.worker.parameters import learning_rate
+from thinwire.worker.state import WorkerState
+
+_BASE = "base/"
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What a switch did, as this rank saw it.
+
+    Attributes:
+        step: optimizer steps done before it.
+        before: the recipe until then.
+        after: the recipe from then on.
+        kept: names of the old strategy's state with which the new one goes on; an anchor among it has moved.
+        dropped: names of state that the new strategy has no use for; what it keeps itself begins anew.
+    """
+
+    step: int
+    before: str
+    after: str
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
+    """Replace the worker's strategy; `Worker.switch` describes it."""
+    before = worker.strategy
+    if worker.replicas[0].active < worker.comm.size:
+        # All that are here know it; the others answer steps, and nothing else.
+        problem = "switch() within join(), when the data of some ranks have ended; call it before or after that loop"
+        worker.comm.raise_on_all(ConfigError(f"rank {worker.comm.rank}, step {worker.step}: {problem}"))
+    new = _agreed(worker, strategy)
+    points = [_point(worker, before, replica) for replica in worker.replicas]
+    # Who asks a mailbox of the old strategy still gets its answer: nobody closes one before all are here.
+    worker.comm.check_in_step("switch()").wait()
+
+    own = [replica.x.clone() for replica in worker.replicas]
+    in_step = worker.comm.in_step
+    try:
+        worker.comm.in_step = worker.may_be_in_step and not new.timing_dependent
+        begun = [_begun(worker, i, new, point) for i, point in enumerate(points)]
+    except BaseException:
+        worker.comm.in_step = in_step
+        with torch.no_grad():
+            for replica, x in zip(worker.replicas, own, strict=True):
+                replica.x.copy_(x)
+        raise
+    for replica in worker.replicas:
+        for part in replica.tree():
+            worker.comm.close_mailbox(part)
+    held = [name for replica in worker.replicas for name in replica.state]
+    if _must_meet(before, new):
+        _let_optimizers_meet(worker)
+    worker.strategy = new
+    worker.replicas[:] = [replica for replica, _, _ in begun]
+    worker.started[:] = [started for _, started, _ in begun]
+    worker.shards.write()
+    watch_gradients(worker)
+    share_skips(worker)
+    worker.just_switched = True
+    names = {name for _, _, kept in begun for name in kept}
+    return Switched(
+        worker.step,
+        brief(before),
+        brief(new),
+        tuple(dict.fromkeys(name for name in held if name in names)),
+        tuple(dict.fromkeys(name for name in held if name not in names)),
+    )
+
+
+def check_first_gradient(worker: WorkerState) -> None:
+    """Refuse a step after a switch whose gradient was computed before it, and so was not exchanged.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    worker.just_switched = False
+    has_gradient = any(p.grad is not None for parameters, _ in worker.layouts for p in parameters)
+    if worker.backward is not None and not worker.backward.ended and has_gradient:
+        worker.comm.raise_on_all(ConfigError(_between(worker)))
+
+
+def _between(worker: WorkerState) -> str:
+    return (
+        f"step {worker.step}: switch() between backward() and optimizer.step(): the gradient "
+        "is what the strategy before it makes of it; call switch() after optimizer.step()"
+    )
+
+
+def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
+    """The new strategy, with which every rank has agreed and which can serve this worker; nothing has changed yet.
+
+    Raises:
+        MismatchError: ranks are at different steps, or name different strategies.
+        ConfigError: on all ranks, if the strategy cannot serve the worker.
+    """
+    problem, new = None, worker.strategy
+    try:
+        new = check_arguments(worker.model, worker.optimizer, strategy)
+        _check(worker, new)
+    except ConfigError as error:
+        problem = error
+    # A rank that refused its own argument alone would leave the others waiting.
+    said = brief(new) if problem is None else f"{strategy}, refused: {problem}"
+    device = worker.replicas[0].x.device
+    facts = [("the step", str(worker.step)), ("the strategy to switch to", said)]
+    if problem is None and _must_meet(worker.strategy, new):
+        facts += [(f"what the optimizer remembers of {name}", what) for name, what in _remembered(worker)]
+    agree(worker.comm, facts, device, how="called switch() differently")
+    if worker.mesh is not None:
+        agree(worker.mesh.block.whole, facts, device, how="called switch() differently")
+    if problem is not None:
+        raise problem
+    return new
+
+
+def _check(worker: WorkerState, new: Strategy) -> None:
+    """What `attach` checks of a strategy, of the one that is to go on."""
+    scaled = worker.scaler is not None and worker.scaler.is_enabled()
+    parameters = [p for each, _ in worker.layouts for p in each]
+    check_skipped_steps(new, find_unused=worker.find_unused, scaled=scaled)
+    check_compatible(new, worker.optimizer, worker.comm.size, parameters)
+    check_closures(new, worker.optimizer)
+    if worker.mesh is not None:
+        check_mesh(new, worker.optimizer, worker.mesh.block, scaled=scaled)
+    if worker.backward is not None and worker.backward.exchanged:
+        raise ConfigError(_between(worker))
+    if not _must_meet(worker.strategy, new):
+        return
+    known = {name for replica in worker.replicas for name in replica.moments.names}
+    for state in worker.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() > 1 and name not in known:
+                raise ConfigError(
+                    f"{type(worker.optimizer).__name__} under {brief(new)}: workers that go on with equal parameters "
+                    f"need equal optimizers, and what this one remembers as {name!r} has no mean; switch before the "
+                    "first step, or begin anew from exported weights"
+                )
+
+
+def _must_meet(before: Strategy, after: Strategy) -> bool:
+    """Whether the optimizers must be made equal: workers with a common gradient would else drift apart by momentum."""
+    return after.needs_equal_start and not before.needs_equal_start
+
+
+def _remembered(worker: WorkerState) -> Iterator[tuple[str, str]]:
+    for parameters, segments in worker.layouts:
+        for parameter, segment in zip(parameters, segments, strict=True):
+            state = worker.optimizer.state.get(parameter, {})
+            yield (
+                segment.name,
+                ", ".join(sorted(name for name, value in state.items() if value is not None)) or "nothing",
+            )
+
+
+def _let_optimizers_meet(worker: WorkerState) -> None:
+    """Give all workers' optimizers the means of their moments, and the most steps where their numbers differ."""
+    counts: list[Tensor] = []
+    for replica, (parameters, _) in zip(worker.replicas, worker.layouts, strict=True):
+        replica.moments.average_(worker.comm)
+        states = [worker.optimizer.state.get(parameter, {}) for parameter in parameters]
+        counts += [x for state in states for x in state.values() if isinstance(x, Tensor) and x.numel() == 1]
+    if counts:
+        own = torch.stack([x.detach().reshape(()).double() for x in counts]).to(worker.replicas[0].x.device)
+        most = torch.stack(worker.comm.all_gather(own).wait()).amax(0)
+        for x, value in zip(counts, most, strict=True):
+            x.copy_(value)
+
+
+def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
+    """Where all workers go on."""
+    # Equal parameters are not averaged: their mean could be rounded.
+    if before.equal_replicas and not any(each.restarts_on_resize for each in nested(before)):
+        return replica.x.clone()
+    with torch.no_grad():
+        return before.resume_point(replica).clone()
+
+
+def _begun(
+    worker: WorkerState, i: int, new: Strategy, point: Tensor
+) -> tuple[Replica, dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]:
+    """A replica of the new strategy at the point, what it begins with, and the names of what was kept."""
+    old, (parameters, segments) = worker.replicas[i], worker.layouts[i]
+    with torch.no_grad():
+        old.x.copy_(point)
+        r = Replica(
+            old.x,
+            new.gradient_buffer(old.x),
+            worker.comm,
+            lr=learning_rate(worker.optimizer, parameters, segments, old.x),
+            seed=worker.seed,
+            segments=segments,
+            moments=Moments(worker.optimizer, parameters, segments),
+            pending_means=old.pending_means,
+        )
+        r.step, r.active = old.step, old.active
+        new.start(r)
+        started = {name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()}
+        weight = worker.strategy.weight(old)
+        held = {name: x for name, x in old.state.items() if x is not weight}
+        names = kept(worker.strategy, new, held, r)
+        for name in names:
+            r.state[name] = held[name]
+        # Every rank calls it or none, whatever was found: it may send messages.
+        if type(worker.strategy) is type(new) and not _begins_anew(new):
+            new.restart(r)
+    return r, started, names
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: Replica) -> list[str]:
+    """The names of state with which the new strategy goes on.
+
+    Kept is what belongs to a strategy of the same class at the same place of the recipe, if its size is the same:
+    momenta, counters, and residuals where both codecs have error feedback. `Strategy.restart` then sets what refers to
+    the parameters as they were, such as an anchor, to where they are. Strategies whose state belongs to single workers
+    (`restarts_on_resize`) or to moments in time (`timing_dependent`) begin anew.
+
+    Args:
+        before: the old strategy.
+        after: the new one.
+        held: the old one's state.
+        fresh: the new one's replica, as its `start` has left it.
+    """
+    names: list[str] = []
+    pairs = list(_pairs(before, after))
+    sizes = [part.x.numel() for part in fresh.tree()]
+    for name, x in held.items():
+        own, depth = name, 0
+        while own.startswith(_BASE):
+            own, depth = own.removeprefix(_BASE), depth + 1
+        if depth >= len(pairs):
+            continue
+        mine, theirs = pairs[depth]
+        if _begins_anew(theirs) or any(own.startswith(each) for each in theirs.growing):
+            continue
+        if own == "error" or own.startswith("server_error/"):
+            fits = _both_feed_back(mine, theirs) and x.numel() in (residual_sizes(own, sizes) or ())
+        elif name in fresh.state:
+            like = fresh.state[name]
+            fits = like.dtype == x.dtype and like.shape == x.shape
+        else:
+            fits = mine == theirs
+        if fits:
+            names.append(name)
+    return names
+
+
+def _pairs(before: Strategy, after: Strategy) -> Iterator[tuple[Strategy, Strategy]]:
+    """The strategies of two recipes at the same places, outermost first, as long as they are of the same classes."""
+    while type(before) is type(after):
+        yield before, after
+        if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):
+            return
+        before, after = before.base, after.base
+
+
+def _begins_anew(strategy: Strategy) -> bool:
+    return strategy.timing_dependent or strategy.restarts_on_resize
+
+
+def _both_feed_back(mine: Strategy, theirs: Strategy) -> bool:
+    codecs = [_codecs(mine), _codecs(theirs)]
+    return codecs[0] == codecs[1] or all(any(isinstance(c, ErrorFeedback) for c in each) for each in codecs)
+
+
+def _codecs(strategy: Strategy) -> list[Any]:
+    values = [getattr(strategy, field.name) for field in fields(strategy)]  # type: ignore[arg-type]
+    return [value for value in values if isinstance(value, Codec)]

@@ -1,0 +1,74 @@
+"""Every registered strategy gives way to another one, and takes over from one, in the middle of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.battery.cases import STRATEGIES
+from tests.battery.runs import Case, begin, go_on, smallest, with_
+from tests.battery.test_resizing import mass_of
+from tests.problems import flat
+from thinwire import EASGD, AllReduce, Comm, LocalSGD, PushSum, Strategy
+from thinwire.strategies.base import nested
+
+OTHERS: list[Strategy] = [AllReduce(), LocalSGD(2), PushSum()]
+FIRST, SECOND, LAST = 5, 9, 14
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize("each", STRATEGIES, ids=str)
+def test_it_gives_way_to_another_and_takes_over_again(each: Case, other: Strategy) -> None:
+    size = smallest(each)
+    setting = with_(each, size=size, steps=LAST)
+
+    def body(comm: Comm) -> dict[str, Tensor | float | None]:
+        worker = go_on(begin(comm, setting), setting, FIRST)
+        worker.optimizer.zero_grad()
+        worker.wait_pending()
+        with worker.consensus() as model:
+            agreed = flat(model)
+        found: dict[str, Tensor | float | None] = {"x": flat(worker.model), "agreed": agreed}
+        worker.switch(other)
+        found["begun"], found["mass"] = flat(worker.model), mass_of(worker)
+        go_on(worker, setting, SECOND)
+        found["other's"] = flat(worker.model)
+        worker.optimizer.zero_grad()
+        with worker.consensus() as model:
+            found["other agreed"] = flat(model)
+        worker.switch(each.strategy)
+        found["begun again"] = flat(worker.model)
+        go_on(worker, setting)
+        worker.wait_pending()
+        with worker.consensus() as model:
+            found["result"] = flat(model)
+        found["end"] = flat(worker.model)
+        worker.detach()
+        return found
+
+    rows = thinwire.run_threads(size, body, timeout=20)
+    stacks = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "mass"}  # pyright: ignore
+
+    def equal(name: str) -> bool:
+        return torch.equal(stacks[name], stacks[name][:1].expand_as(stacks[name]))
+
+    agreed = stacks["agreed"]
+    if any(isinstance(part, EASGD) for part in nested(each.strategy)):
+        agreed = stacks["x"].mean(0).expand_as(agreed)
+    assert equal("begun")
+    torch.testing.assert_close(stacks["begun"], agreed, rtol=2e-6, atol=2e-7)
+    masses = [row["mass"] for row in rows if isinstance(row["mass"], float)]
+    assert not masses or other == PushSum()
+    assert not masses or sum(masses) == pytest.approx(size, abs=1e-12)
+    assert not torch.equal(stacks["other's"], stacks["begun"])
+    # Momenta of the optimizers are zero here.
+    assert equal("other's") or other != AllReduce()
+    assert equal("begun again")
+    torch.testing.assert_close(stacks["begun again"], stacks["other agreed"], rtol=2e-6, atol=2e-7)
+    assert stacks["end"].isfinite().all()
+    assert equal("result")
+    assert not torch.equal(stacks["end"], stacks["begun again"])
+    if each.strategy.equal_replicas:
+        assert equal("end")
