@@ -29,7 +29,7 @@ OTHER_NAMES = {
     ),
     "fusion": "FusedArray fuse",
     "integrations.hooks": "ddp_hook fsdp_hook",
-    "optimizers": "AcSA Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",
+    "optimizers": "AcSA CombinedOptimizer Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",
     "registry": "registered",
     "replica.replica": "Replica",
     "strategies.base": "Strategy",

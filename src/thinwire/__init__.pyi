@@ -36,6 +36,7 @@ from thinwire.fusion import fuse as fuse
 from thinwire.integrations.hooks import ddp_hook as ddp_hook
 from thinwire.integrations.hooks import fsdp_hook as fsdp_hook
 from thinwire.optimizers import AcSA as AcSA
+from thinwire.optimizers import CombinedOptimizer as CombinedOptimizer
 from thinwire.optimizers import Lamb as Lamb
 from thinwire.optimizers import OneBitAdam as OneBitAdam
 from thinwire.optimizers import OneBitLamb as OneBitLamb

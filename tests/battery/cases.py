@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.battery import adapters as to
 from tests.battery.runs import Case, case
-from tests.oracles import codecs, common, gossip, leader, local, minibatch, overlap, updates
+from tests.oracles import codecs, common, diloco, gossip, leader, local, minibatch, overlap, updates
 from tests.problems import Irregular
 from thinwire import (
     ADPSGD,
@@ -165,6 +165,33 @@ STRATEGIES: list[Case] = [
     case(
         DiLoCo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
         to.with_counted_steps(local.diloco, period=3, lr=0.7, momentum=0.6),
+    ),
+    case(
+        DiLoCo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6), fragments=2, delay=1, mixing=0.4),
+        to.stacked(
+            diloco.streaming_diloco,
+            period=3,
+            outer=diloco.descent(0.7, 0.6),
+            edges=(0, 17, 34),
+            delay=1,
+            mixing=0.4,
+        ),
+    ),
+    *(
+        case(
+            DiLoCo(period=2, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6), codec=codec, delay=1, mixing=0.4),
+            to.stacked(
+                diloco.streaming_diloco,
+                period=2,
+                outer=diloco.descent(0.7, 0.6),
+                delay=1,
+                mixing=0.4,
+                mean=mean,
+                feedback=codec == SIGNS,
+            ),
+            **CODED,
+        )
+        for codec, mean in CODES.items()
     ),
     case(Sharded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
     case(Offloaded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),

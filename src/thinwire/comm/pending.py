@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class PendingMeans:
 
     A mean is a generator. It starts when it is launched, and goes on from its
 
-    1. `yield`, when the next mean has been launched, or with the next line;
+    1. `yield`, when the next mean has been launched, when its work is told to `advance`, or with the next line;
     2. `yield`, when the first of all means is waited for;
     3. `yield finite`, which says whether all ranks' vectors are finite, when that is known of all means; it evaluates
        to whether all of them are;
@@ -53,13 +53,19 @@ class PendingMeans:
 
     def __init__(self) -> None:
         self._means: list[Stages] = []
+        # Whether the last of them is still in its first stage.
+        self._in_first_stage = False
 
     def launch(self, mean: Stages) -> Work[Tensor]:
         """Start a mean; the work's `wait` finishes all that are in flight."""
         next(mean)
-        if self._means:
-            next(self._means[-1])
+        self._advance()
         self._means.append(mean)
+        self._in_first_stage = True
+
+        def advance() -> None:
+            if self._means and self._means[-1] is mean:
+                self._advance()
 
         def finish() -> Tensor:
             # Whichever mean is waited for first finishes them all; the others then only fetch their result.
@@ -67,19 +73,32 @@ class PendingMeans:
                 self._finish()
             return _result(mean)
 
-        return Work(finish)
+        return Work(finish, advance=advance)
+
+    def _advance(self) -> None:
+        """Start the second stage of the last mean, if it has not been started."""
+        if self._in_first_stage:
+            self._in_first_stage = False
+            self._together(lambda: next(self._means[-1]))
 
     def _finish(self) -> None:
-        together, self._means = self._means, []
+        self._advance()
+        self._together(self._agree)
+        self._means = []
+
+    def _agree(self) -> None:
+        finite = [next(mean) for mean in self._means]
+        for mean in self._means:
+            mean.send(all(finite))
+
+    def _together(self, go_on: Callable[[], object]) -> None:
+        """Go on; where that fails, none of the means is complete."""
         try:
-            next(together[-1])
-            finite = [next(mean) for mean in together]
-            for mean in together:
-                mean.send(all(finite))
+            go_on()
         except BaseException:
-            # None of them is complete.
-            for mean in together:
+            for mean in self._means:
                 mean.close()
+            self._means, self._in_first_stage = [], False
             raise
 
 

@@ -19,6 +19,7 @@ class Work(Generic[T]):
     Args:
         finish: blocks until the operation is complete, and returns its result.
         is_ready: whether it is complete, where that can be asked without blocking.
+        advance: starts the next stage of an operation that has several, once the stage before is complete.
 
     Example:
         >>> from thinwire.comm.work import Work
@@ -29,9 +30,15 @@ class Work(Generic[T]):
         (6, True)
     """
 
-    def __init__(self, finish: Callable[[], T], is_ready: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], T],
+        is_ready: Callable[[], bool] | None = None,
+        advance: Callable[[], None] | None = None,
+    ) -> None:
         self._finish: Callable[[], T] | None = finish
         self._is_ready = is_ready
+        self._advance = advance
         self._result: T
 
     @property
@@ -56,9 +63,17 @@ class Work(Generic[T]):
             self._finish = None
         return self._result
 
+    def advance(self) -> None:
+        """Start the second stage now, and not in `wait`; blocks until the first is complete.
+
+        Nothing for an operation of one stage. All ranks call it at the same place, as a stage is a collective call.
+        """
+        if self._finish is not None and self._advance is not None:
+            self._advance()
+
     def then(self, use: Callable[[T], U]) -> Work[U]:
         """The same operation, with `use` applied to its result inside `wait()`."""
-        return Work(lambda: use(self.wait()), lambda: self.ready)
+        return Work(lambda: use(self.wait()), lambda: self.ready, self.advance)
 
 
 def completed(result: T) -> Work[T]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.base import Codec
 from thinwire.errors import ConfigError
-from thinwire.replica.moments import fresh_optimizer
+from thinwire.replica.moments import fresh_optimizer, parts_of
 
 # RAdam's first five steps do not look at sizes.
 _STEPS, _SMALL, _LR = 8, 1e-3, 1e-3
@@ -31,7 +31,7 @@ def divides_by_size(optimizer: Optimizer) -> bool:
         >>> divides_by_size(torch.optim.AdamW(weights)), divides_by_size(torch.optim.SGD(weights, momentum=0.9))
         (True, False)
     """
-    return any(_moves_alike(optimizer, group) for group in optimizer.param_groups)
+    return any(_moves_alike(each, group) for each in parts_of(optimizer) for group in each.param_groups)
 
 
 def _moves_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:

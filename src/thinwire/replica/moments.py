@@ -18,6 +18,12 @@ from thinwire.replica.flat import Segment, copy_each_
 from thinwire.replica.shards import local
 
 
+class Combined(Optimizer):
+    """One that is made of others, each with parameters of its own; `thinwire.CombinedOptimizer` is it."""
+
+    optimizers: tuple[Optimizer, ...]
+
+
 class Moments:
     """The optimizer state of one replica's parameters, which strategies may reset or average.
 
@@ -48,11 +54,13 @@ class Moments:
         """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
         if self.optimizer is None:
             return
-        new = fresh_optimizer(self.optimizer)
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
-            if new.state.get(parameter):  # Adagrad fills its state when it is made
-                self.optimizer.state[parameter] = new.state[parameter]
+        own = set(self.parameters)
+        for each in parts_of(self.optimizer):
+            for parameter, state in fresh_optimizer(each).state.items():
+                if parameter in own and state:  # Adagrad fills its state when it is made
+                    each.state[parameter] = state
 
     def average_(self, comm: Comm) -> None:
         """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
@@ -78,6 +86,11 @@ class Moments:
         comm.all_reduce_(vector).wait().div_(comm.size)
         if held:
             copy_each_(held, targets)
+
+
+def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers that one is made of, as a `CombinedOptimizer` is; itself for any other."""
+    return optimizer.optimizers if isinstance(optimizer, Combined) else (optimizer,)
 
 
 def fresh_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
@@ -112,6 +125,10 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
     Raises:
         ConfigError: such a step fails.
     """
+    return tuple(sorted(set().union(*(_moment_names(each) for each in parts_of(optimizer)))))
+
+
+def _moment_names(optimizer: Optimizer) -> set[str]:
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         samples: list[nn.Parameter] = []
@@ -127,10 +144,9 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
     except (TypeError, RuntimeError) as error:
         name = type(optimizer).__name__
         raise ConfigError(f"{name}: what it remembers cannot be told ({error}); use buffers='maintain'") from error
-    found = {
+    return {
         name
         for parameter, state in tried.state.items()
         for name, x in state.items()
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.shape == parameter.shape
     }
-    return tuple(sorted(found))

@@ -213,6 +213,11 @@ class Replica:
         """Keep an operation in flight under a name, to be collected at a later step."""
         self.inflight[name] = work
 
+    def advance(self, name: str) -> None:
+        """Start the second stage of the operation of that name, if it is in flight and has one; see `Work.advance`."""
+        if (work := self.inflight.get(name)) is not None:
+            work.advance()
+
     def collect(self, name: str) -> list[Tensor] | None:
         """Wait for the operation of that name and return its result; None if there is none."""
         work = self.inflight.pop(name, None)

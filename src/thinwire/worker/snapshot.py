@@ -21,7 +21,7 @@ from thinwire.codecs.feedback import residual_sizes
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
 from thinwire.replica.flat import views
-from thinwire.replica.moments import fresh_optimizer
+from thinwire.replica.moments import fresh_optimizer, parts_of
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
 from thinwire.strategies.base import Strategy, nested
@@ -404,18 +404,18 @@ class _Like(NamedTuple):
 
 def _likes(worker: WorkerState) -> dict[str, _Like]:
     """What is known of the memory of each parameter of torch's own optimizers, from one step of a new one."""
-    optimizer, names = worker.optimizer, iter(_optimizer_names(worker))
-    # LBFGS remembers vectors of all parameters together; of optimizers from elsewhere nothing is known.
-    known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    names = iter(_optimizer_names(worker))
     found: dict[str, _Like] = {}
-    for group in optimizer.param_groups:
+    for optimizer, group in ((each, group) for each in parts_of(worker.optimizer) for group in each.param_groups):
+        # LBFGS remembers vectors of all parameters together; of optimizers from elsewhere nothing is known.
+        known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
         samples: dict[tuple[int, torch.dtype], frozenset[str]] = {}
         for parameter in group["params"]:
-            kind = (parameter.dim(), parameter.dtype)
+            name, kind = next(names), (parameter.dim(), parameter.dtype)
             if known and kind not in samples:
                 samples[kind] = _names_after_a_step(optimizer, group, *kind)
             if known:
-                found[next(names)] = _Like(tuple(local(parameter).shape), samples[kind])
+                found[name] = _Like(tuple(local(parameter).shape), samples[kind])
     return found
 
 

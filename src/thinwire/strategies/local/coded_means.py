@@ -25,7 +25,7 @@ def common_point(r: Replica, codec: Codec | None) -> Tensor:
     return point
 
 
-def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec) -> Work[Tensor]:
+def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float = 1.0) -> Work[Tensor]:
     """`point` plus the mean over workers of their coded differences from it; the same on all ranks.
 
     Args:
@@ -33,11 +33,13 @@ def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec) -> Work[Tensor
         x: its vector, which may change before the wait.
         point: a vector that is the same on all ranks; must not change before the wait.
         codec: compresses the differences.
+        share: the worker's weight, as a multiple of the mean of all.
     """
-    return _coded_mean(r, x.to(point.dtype) - point, codec).then(lambda delta: delta.add_(point))
+    delta = x.to(point.dtype) - point
+    return _coded_mean(r, delta if share == 1 else delta.mul_(share), codec).then(lambda delta: delta.add_(point))
 
 
-def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> Work[Tensor]:
+def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, share: float = 1.0) -> Work[Tensor]:
     r"""The mean over workers of `x`, as exactly as the codec sends it; a new vector, the same on all ranks.
 
     An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
@@ -54,15 +56,35 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
         x: its vector, which may change before the wait.
         point: $z$, the same on all ranks; must not change before the wait.
         codec: compresses the differences; None sends the vectors as they are.
+        share: the worker's weight in a coded mean, as a multiple of the mean of all.
     """
     if codec is None:
         return mean_(r.comm, x.clone())
     if not codec.keeps_residual:
-        return mean_from(r, x, point, codec)
+        return mean_from(r, x, point, codec, share)
     mean, sent = r.state["mean"], r.state["sent"]
     delta = x.to(mean.dtype) - sent
     sent.copy_(x)
+    delta = delta if share == 1 else delta.mul_(share)
     return _coded_mean(r, delta, codec).then(lambda delta: mean.add_(delta).clone())
+
+
+def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:
+    r"""Let `tracked_mean` know that all workers have been pulled to a common point: $x_i \leftarrow (1-w) x_i + w z$.
+
+    What all know need not be sent: $m \leftarrow (1-w) m + w z$, $s_i \leftarrow (1-w) s_i + w z$. The residuals stay
+    as they are, since the pull has taken a part of what they hold out of $x_i$. With $w = 1$ this is plain error
+    feedback of differences from $z$.
+
+    Args:
+        r: the worker; nothing may be in flight.
+        codec: of the means.
+        point: $z$, the same on all ranks.
+        weight: $w$.
+    """
+    if codec is not None and codec.keeps_residual:
+        for name in ("mean", "sent"):
+            r.state[name].lerp_(point.to(r.state[name]), weight)
 
 
 def restart_mean(r: Replica, codec: Codec | None) -> None:

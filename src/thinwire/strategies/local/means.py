@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.comm.work import Work
 from thinwire.replica.flat import copy_each_
 
 _SMALLEST_WEIGHT = 2.0**-40
@@ -48,11 +49,35 @@ def weighted_mean_(x: Tensor, weight: Tensor, all_reduce_: Callable[[Tensor], Te
         weight: this rank's, a number; not negative.
         all_reduce_: replaces a vector by its sum over the ranks.
     """
+    total = all_reduce_(_weighted(x, weight))
+    return x.copy_(total[:-1] / total[-1])
+
+
+def weighted_mean(comm: Comm, x: Tensor, weight: Tensor) -> Work[Tensor]:
+    """The weighted mean of `x` over ranks, a new vector; as `weighted_mean_`, of all ranks.
+
+    Args:
+        comm: the ranks.
+        x: a vector, which may change before the wait.
+        weight: this rank's, a number; not negative.
+    """
+    total = _weighted(x, weight)
+    return comm.all_reduce_(total).then(lambda total: (total[:-1] / total[-1]).to(x.dtype))
+
+
+def weight_share(comm: Comm, weight: Tensor) -> float:
+    """This rank's weight, divided by the mean of all; sends one number, and waits for it."""
+    mine = float(weight.clamp(min=_SMALLEST_WEIGHT))
+    total = comm.all_reduce_(torch.tensor([mine], dtype=torch.float64)).wait()
+    return mine * comm.size / float(total)
+
+
+def _weighted(x: Tensor, weight: Tensor) -> Tensor:
+    """The vector times its weight, and the weight, in fp32 at least."""
     exact = torch.promote_types(x.dtype, torch.float32)
     # A weight of zero becomes one that is too small to matter, so that the total is never zero.
     weight = weight.to(x.device, exact).clamp(min=_SMALLEST_WEIGHT)
-    total = all_reduce_(torch.cat([x * weight, weight.view(1)]))
-    return x.copy_(total[:-1] / total[-1])
+    return torch.cat([x * weight, weight.view(1)])
 
 
 def own_shard(comm: Comm, x: Tensor) -> Tensor:
@@ -60,11 +85,16 @@ def own_shard(comm: Comm, x: Tensor) -> Tensor:
     return x.tensor_split(comm.size)[comm.rank]
 
 
-def reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's part of the mean over ranks, a new vector: the first half of an all-reduce."""
+def reduce_scatter(comm: Comm, x: Tensor) -> Work[Tensor]:
+    """This rank's part of the mean over ranks, a new vector: the first half of an all-reduce.
+
+    Args:
+        comm: the ranks.
+        x: a vector; must not change before the wait.
+    """
     parts = x.tensor_split(comm.size)
-    received = comm.all_to_all(parts, [parts[comm.rank].numel()] * comm.size).wait()
-    return reduce(torch.add, received) / comm.size
+    work = comm.all_to_all(parts, [parts[comm.rank].numel()] * comm.size)
+    return work.then(lambda received: reduce(torch.add, received) / comm.size)
 
 
 def all_gather_(comm: Comm, part: Tensor, x: Tensor) -> Tensor:

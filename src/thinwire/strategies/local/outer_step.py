@@ -171,7 +171,7 @@ class OuterStep(Wrapper):
             return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
         if where.sharded and self.base.plain_average:
             # A plain mean needs only the first half of an all-reduce here; the second follows after the outer step.
-            return reduce_scatter(r.comm, r.x).to(anchor)
+            return reduce_scatter(r.comm, r.x).wait().to(anchor)
         if self.exact:
             self.base.average_(self.inner(r))
         else:

@@ -138,8 +138,11 @@ class OverlapLocalSGD(Strategy):
     def after_step(self, r: Replica) -> None:
         """Use the mean, if it was launched `delay` steps ago; at the end of a period, launch the next one."""
         # Merge first: with a delay of a whole period both happen at this step, and the message must include the pull.
-        if (r.step - self._delay) % self.period == 0:
+        left = (self._delay - r.step) % self.period
+        if left == 0:
             self._merge_(r)
+        elif left == self._delay // 2:
+            r.advance("mean")
         if r.step % self.period == 0:
             mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
             r.launch("mean", mean.then(lambda mean: [mean]))

@@ -22,8 +22,7 @@ class Streaming(Wrapper):
     Workers send as many bytes as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak
     falls $F$-fold, and each message is hidden behind fewer steps.
 
-    Streaming DiLoCo has the form
-    `Streaming(OverlapLocalSGD(period=100, pull=0.5, momentum=0.9, lr=0.4, nesterov=True, delay=5), fragments=4)`.
+    `DiLoCo` has fragments of its own, which are Streaming DiLoCo's; this is the same for other methods.
 
     Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (where fragments
     are whole layers; here they are even parts of the vector).
@@ -67,6 +66,10 @@ class Streaming(Wrapper):
         period = period_of(self.base)
         if period is None:
             raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
+        if any(hasattr(each, "fragments") and not isinstance(each, Streaming) for each in nested(self.base)):
+            raise ConfigError(
+                f"base={self.base}: has fragments of its own; use it without Streaming, with fragments={self.fragments}"
+            )
         if not 1 <= self.fragments <= period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
         if self.base.sends_gradients:

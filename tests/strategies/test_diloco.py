@@ -1,0 +1,324 @@
+"""DiLoCo with fragments, delay, mixing, codecs and weights: against its oracle, and against another program's runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.battery import adapters as to
+from tests.oracles.codecs import TwoStages, signs
+from tests.oracles.common import Descent
+from tests.oracles.diloco import Outer, descent, streaming_diloco
+from tests.pool import run_processes
+from tests.problems import Regression, distance, flat, together, train
+from thinwire import (
+    AllReduce,
+    Codec,
+    Comm,
+    ConfigError,
+    DiLoCo,
+    ErrorFeedback,
+    LocalSGD,
+    NodeAverage,
+    Offloaded,
+    OneBit,
+    OuterOptimizer,
+    Quantize,
+    Sharded,
+    Strategy,
+    Streaming,
+)
+
+DOUBLE = torch.float64
+STEPS = 23
+RATES = [0.02 * (k + 1) for k in range(5)] + [0.1] * (STEPS - 5)
+NESTEROV = OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)
+PLAIN = OuterOptimizer("SGD", lr=1.0)
+SIGNS = ErrorFeedback(OneBit(8))
+LEVELS = Quantize(8, 8)
+
+
+def even(fragments: int, n: int = 34) -> list[int]:
+    return [f * n // fragments for f in range(fragments + 1)]
+
+
+def outer_of(outer: OuterOptimizer) -> Callable[[], Outer]:
+    return descent(0.7, 0.6, nesterov=True) if outer == NESTEROV else descent(outer.lr)
+
+
+def expected(n: int, strategy: DiLoCo, dtype: torch.dtype = DOUBLE, samples: Any = (), **settings: Any) -> Tensor:
+    problem = Regression(n, STEPS, dtype)
+    mean: Any = None
+    if strategy.codec == SIGNS:
+
+        def mean() -> Any:
+            stages: list[TwoStages] = []
+
+            def agree(rows: Tensor, _: int) -> Tensor:
+                stages[:] = stages or [TwoStages(signs(8), 8, [rows.shape[1]])]
+                return stages[0](rows)
+
+            return agree
+    elif strategy.codec == LEVELS:
+        mean = to.in_levels(8, 8)
+    return streaming_diloco(
+        problem.gradient,
+        problem.start.expand(n, -1),
+        Descent(RATES, **settings),
+        STEPS,
+        period=strategy.period,
+        outer=outer_of(strategy.outer),
+        edges=even(strategy.fragments),
+        delay=strategy.delay,
+        mixing=strategy.mixing,
+        mean=mean,
+        feedback=strategy.codec == SIGNS,
+        samples=samples,
+    )
+
+
+UNCODED = [
+    DiLoCo(period=6, outer=outer, fragments=fragments, delay=delay, mixing=mixing)
+    for outer, fragments, delay, mixing in product((NESTEROV, PLAIN), (1, 2, 4), (0, 1, 5), (0.0, 0.4, 1.0))
+]
+CODED = [
+    DiLoCo(period=4, outer=NESTEROV, codec=codec, fragments=fragments, delay=delay, mixing=mixing)
+    for codec, fragments, delay, mixing in product((SIGNS, LEVELS), (1, 2), (0, 3), (0.0, 0.4))
+]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_combination_equals_the_oracle(n: int) -> None:
+    problem = Regression(n, STEPS, DOUBLE)
+    for strategy in UNCODED:
+        real = together(n, strategy, problem, RATES, momentum=0.9)
+        assert distance(real, expected(n, strategy, momentum=0.9)) < 1e-12, strategy
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_coded_combination_equals_the_oracle(n: int) -> None:
+    problem = Regression(n, STEPS, torch.float32)
+    for strategy in CODED:
+        real = together(n, strategy, problem, RATES)
+        assert distance(real, expected(n, strategy, torch.float32)) < 2e-5, strategy
+
+
+def on_a_process() -> list[list[float]]:
+    comm = thinwire.GroupComm()
+    problem = Regression(comm.size, STEPS, torch.float32)
+    return [flat(train(comm, each, problem, RATES).model).tolist() for each in (*UNCODED[5::9], *CODED[1::3])]
+
+
+def test_processes_do_bit_for_bit_what_threads_do() -> None:
+    rows = run_processes(2, on_a_process)
+    problem = Regression(2, STEPS, torch.float32)
+    for i, strategy in enumerate((*UNCODED[5::9], *CODED[1::3])):
+        assert [row[i] for row in rows] == together(2, strategy, problem, RATES).tolist(), strategy
+
+
+@pytest.mark.parametrize("codec", [None, LEVELS], ids=["uncoded", "coded"])
+@pytest.mark.parametrize(("fragments", "delay", "mixing"), [(1, 0, 0.0), (1, 2, 0.0), (3, 0, 0.5), (2, 3, 0.5)])
+def test_workers_weigh_as_much_as_they_have_used_since_they_last_sent(
+    fragments: int, delay: int, mixing: float, codec: Codec | None
+) -> None:
+    n, dtype = 3, torch.float32 if codec else DOUBLE
+    draw = torch.Generator().manual_seed(5)
+    used = torch.randint(0, 5, (STEPS, n), generator=draw).to(dtype).clamp_(min=1)
+    strategy = DiLoCo(
+        period=6, outer=NESTEROV, fragments=fragments, delay=delay, mixing=mixing, weights="samples", codec=codec
+    )
+    problem = Regression(n, STEPS, dtype)
+
+    def body(comm: Comm) -> Tensor:
+        model = problem.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        for k in range(STEPS):
+            optimizer.param_groups[0]["lr"] = RATES[k]
+            optimizer.zero_grad()
+            problem.loss(model, comm.rank, k).backward()
+            worker.record_batch(float(used[k, comm.rank]))
+            optimizer.step()
+        return flat(model)
+
+    real = torch.stack(thinwire.run_threads(n, body))
+    assert distance(real, expected(n, strategy, dtype, samples=list(used))) < (2e-5 if codec else 1e-12)
+
+
+def test_plain_outer_descent_with_weights_is_weighted_local_sgd() -> None:
+    problem = Regression(3, STEPS, DOUBLE)
+    mine, local = (
+        together(3, each, problem, RATES)
+        for each in (DiLoCo(period=4, outer=PLAIN, weights="samples"), LocalSGD(4, weights="samples"))
+    )
+    assert distance(mine, local) < 1e-12
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_sharded_and_offloaded_rounds_are_the_same(delay: int, mixing: float) -> None:
+    problem = Regression(3, STEPS, DOUBLE)
+    strategy = DiLoCo(period=5, outer=NESTEROV, fragments=2, delay=delay, mixing=mixing)
+    plain = together(3, strategy, problem, RATES)
+    for placed in (Sharded(strategy), Offloaded(strategy), Sharded(Offloaded(strategy))):
+        assert distance(together(3, placed, problem, RATES), plain) < 1e-12
+
+
+class Blocks(nn.Module):
+    """Layers of 12, 30, 6 and 7 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(3, 3), nn.Linear(5, 5), nn.Linear(2, 2), nn.Linear(6, 1))
+        self.layers = nn.ModuleList(layers)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "cut", "sizes"),
+    [(2, "evenly", [27, 28]), (2, "layers", [12, 43]), (4, "layers", [12, 0, 30, 13]), (1, "layers", [55])],
+)
+def test_fragments_are_even_or_whole_layers(fragments: int, cut: Literal["evenly", "layers"], sizes: list[int]) -> None:
+    def body(comm: Comm) -> list[int]:
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = DiLoCo(period=4, fragments=fragments, cut=cut, delay=1, mixing=0.5, codec=LEVELS)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for _ in range(9):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return [x.numel() for name, x in r.state.items() if name.endswith("anchor")]
+
+    assert thinwire.run_threads(2, body) == [sizes, sizes]
+
+
+# -- what other programs do --------------------------------------------------------------------------------------------
+
+GOLDEN: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "data" / "torchft_diloco.json").read_text(encoding="utf-8")
+)["traces"]
+
+
+class Two(nn.Module):
+    """Two layers of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("trace", GOLDEN, ids=lambda trace: f"delay {trace['delay']}, mixing {trace['mixing']}")
+def test_the_golden_traces_of_torchft_are_met(trace: dict[str, Any]) -> None:
+    outer = OuterOptimizer("SGD", lr=2.0)
+    strategy = DiLoCo(period=6, fragments=2, delay=trace["delay"], mixing=trace["mixing"], outer=outer)
+
+    def body(comm: Comm) -> list[list[float]]:
+        model, seen = Two(), list[list[float]]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        thinwire.attach(model, optimizer, strategy, comm=comm)
+        for _ in range(16):
+            seen.append([model.one.item(), model.two.item()])
+            model.one.grad, model.two.grad = torch.full((1,), 2.0), torch.full((1,), 2.0)
+            optimizer.step()
+        return seen
+
+    for seen in thinwire.run_threads(2, body):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(trace["layers"]), rtol=1e-5, atol=1e-5)
+
+
+# -- what is sent, and when --------------------------------------------------------------------------------------------
+
+
+def test_fragments_lower_the_peak_and_neither_they_nor_delays_change_the_sum() -> None:
+    def body(comm: Comm) -> list[float]:
+        model = nn.Linear(16, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = DiLoCo(period=8, fragments=4, delay=3, mixing=0.5)
+        thinwire.attach(model, optimizer, strategy, comm=comm)
+        seen = [comm.meter.payload_bytes]
+        for _ in range(24):
+            optimizer.step()
+            seen.append(comm.meter.payload_bytes)
+        return [b - a for a, b in pairwise(seen)]
+
+    for sent in thinwire.run_threads(2, body):
+        assert sent[8:16] == sent[16:24]
+        assert sum(sent[8:16]) == 64
+        assert [step for step, nbytes in enumerate(sent[8:16], 9) if nbytes] == [9, 11, 13, 15]
+
+
+def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay() -> None:
+    def body(comm: Comm) -> list[int]:
+        model = nn.Linear(16, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thinwire.attach(model, optimizer, strategy, comm=comm)
+        seen = [comm.meter.messages]
+        for _ in range(16):
+            optimizer.step()
+            seen.append(comm.meter.messages)
+        return [step for step in range(1, 17) if seen[step] > seen[step - 1]]
+
+    each: dict[Strategy, list[int]] = {
+        DiLoCo(period=8, delay=6, codec=LEVELS): [2, 5, 10, 13],
+        thinwire.OverlapLocalSGD(8, codec=LEVELS): [8, 12, 16],
+        thinwire.OverlapLocalSGD(8, delay=4, codec=SIGNS): [8, 10, 16],
+        thinwire.CoCoD(8, codec=LEVELS): [8, 12, 16],
+    }
+    for strategy, steps in each.items():
+        assert thinwire.run_threads(2, body) == [steps, steps], strategy
+
+
+@pytest.mark.parametrize("codec", [SIGNS, LEVELS], ids=str)
+def test_a_run_that_is_saved_in_mid_flight_goes_on_as_if_it_had_not_been(codec: Codec, tmp_path: Path) -> None:
+    problem = Regression(2, STEPS, torch.float32)
+    strategy = DiLoCo(period=6, fragments=2, delay=4, mixing=0.5, codec=codec, weights="samples")
+
+    def begin(comm: Comm) -> thinwire.Worker:
+        model = problem.model()
+        return thinwire.attach(model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy, comm=comm)
+
+    def go_on(worker: thinwire.Worker, steps: range) -> Tensor:
+        for step in steps:
+            worker.optimizer.zero_grad()
+            problem.loss(worker.model, worker.comm.rank, step).backward()
+            worker.optimizer.step()
+        return flat(worker.model)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        whole = begin(comm)
+        go_on(whole, range(9))
+        whole.save(tmp_path)
+        ends = go_on(whole, range(9, STEPS))
+        again = begin(comm)
+        again.load(tmp_path)
+        return ends, go_on(again, range(9, STEPS))
+
+    for whole, again in thinwire.run_threads(2, body):
+        assert torch.equal(whole, again)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DiLoCo(period=4, fragments=5), "fragments=5: must lie between 1 and period=4"),
+        (lambda: DiLoCo(period=4, delay=4), r"delay=4: must lie between 0 and period - 1 = 3"),
+        (lambda: DiLoCo(mixing=1.5), r"mixing=1.5: must lie in \[0, 1\]"),
+        (lambda: DiLoCo(AllReduce(), delay=1), r"use base=Local\(\), or fragments=1"),
+        (lambda: DiLoCo(LocalSGD(5), weights="samples"), r"use base=Local\(\), or fragments=1"),
+        (lambda: DiLoCo(cut="modules"), "'evenly' or 'layers'"),  # type: ignore[arg-type]
+        (lambda: Sharded(DiLoCo(weights="samples")).check(2), "use weights='equal'"),
+        (lambda: NodeAverage(DiLoCo(period=4, delay=1), period=2), "must be local steps with averages"),
+        (lambda: Streaming(DiLoCo(period=4), fragments=2), "has fragments of its own; use it without Streaming"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_fix(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
