@@ -23,9 +23,11 @@ from thinwire import (
     CoCoD,
     Comm,
     ConfigError,
+    DiLoCo,
     Gossip,
     Local,
     LocalSGD,
+    OuterOptimizer,
     OverlapLocalSGD,
     PushSum,
     Replica,
@@ -60,6 +62,32 @@ CASES: list[tuple[Strategy, Oracle, dict[str, Any]]] = [
 
 def expected(problem: Any, oracle: Oracle, n: int, settings: dict[str, Any]) -> Tensor:
     return oracle(problem.gradient, problem.start.expand(n, -1), Descent(RATES, **settings), STEPS)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        OverlapLocalSGD(period=4),
+        OverlapLocalSGD(period=4, delay=2, nesterov=True),
+        CoCoD(period=4),
+        DiLoCo(period=4, delay=2, mixing=0.5, outer=OuterOptimizer("SGD", lr=0.8, momentum=0.5)),
+        DiLoCo(period=4, delay=3, outer=OuterOptimizer("SGD", lr=0.8, momentum=0.5)),
+    ],
+    ids=str,
+)
+def test_the_first_round_counts_as_much_as_any_other(strategy: Strategy) -> None:
+    def moved(comm: Comm, first: int) -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        thinwire.attach(model, optimizer, strategy, comm=comm)
+        for step in range(200):
+            model.weight.grad = torch.full_like(model.weight, float(first <= step < first + 4))
+            optimizer.step()
+        return model.weight.item()
+
+    first, later = (thinwire.run_threads(2, lambda comm, k=k: moved(comm, k)) for k in (0, 12))
+    assert first == pytest.approx(later, abs=1e-9)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])

@@ -28,8 +28,8 @@ class CoCoD(Strategy):
     the steps of their rounds: $m^{t+1} = m^t + \tfrac1n \sum_j C(x_j^{t+1} - m^t)$, where $m^0$ is the common start.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the round; of
-    a codec whose mean takes two stages the first is hidden. State: `start`, the size of the parameters; with a codec
-    `anchor` ($m^t$), like the parameters in fp32, and the codec's state.
+    a codec whose mean takes two stages the second starts in its middle. State: `start`, the size of the parameters;
+    with a codec `anchor` ($m^t$), like the parameters in fp32, and the codec's state.
 
     Shen et al., Faster Distributed Deep Net Training: Computation and Communication Decoupled Stochastic Gradient
     Descent, IJCAI 2019, arXiv:1906.12043.

@@ -42,7 +42,7 @@ class OverlapLocalSGD(Strategy):
     `progress` smaller.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
-    flight; of a codec whose mean takes two stages the first is hidden behind the steps. State: `anchor` ($z$),
+    flight; of a codec whose mean takes two stages the second starts in the middle of the delay. State: `anchor` ($z$),
     `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
     parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
     `mean` ($\bar x$), like the anchor, and `sent` ($x_i'$).
