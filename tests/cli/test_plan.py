@@ -89,4 +89,4 @@ def test_a_file_that_the_doctor_did_not_write_is_refused(capsys: pytest.CaptureF
     path = tmp_path / "doctor.json"
     path.write_text("{}")
     assert main(["plan", "--doctor", str(path)]) == 2
-    assert "is not what thinwire doctor --json prints" in capsys.readouterr().err
+    assert "is not what thinwire doctor --out writes" in capsys.readouterr().err

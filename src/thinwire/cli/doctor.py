@@ -16,6 +16,7 @@ from rich.text import Text
 from thinwire.cli.console import err, out
 from thinwire.cli.step_time import step_of
 from thinwire.errors import ConfigError
+from thinwire.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from thinwire.doctor.findings import Examination, Finding
@@ -48,6 +49,7 @@ class Doctor:
         workers: start so many ranks on this machine.
         link: with --workers, their emulated links, [RANK:]RATE[+DELAY], separated by commas.
         timeout: seconds to wait for an answer of another rank.
+        out: a file for everything as JSON, for thinwire plan --doctor and attach(..., "auto").
         json: print everything as JSON.
     """
 
@@ -59,6 +61,7 @@ class Doctor:
     workers: int | None = None
     link: str | None = None
     timeout: float = 15.0
+    out: Path | None = None
     json: bool = False
 
     def __call__(self) -> int:
@@ -108,6 +111,8 @@ class Doctor:
         findings = findings_of(seen)
         tell("strategies, in a simulation")
         costs = list(costs_of(seen))
+        if self.out is not None:
+            write_atomically(self.out, (json_text.dumps(_as_json(seen, findings, costs), indent=1) + "\n").encode())
         if self.json:
             out.print_json(json_text.dumps(_as_json(seen, findings, costs)))
         else:
@@ -131,6 +136,7 @@ class Doctor:
             command += [] if value is None else [f"--{name}", str(value)]
         command += [] if self.batch_size is None else ["--batch-size", str(self.batch_size)]
         command += ["--json"] if self.json else []
+        command += [] if self.out is None else ["--out", str(self.out.absolute())]
 
         def show(rank: int, stream: str, line: str) -> None:
             if rank == 0 and stream == "stdout":

@@ -46,7 +46,7 @@ class Plan:
         latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
         workers: how many train together; those of the doctor's file, or 4, unless given.
         network: instead of --link, a network file as of thinwire simulate.
-        doctor: instead of --link, what thinwire doctor --json has printed on your machines; with the step it timed
+        doctor: instead of --link, what thinwire doctor --out has written on your machines; with the step it timed
             unless a task or a model is given.
         step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
             the forward pass.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `thinwire doctor --json` has printed, read again."""
+"""What `thinwire doctor --out` has written, read again."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def read_examination(path: Path) -> Examination:
     """The links, all-reduces and steps of an examination; hosts are not read.
 
     Raises:
-        ConfigError: it cannot be read, or is not what the doctor prints.
+        ConfigError: it cannot be read, or is not what the doctor writes.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); write it with thinwire doctor --json > {path}") from None
+        raise ConfigError(f"{path}: cannot be read ({error}); write it with thinwire doctor --out {path}") from None
     try:
         return _examination(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: is not what thinwire doctor --json prints ({type(error).__name__}: {error}); write it again with "
+            f"{path}: is not what thinwire doctor --out writes ({type(error).__name__}: {error}); write it again with "
             "this version"
         ) from None
 

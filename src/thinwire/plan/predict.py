@@ -302,7 +302,7 @@ def predict(
     given = Simulated(strategy, workers, shapes, dtype, order, model_time, own, optimizer, bucket_bytes)
     try:
         return given.run(network, meta=True)
-    except (NotImplementedError, MismatchError, DeadlockError):
+    except (RuntimeError, MismatchError, DeadlockError):
         # It reads numbers, which meta tensors do not have; or its ranks, each by its own, decided differently.
         pass
     factor = max(1, -(-sum(prod(shape) for shape in shapes) // _MOST_NUMBERS))

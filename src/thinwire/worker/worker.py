@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica, as_number
 from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
@@ -462,7 +464,10 @@ def attach(
     Args:
         model: already on its device. Frozen parameters are compared and sent once, from rank 0.
         optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
-        strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`).
+        strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`); or
+            "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
+            logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
+            rank 0 from the file of `thinwire doctor --out` that THINWIRE_PLAN names, and otherwise assumed.
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
             there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
             CUDA, otherwise Gloo), and destroyed when the process ends.
@@ -505,17 +510,15 @@ def attach(
         >>> thinwire.run_threads(2, train)
         [[[-0.5, -0.25]], [[-0.5, -0.25]]]
     """
-    strategy = check_arguments(model, optimizer, strategy)
+    automatic = strategy == "auto"
+    strategy = check_arguments(model, optimizer, AllReduce() if automatic else strategy)
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
-    worker = Worker(model, optimizer, strategy, comm, seed=seed)
-    worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
-    comm.in_step = comm.in_step and not strategy.timing_dependent
     settings = {
         "the number of workers": comm.size,
-        "the strategy": brief(strategy),
+        "the strategy": "auto" if automatic else brief(strategy),
         "the seed": seed,
         "init": init,
         "bucket_bytes": bucket_bytes,
@@ -524,11 +527,16 @@ def attach(
         "nonfinite": nonfinite,
         "inside_ddp": inside_ddp,
     }
-    check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
     facts = facts_of(model, optimizer, named, settings)
     # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
     # waiting for a rank that has raised.
     agree(comm, facts, device)
+    if automatic:
+        strategy = _automatic(optimizer, named, comm)
+    worker = Worker(model, optimizer, strategy, comm, seed=seed)
+    worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
+    comm.in_step = comm.in_step and not strategy.timing_dependent
+    check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
     check_wrappers(model, inside_ddp)
     check_new(named, optimizer)
     check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size)
@@ -556,6 +564,12 @@ def attach(
     worker.attachment = Attachment(worker, inside_ddp)
     share_skips(worker)
     return worker
+
+
+def _automatic(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
+    """What "auto" stands for on these ranks; they have agreed that all ask for it."""
+    # By name, because plans lie above this package: to predict a strategy, they attach workers.
+    return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
 
 
 def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:

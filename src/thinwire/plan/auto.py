@@ -1,0 +1,189 @@
+"""`attach(model, optimizer, "auto")`: the strategy for the network that the ranks are on, chosen by rank 0 for all.
+
+Two sizes of all-reduce are timed over the ranks' own group, which takes a few hundred milliseconds, or seconds on a
+slow link. What a training step takes is not known yet when a model is attached: it is read from the file that the
+environment variable THINWIRE_PLAN names on rank 0, which `thinwire doctor --out` has written, and assumed otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.base import Comm
+from thinwire.errors import ConfigError
+from thinwire.plan.candidates import CANDIDATES, measured
+from thinwire.plan.networks import network_of_all_reduces
+from thinwire.plan.predict import ModelTime, own_work
+from thinwire.plan.search import DENSE, Job, Planner, choose
+from thinwire.report.units import rate, seconds
+from thinwire.simulate import Network
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.gradients.all_reduce import AllReduce
+from thinwire.strategies.recipe import parse
+from thinwire.worker.compatibility import check_compatible
+from thinwire.worker.handshake import gather_texts
+
+FILE = "THINWIRE_PLAN"
+EXAMPLES = 32
+"""Through dense layers: so long a step is assumed to take where nothing says what it takes."""
+WORTH = 1.2
+"""What is chosen instead of AllReduce() must reach the loss so many times as soon."""
+MOST_STEPS = 1.25
+"""And must not have needed more than so many times the steps where that was measured."""
+
+_SMALL, _LARGE = 4 << 10, 1 << 20
+_REPEATS = 4
+_SLOW_SECONDS = 0.05
+_TIMED_ELEMENTS = 1 << 18
+_MOST_WORKERS = 64
+_LOGGER = logging.getLogger("thinwire")
+
+
+def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
+    """The strategy; every rank calls it, and gets the same one.
+
+    Args:
+        optimizer: of the model.
+        named: the trained parameters.
+        comm: of the ranks.
+
+    Raises:
+        ConfigError: on all ranks, if the file that THINWIRE_PLAN names cannot be read.
+        CommError: a rank does not answer.
+    """
+    if comm.size == 1:
+        return AllReduce()
+    device = next(iter(named.values())).device
+    reduces = time_two(comm, device)
+    said: dict[str, Any] = {}
+    if comm.rank == 0:
+        try:
+            said = _decide(optimizer, named, network_of_all_reduces(reduces, comm.size), comm.size)
+        except ConfigError as error:
+            said = {"error": str(error)}
+    decision = json.loads(gather_texts(comm, json.dumps(said).encode(), device)[0])
+    if "error" in decision:
+        raise ConfigError(decision["error"])
+    if comm.rank == 0:
+        _LOGGER.log(logging.INFO if decision["known"] else logging.WARNING, "%s", decision["words"])
+    return parse(decision["recipe"], imports=False)
+
+
+def time_two(comm: Comm, device: torch.device) -> dict[int, float]:
+    """The least seconds of all-reduces of a small and a larger size, from rank 0's clock; every rank calls it."""
+    found: dict[int, float] = {}
+    large = _LARGE
+    for nbytes in (_SMALL, _SMALL << 4, large):
+        times: list[float] = []
+        x = torch.zeros(nbytes // 4, device=device)
+        for _ in range(_REPEATS):
+            begin = time.perf_counter()
+            comm.all_reduce_(x).wait()
+            times.append(time.perf_counter() - begin)
+            # All take as many turns as rank 0 does: a slow link needs neither repetition nor the largest size.
+            enough = torch.tensor([float(sum(times) > 4 * _SLOW_SECONDS)], device=device)
+            if float(comm.broadcast_(enough, 0).wait()) and len(times) > 1:
+                break
+        found[nbytes] = min(times)
+        slow = torch.tensor([float(found[nbytes] > _SLOW_SECONDS)], device=device)
+        if nbytes > _SMALL and float(comm.broadcast_(slow, 0).wait()):
+            break
+    return {_SMALL: found[_SMALL], max(found): found[max(found)]}
+
+
+def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Network, workers: int) -> dict[str, Any]:
+    """Rank 0's decision, and its reason."""
+    parameters = list(named.values())
+    shapes = [tuple(p.shape) for p in parameters]
+    model_time, known = _step_time(shapes)
+    recipes = [recipe for recipe in CANDIDATES if _serves(recipe, optimizer, parameters, workers)]
+    # More workers take long to simulate, and the ring's share of the vector hardly depends on them.
+    job = Job(shapes, min(workers, _MOST_WORKERS), network, model_time, parameters[0].dtype).coarse()
+    share = min(1.0, _TIMED_ELEMENTS / job.elements)
+
+    def own(strategy: Strategy) -> list[float]:
+        timed = own_work(
+            strategy, parameters=[(max(1, int(share * job.elements)),)], workers=job.workers, rounds=1, dtype=job.dtype
+        )
+        return [each / share for each in timed]
+
+    options = Planner(job, recipes, own=own).options()
+    dense = next(each for each in options if each.recipe == DENSE)
+    found = choose([each for each in options if each.recipe == DENSE or each.steps <= MOST_STEPS])
+    chosen = found if found.to_loss * WORTH <= dense.to_loss else dense
+    basis = f"a step of {seconds(model_time.seconds)} without communication, " + (
+        f"from {os.environ[FILE]}"
+        if known
+        else f"which is assumed, of {EXAMPLES} examples through dense layers ({FILE} can name a file of the doctor's)"
+    )
+    words = (
+        f'attach(..., "auto") has chosen {chosen.recipe}: {rate(network.bits_per_second)} and '
+        f"{seconds(network.latency)} were measured between {workers} ranks, and with {basis}, it would take "
+        f"{seconds(chosen.seconds)} a step, and {DENSE} {seconds(dense.seconds)}"
+    )
+    return {"recipe": chosen.recipe, "words": words, "known": known}
+
+
+def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], workers: int) -> bool:
+    accuracy = measured().of(recipe)
+    if recipe != DENSE and (accuracy is None or accuracy.missed):
+        return False
+    try:
+        check_compatible(parse(recipe), optimizer, workers, parameters)
+    except ConfigError:
+        return recipe == DENSE
+    return True
+
+
+def _step_time(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, bool]:
+    """The model's step, and whether it is known.
+
+    Raises:
+        ConfigError: there is a file, and it is of another model or cannot be read.
+    """
+    path = os.environ.get(FILE)
+    if path:
+        return _read(Path(path), shapes), True
+    flops = 6.0 * EXAMPLES * sum(prod(shape) for shape in shapes)
+    taken = flops / _flops_per_second()
+    return ModelTime(taken / 3, 2 * taken / 3), False
+
+
+def _read(path: Path, shapes: list[tuple[int, ...]]) -> ModelTime:
+    try:
+        steps = list(json.loads(path.read_text(encoding="utf-8"))["steps"].values())
+        step = max(steps, key=lambda each: each["forward"] + each["backward"])
+        found = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
+        theirs = [tuple(shape) for shape in step["shapes"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{FILE}={path}: must be a file that thinwire doctor --out has written ({type(error).__name__}: {error})"
+        ) from None
+    if sum(map(prod, theirs)) != sum(map(prod, shapes)):
+        raise ConfigError(
+            f"{FILE}={path}: is of a model with {sum(map(prod, theirs))} trained parameters, and this one has "
+            f"{sum(map(prod, shapes))}; run thinwire doctor with --model for this one"
+        )
+    return found
+
+
+def _flops_per_second() -> float:
+    """Of matrix products here, with the threads that training will have."""
+    a: Tensor = torch.ones(256, 256)
+    times: list[float] = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        times.append(time.perf_counter() - begin)
+    return 2 * 256**3 / min(times)

@@ -1,0 +1,119 @@
+"""`attach(model, optimizer, "auto")`: one strategy on all ranks, of the links that were measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire
+from tests.pool import run_processes
+from thinwire import AllReduce, Comm, ConfigError, MismatchError
+from thinwire.doctor.speeds import StepTime
+from thinwire.plan import auto
+from thinwire.plan.candidates import measured
+from thinwire.simulate import Network
+
+
+def model_and_optimizer() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def attached(comm: Comm) -> str:
+    model, optimizer = model_and_optimizer()
+    worker = thinwire.attach(model, optimizer, "auto", comm=comm)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    return repr(worker.strategy)
+
+
+def on_a_process() -> str:
+    model, optimizer = model_and_optimizer()
+    worker = thinwire.attach(model, optimizer, "auto")
+    found = repr(worker.strategy)
+    worker.detach()
+    return found
+
+
+def step_file(path: Path, forward: float, backward: float, shapes: list[list[int]] | None = None) -> Path:
+    shapes = [[300, 300], [300]] if shapes is None else shapes
+    step = StepTime("mine", shapes, "float32", 0, forward, backward, 0.0, [])
+    path.write_text(json.dumps({"steps": {"0": asdict(step)}}))
+    return path
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {4 << 10: 0.01, 1 << 20: 2.0}
+    real = auto.time_two
+
+    def slow(comm: Comm, device: torch.device) -> dict[int, float]:
+        real(comm, device)
+        return times
+
+    monkeypatch.setattr(auto, "time_two", slow)
+
+
+def test_all_ranks_get_the_same_strategy() -> None:
+    found = thinwire.run_threads(3, attached)
+    assert len(set(found)) == 1
+
+
+def test_processes_over_gloo_get_the_same_strategy() -> None:
+    assert len(set(run_processes(2, on_a_process))) == 1
+
+
+def test_a_slow_link_gets_what_sends_less_and_the_log_says_why(
+    slow_link: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02)))
+    caplog.set_level("INFO", logger="thinwire")
+    (found, *others) = thinwire.run_threads(2, attached)
+    assert others == [found] and found != repr(AllReduce())
+    row = measured().of(found)
+    assert row is not None and row.factor <= auto.MOST_STEPS and not row.missed
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "has chosen" in caplog.text and "from" in caplog.text and "were measured between 2 ranks" in caplog.text
+
+
+def test_a_long_step_gets_all_reduce_on_the_same_link(
+    slow_link: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 20.0, 40.0)))
+    assert set(thinwire.run_threads(2, attached)) == {repr(AllReduce())}
+
+
+def test_an_assumed_step_is_said_to_be_assumed(slow_link: None, caplog: pytest.LogCaptureFixture) -> None:
+    thinwire.run_threads(2, attached)
+    assert "which is assumed" in caplog.text and caplog.records[0].levelname == "WARNING"
+
+
+def test_one_rank_alone_has_nothing_to_choose() -> None:
+    assert thinwire.run_threads(1, attached) == [repr(AllReduce())]
+
+
+def test_a_file_of_another_model_is_refused_on_all_ranks(
+    slow_link: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 1.0, 2.0, [[7]])))
+    with pytest.raises(ConfigError, match="of a model with 7 trained parameters"):
+        thinwire.run_threads(2, attached)
+
+
+def test_a_rank_that_does_not_ask_for_it_is_named() -> None:
+    def differs(comm: Comm) -> None:
+        model, optimizer = model_and_optimizer()
+        thinwire.attach(model, optimizer, "auto" if comm.rank == 0 else "AllReduce()", comm=comm)
+
+    with pytest.raises(MismatchError, match="the strategy"):
+        thinwire.run_threads(2, differs)
+
+
+def test_the_network_is_of_the_two_sizes() -> None:
+    found = auto.network_of_all_reduces({4 << 10: 0.02, 1 << 20: 0.1}, 2)
+    assert isinstance(found, Network) and found.latency == pytest.approx(0.01, rel=0.05)
