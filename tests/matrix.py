@@ -207,7 +207,7 @@ def scaled(recipe: str) -> None:
 def averaged(recipe: str) -> None:
     model = net()
     worker = attach(model, sgd(model), recipe)
-    mean = AveragedModel(net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     # Late workers leave out steps, so that not all would come to a consensus on the way.
     every = STEPS if worker.strategy.skips_steps else 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, drawn, flat, momentum
-from thinwire import AllReduce, Comm, CountingComm, run_threads
+from thinwire import AllReduce, Comm, ConfigError, CountingComm, run_threads
 from thinwire.comm.work import Work, completed
 from thinwire.replica.flat import lay_out, views
 from thinwire.replica.replica import Replica
@@ -153,3 +153,38 @@ def test_ranks_whose_layers_run_in_opposite_orders_exchange_the_same_buckets() -
     found = run_threads(3, contrary, timeout=20)
     assert all(torch.equal(found[0], x) for x in found)
     torch.testing.assert_close(found[0], oracle_contrary(3), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_reentrant_checkpoints_send_once_or_are_refused(outside: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.head = nn.Linear(4, 2, bias=False).requires_grad_(outside)
+            self.reentrant = reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = checkpoint(part, x.requires_grad_(), use_reentrant=self.reentrant)
+            return self.head(x)
+
+    def train(comm: Comm, reentrant: bool) -> tuple[float, Tensor]:
+        model = drawn(Again(reentrant))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        worker = attach(comm, AllReduce(), model=model, optimizer=lambda _: optimizer)
+        before = comm.meter.payload_bytes
+        model(torch.ones(3, 4) + comm.rank).square().mean().backward()
+        optimizer.step()
+        worker.detach()
+        return comm.meter.payload_bytes - before, flat(model)
+
+    plain = run_threads(2, lambda comm: train(comm, False))
+    if not outside:
+        with pytest.raises(ConfigError, match=r"within checkpoint.*pass use_reentrant=False"):
+            run_threads(2, lambda comm: train(comm, True))
+        return
+    for (sent, x), (least, y) in zip(run_threads(2, lambda comm: train(comm, True)), plain, strict=True):
+        assert sent == least and torch.equal(x, y)

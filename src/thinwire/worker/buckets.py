@@ -8,6 +8,7 @@ which its gradients become final; otherwise messages of different buckets would 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -227,6 +228,12 @@ class Backward:
 
     def _begin(self) -> None:
         self.end_failed()
+        if _in_reentrant_checkpoint():
+            raise ConfigError(
+                f"{self._here}: the first gradient of the backward pass is from within checkpoint(use_reentrant=True), "
+                "which runs a pass of its own, so that gradients would be sent once for each such part; pass "
+                "use_reentrant=False"
+            )
         self._launched = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
@@ -384,3 +391,14 @@ class Backward:
         for parameter, count in zip(parameters, counts.tolist(), strict=True):
             if not count and state == _ENDED:
                 parameter.grad = None
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether a part of the model that is computed anew runs a backward pass within the backward pass."""
+    # The end of that inner pass is all that a callback could be queued for.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_qualname == "CheckpointFunction.backward":
+            return True
+        frame = frame.f_back
+    return False
