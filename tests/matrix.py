@@ -34,7 +34,20 @@ FAMILIES = {
 }
 """A representative of each."""
 
-REFUSED: dict[tuple[str, str], str] = {}
+_SHARDS = "gradients of sharded parameters are the sharder's to average"
+_TIMING = "its results depend on timing, so the shards and copies of one model would belong to different steps"
+_LATE = "a late worker leaves out steps, and these need every worker at every step"
+_PARTS = "a late worker would leave out steps of one optimizer and not of the other"
+REFUSED: dict[tuple[str, str], str] = {
+    **{
+        (feature, family): _SHARDS
+        for feature in ("FSDP2", "HSDP")
+        for family in ("gradients", "coded gradients", "backups")
+    },
+    **{(feature, "asynchronous"): _TIMING for feature in ("FSDP2", "HSDP")},
+    ("GradScaler", "backups"): _LATE,
+    **{(feature, "backups"): _PARTS for feature in ("Muon", "several optimizers")},
+}
 """Of each cell that does not work: a part of the error's text."""
 
 
@@ -54,6 +67,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str, **more: Any) -> Worker:
     return thinwire.attach(model, optimizer, recipe, **{"timeout": 20.0, **more})
+
+
+def attach_both(
+    model: nn.Module, one: torch.optim.Optimizer, other: torch.optim.Optimizer, recipe: str
+) -> tuple[Worker, Worker]:
+    """Two optimizers of one model."""
+    first = attach(model, one, recipe)
+    try:
+        return first, attach(model, other, recipe)
+    except ConfigError:
+        first.detach()
+        raise
 
 
 def train(model: nn.Module, *workers: Worker, rank: int | None = None, each: Callable[[int], object] = int) -> None:
@@ -171,10 +196,7 @@ def low_rank(recipe: str) -> None:
 def muon(recipe: str) -> None:
     model = net(bias=False)
     matrices, rest = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
-    workers = [
-        attach(model, torch.optim.Muon(matrices, lr=0.02), recipe),
-        attach(model, torch.optim.AdamW(rest, lr=0.02), recipe),
-    ]
+    workers = attach_both(model, torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02), recipe)
     train(model, *workers)
     with workers[0].consensus(), workers[1].consensus():
         check(same_on_all(list(model.parameters())), "workers do not agree")
@@ -259,10 +281,7 @@ def normed(recipe: str) -> None:
 def several(recipe: str) -> None:
     model = net()
     front, back = [*model[0].parameters(), *model[2].parameters()], list(model[4].parameters())
-    workers = [
-        attach(model, torch.optim.SGD(front, lr=0.05), recipe),
-        attach(model, torch.optim.SGD(back, lr=0.05), recipe),
-    ]
+    workers = attach_both(model, torch.optim.SGD(front, lr=0.05), torch.optim.SGD(back, lr=0.05), recipe)
     train(model, *workers)
     with workers[0].consensus(), workers[1].consensus():
         found = [p.detach().clone() for p in model.parameters()]
@@ -309,7 +328,10 @@ FEATURES: dict[str, tuple[Callable[[str], None], str]] = {
     ),
     "tied weights": (tied, "sent once, and still tied afterwards"),
     "BatchNorm": (normed, "statistics are a worker's own, and means at consensus"),
-    "several optimizers": (several, "one `attach` for each, in the same order on all ranks"),
+    "several optimizers": (
+        several,
+        "one `attach` for each, in the same order on all ranks; with `AllReduce()` the same bits as with one",
+    ),
 }
 PROCESSES = {"FSDP2": 4, "HSDP": 8}
 

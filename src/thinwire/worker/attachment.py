@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
+from thinwire.strategies.base import Strategy
 from thinwire.worker.state import WorkerState
 
 InsideDDP = Literal["refuse", "mute"]
@@ -36,6 +37,7 @@ class _Owner:
         self._worker = ref(worker)
         self.optimizer = ref(worker.optimizer)
         self.name = type(worker.optimizer).__name__
+        self.skips_steps = worker.strategy.skips_steps
         self.stepping = False
 
     def refuse(self, text: str) -> None:
@@ -152,6 +154,21 @@ def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:
                 f"{name} is attached already, with {_owners[parameter].name}: two workers would keep two copies of it; "
                 "call detach() of the first worker before the second attach"
             )
+
+
+def check_beside(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse a strategy whose late workers leave out steps, for one of several optimizers of a model.
+
+    Raises:
+        ConfigError: with the other optimizer, and the fix.
+    """
+    other = next((_owners[p] for p in model.parameters() if p in _owners), None)
+    if other is not None and (strategy.skips_steps or other.skips_steps):
+        raise ConfigError(
+            f"{strategy}: a part of the model is attached with {other.name}, and a late worker would leave out steps "
+            "of one optimizer and not of the other, so that the parts belong to different steps; use one optimizer, "
+            "with parameter groups"
+        )
 
 
 def check_wrappers(model: nn.Module, inside_ddp: InsideDDP) -> None:

@@ -49,11 +49,18 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     strategy.check(size)
     strategy.check_optimizer(optimizer)
     check_parameter_moves(strategy, optimizer)
-    if strategy.sends_gradients and any(is_sharded(p) for p in parameters):
+    sharded = any(is_sharded(p) for p in parameters)
+    if strategy.sends_gradients and sharded:
         raise ConfigError(
             f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
             "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
         )
+    for method in nested(strategy) if sharded else ():
+        if method.timing_dependent and not isinstance(method, Wrapper):
+            raise ConfigError(
+                f"{type(method).__name__} for sharded parameters: its results depend on timing, so the shards and "
+                "copies of one model would belong to different steps; use PushSum() or SlowMo()"
+            )
 
 
 def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:

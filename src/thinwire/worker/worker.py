@@ -27,7 +27,7 @@ from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
-from thinwire.worker.attachment import Attachment, InsideDDP, check_new, check_wrappers
+from thinwire.worker.attachment import Attachment, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.buckets import Bucket
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -539,6 +539,7 @@ def attach(
     check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
     check_wrappers(model, inside_ddp)
     check_new(named, optimizer)
+    check_beside(model, strategy)
     check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size)
     check_compatible(strategy, optimizer, comm.size, named.values())
     check_closures(strategy, optimizer)
