@@ -189,7 +189,12 @@ CASES: dict[str, Sequence[Case]] = {
         Case(SlowMo(LocalSGD(2), period=4, buffers="average"), adam),
         Case(SlowMo(SketchedSGD(fraction=0.01), period=3)),
     ],
-    "DiLoCo": [Case(DiLoCo(period=3)), Case(DiLoCo(period=4, codec=Quantize(4)))],
+    "DiLoCo": [
+        Case(DiLoCo(period=3)),
+        Case(DiLoCo(period=4, codec=Quantize(4))),
+        Case(DiLoCo(period=4, fragments=2, delay=3, mixing=0.5, codec=ErrorFeedback(OneBit()))),
+        Case(DiLoCo(period=4, fragments=3, cut="layers", delay=1, mixing=0.5, weights="samples")),
+    ],
     "Sharded": [Case(Sharded(SlowMo(period=3))), Case(Sharded(DiLoCo(PushSum(), period=3)))],
     "Offloaded": [Case(Offloaded(SlowMo(period=3)))],
     "NodeAverage": [Case(NodeAverage(LocalSGD(4), period=2)), Case(NodeAverage(SlowMo(period=4), period=2))],

@@ -172,6 +172,27 @@ def test_sharded_and_offloaded_rounds_are_the_same(delay: int, mixing: float) ->
         assert distance(together(3, placed, problem, RATES), plain) < 1e-12
 
 
+@pytest.mark.parametrize("place", [lambda each: each, Sharded, Offloaded], ids=["whole", "sharded", "offloaded"])
+def test_an_average_is_where_all_fragments_begin_a_round(place: Callable[[Strategy], Strategy]) -> None:
+    strategy = place(DiLoCo(period=4, outer=PLAIN, fragments=2, delay=3, mixing=0.5))
+
+    def body(comm: Comm) -> Tensor:
+        model = nn.Linear(6, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for step in range(13):
+            if step == 6:
+                r.x.fill_(comm.rank)
+                strategy.average_(r)
+            model.weight.grad = torch.full_like(model.weight, float(comm.rank) if step < 6 else 0.0)
+            optimizer.step()
+        return r.x.clone()
+
+    for x in thinwire.run_threads(2, body):
+        assert torch.equal(x, torch.full_like(x, 0.5))
+
+
 class Blocks(nn.Module):
     """Layers of 12, 30, 6 and 7 numbers."""
 

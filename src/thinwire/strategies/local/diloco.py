@@ -201,13 +201,13 @@ class DiLoCo(OuterStep):
         """The samples that this worker has used since it last sent, if workers are weighted by them."""
         return r.state["samples"] if self.weights == "samples" and self.fragments == 1 else None
 
-    def average_(self, r: Replica) -> None:
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
         """As the base; otherwise the workers' mean, where all fragments start a round."""
         if self.ends_together and self.weights == "equal":
-            super().average_(r)
+            super().average_(r, where)
         else:
             r.x.copy_(self.consensus(r))
-            self.restart(r)
+            self.restart(r, where)
 
     def consensus(self, r: Replica) -> Tensor:
         """As the base; with weights, the mean of all workers' parameters, weighted as the averages are."""
@@ -244,7 +244,8 @@ class DiLoCo(OuterStep):
         if self.cut == "evenly":
             return even
         # A layer is a module with parameters of its own: consecutive tensors whose names differ in their last part.
-        layers = [b.start for a, b in pairwise(segments) if a.name.rpartition(".")[0] != b.name.rpartition(".")[0]]
+        names = [each.name.rpartition(".")[0] or each.name for each in segments]
+        layers = [segment.start for segment, (a, b) in zip(segments[1:], pairwise(names), strict=True) if a != b]
         return [min([0, *layers, n], key=lambda edge: abs(edge - place)) for place in even]
 
     def _send(self, r: Replica, where: Placement) -> None:
@@ -258,7 +259,7 @@ class DiLoCo(OuterStep):
             r.state["samples"].zero_()
             if self.codec is None:
                 return weighted_mean(r.comm, r.x, samples)
-            share = weight_share(r.comm, samples)
+            share = weight_share(r.comm, samples, r.x.device)
         else:
             share = 1.0
         if self.codec is not None:

@@ -30,13 +30,16 @@ class EASGD(Strategy):
 
     $$v_i \leftarrow \delta v_i - \gamma\, g_i(x_i + \delta v_i), \qquad x_i \leftarrow x_i + v_i .$$
 
+    A worker is pulled to the centre as it was, so that it has not to wait for the centre's next value: workers' mean
+    travels until the next exchange needs it, and results are as if it had been there at once.
     There is no server: the centre moves by the mean of all workers, which is the paper's synchronous form.
 
     With an unbiased `codec` $C$ the mean of all workers is $c + \tfrac1n \sum_j C(x_j - c)$. With `ErrorFeedback` it is
     $m$, and workers send how far they have come since their last message: with $x_i'$ the worker then,
     $m \leftarrow m + \tfrac1n \sum_j C(x_j - x_j')$.
 
-    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period. State: `centre` and, with
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the period.
+    State: `centre` and, with
     momentum, `position` ($x_i$), each like the parameters; with a codec the centre is in fp32, and the codec's state is
     added; with `ErrorFeedback` also `mean` ($m$), like the centre, and `sent` ($x_i'$).
 
@@ -65,7 +68,9 @@ class EASGD(Strategy):
     codec: Codec | None = None
 
     paper = "Zhang et al., Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651"
-    waits = "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters"
+    waits = (
+        "every `period` steps all workers wait for the rest of the all-reduce that was launched `period` steps before"
+    )
     limits = "workers in different basins keep each other, and the centre, away from either minimum"
 
     has_period = True
@@ -119,15 +124,20 @@ class EASGD(Strategy):
             r.state["position"] = r.x.clone()
 
     def before_step(self, r: Replica) -> None:
-        """At the start of a period move the centre, and compute the worker's pull, from the values before either."""
+        """At the start of a period send the worker, and compute its pull; both belong to the values before either."""
         if r.step % self.period:
             return
+        self._move_centre_(r)
         x, centre = r.state.get("position", r.x), r.state["centre"]
-        mean = tracked_mean(r, x, centre, self.codec).wait()
+        # Nothing needs the centre's new value before the next period, so the mean travels until then.
+        r.launch("mean", tracked_mean(r, x, centre, self.codec).then(lambda mean: [mean]))
         # The worker is pulled after the optimizer's step: its weight decay, like the gradient, belongs to the
         # parameters before the pull.
         r.state["gap"] = (x - centre).mul_(self.pull_for(r.comm.size))
-        centre.lerp_(mean, self.centre_pull)
+
+    def _move_centre_(self, r: Replica) -> None:
+        if (mean := r.collect("mean")) is not None:
+            r.state["centre"].lerp_(mean[0], self.centre_pull)
 
     def after_step(self, r: Replica) -> None:
         """Pull the worker; with momentum, move on to the point where the next gradient is computed."""
@@ -135,6 +145,8 @@ class EASGD(Strategy):
             r.x.sub_(gap)
             if self.momentum:
                 r.state["position"].sub_(gap)
+        if r.step % self.period == self.period - self.period // 2:
+            r.advance("mean")
         if not self.momentum:
             return
         # `r.x` is the point ahead, where gradients are computed; `position` is where the worker is.
@@ -145,6 +157,7 @@ class EASGD(Strategy):
 
     def restart(self, r: Replica) -> None:
         """The centre and all workers are where the parameters are; velocities become zero."""
+        r.collect("mean")
         # A velocity is the distance from a worker to the point ahead of it, where the parameters are, and both are now
         # this one point.
         for name in r.state.keys() & {"centre", "position"}:
@@ -157,8 +170,11 @@ class EASGD(Strategy):
         self.restart(r)
 
     def consensus(self, r: Replica) -> Tensor:
-        """The centre."""
-        return r.state["centre"].to(r.x.dtype, copy=True)
+        """The centre, with the mean that is in flight."""
+        centre, mean = r.state["centre"], r.inflight.get("mean")
+        if mean is not None:
+            centre = centre.lerp(mean.wait()[0], self.centre_pull)
+        return centre.to(r.x.dtype, copy=True)
 
     def resume_point(self, r: Replica) -> Tensor:
         """The workers' mean; the centre stays where it is, as do velocities and residuals on average."""

@@ -65,10 +65,12 @@ def weighted_mean(comm: Comm, x: Tensor, weight: Tensor) -> Work[Tensor]:
     return comm.all_reduce_(total).then(lambda total: (total[:-1] / total[-1]).to(x.dtype))
 
 
-def weight_share(comm: Comm, weight: Tensor) -> float:
-    """This rank's weight, divided by the mean of all; sends one number, and waits for it."""
+def weight_share(comm: Comm, weight: Tensor, device: torch.device) -> float:
+    """This rank's weight, divided by the mean of all; sends one number from that device, and waits for it."""
     mine = float(weight.clamp(min=_SMALLEST_WEIGHT))
-    total = comm.all_reduce_(torch.tensor([mine], dtype=torch.float64)).wait()
+    # In a dry run parameters have no data, and this number has.
+    where = "cpu" if device.type == "meta" else device
+    total = comm.all_reduce_(torch.tensor([mine], dtype=torch.float64, device=where)).wait()
     return mine * comm.size / float(total)
 
 

@@ -160,6 +160,10 @@ class OuterStep(Wrapper):
         r.state["anchor"].copy_(where.part_of(r.comm, r.x))
         self.begin_round(r)
 
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base."""
+        self.base.average_(self.inner(r))
+
     def averages_at(self, step: int) -> bool:
         """At the end of a round, and where the base does."""
         return (self.exact and step > 0 and step % self.period == 0) or self.base.averages_at(step)
@@ -221,3 +225,7 @@ class Placed(Wrapper):
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
         """As the base, with its state in its place."""
         self.outer.restart(self.inner(r), self.placed(where))
+
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base, with its state in its place."""
+        self.outer.average_(self.inner(r), self.placed(where))
