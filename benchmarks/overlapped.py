@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coded means that travel while workers go on: step times against steps without communication, and losses; the 6 M GPT.
 
 python -m benchmarks.overlapped [--quick] [--links 35mbit,100mbit] [--steps 240] [--rounds 3]

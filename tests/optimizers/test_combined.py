@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several optimizers under one attach: each moves its own parameters, and one checkpoint holds them all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo and Streaming DiLoCo, straight from their papers: all workers in one tensor, a worker in each row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo with fragments, delay, mixing, codecs and weights: against its oracle, and against another program's runs."""
 
 from __future__ import annotations

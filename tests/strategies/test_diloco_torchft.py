@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo against the class of the same name in torchft's wheel, on the same gradients.
 
 The wheel is no dependency: without it the test is skipped. `pip install torchft-nightly parameterized` makes it run. Of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several optimizers as one: each moves parameters of its own."""
 
 from __future__ import annotations
