@@ -293,6 +293,7 @@ def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay() ->
         thinwire.OverlapLocalSGD(8, codec=LEVELS): [8, 12, 16],
         thinwire.OverlapLocalSGD(8, delay=4, codec=SIGNS): [8, 10, 16],
         thinwire.CoCoD(8, codec=LEVELS): [8, 12, 16],
+        thinwire.EASGD(8, codec=LEVELS): [1, 5, 9, 13],
     }
     for strategy, steps in each.items():
         assert thinwire.run_threads(2, body) == [steps, steps], strategy

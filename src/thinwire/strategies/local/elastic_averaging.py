@@ -125,7 +125,9 @@ class EASGD(Strategy):
 
     def before_step(self, r: Replica) -> None:
         """At the start of a period send the worker, and compute its pull; both belong to the values before either."""
-        if r.step % self.period:
+        if since := r.step % self.period:
+            if since == (self.period + 1) // 2:
+                r.advance("mean")
             return
         self._move_centre_(r)
         x, centre = r.state.get("position", r.x), r.state["centre"]
@@ -145,8 +147,6 @@ class EASGD(Strategy):
             r.x.sub_(gap)
             if self.momentum:
                 r.state["position"].sub_(gap)
-        if r.step % self.period == self.period - self.period // 2:
-            r.advance("mean")
         if not self.momentum:
             return
         # `r.x` is the point ahead, where gradients are computed; `position` is where the worker is.
