@@ -13,9 +13,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo when they are made, which costs half a second.
-_context.set_forkserver_preload(
+context.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
@@ -43,8 +43,8 @@ class RankProcess:
         arguments: Any,
     ) -> None:
         self.rank = rank
-        self.inbox, outbox = _context.Pipe(duplex=False)
-        self.process = _context.Process(
+        self.inbox, outbox = context.Pipe(duplex=False)
+        self.process = context.Process(
             target=_main, args=(outbox, work, rank, size, port, listener, seconds, arguments)
         )
         self.process.start()

@@ -33,7 +33,7 @@ FLOORS: list[set[str]] = [
     {"topology", "replica", "codecs", "coreset"},
     {"reduce", "optimizers", "quorum"},
     {"strategies"},
-    {"tensor2d"},
+    {"tensor2d", "membership"},
     {"worker"},
     {"simulate", "integrations"},
     {"plan", "sweep"},
@@ -52,6 +52,9 @@ NEIGHBOURS = {
     # A world of one process needs no sockets.
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.roll_call"),
+    # A view's connections are a group's, whose failures are handled elsewhere.
+    ("comm.view_group", "comm.group"),
+    ("comm.view_group", "comm.roll_call"),
     ("comm.group", "comm.rendezvous"),
     ("comm.rendezvous", "comm.roll_call"),
     ("comm.group", "comm.liveness"),
@@ -72,6 +75,7 @@ MADE_OF = {
 MOST_LOOSE_FILES = 4
 TALKERS = {
     "comm/group.py",
+    "comm/view_group.py",
     "comm/rendezvous.py",
     "doctor/rendezvous.py",
     "integrations/dcp.py",

@@ -42,6 +42,7 @@ COMMANDS = {
     "demo": Command("thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in under four minutes"),
     "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
     "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
+    "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
     "doctor": Command("thinwire.cli.doctor", "Doctor", "examine machines and links: what is wrong, and what it costs"),
     "tools": Command("thinwire.cli.tools", "Tools", "list what runs natively on this machine, and what is missing"),
     "completion": Command("thinwire.cli.completion", "Completion", "print a script that completes options in a shell"),

@@ -70,25 +70,29 @@ class GroupComm(Comm):
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         members = dist.get_process_group_ranks(group or _world())
-        store = _own_store(members, timeout)
-        self._roll_call = RollCall(store, members, self.rank)
-        self._inflight: dict[int, Handles] = {}
-        self._fault: ThinwireError | None = None
         self._group = group or _world()
         self._shared = _Connections(self._group, timed=False)
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._gloo_devices = {device for device, backend in backends.items() if backend == "gloo"}
         if "cpu" not in backends:
             self.check_device = torch.device(next(iter(backends)))
+        devices = {device for device, backend in backends.items() if backend == "gloo"}
+        self._connect(_own_store(members, timeout), members, devices)
+
+    def _connect(self, store: Store, members: Sequence[int], gloo_devices: set[str]) -> None:
+        """Open connections of this comm's own, where the group has Gloo."""
+        self._roll_call = RollCall(store, members, self.rank)
+        self._inflight: dict[int, Handles] = {}
+        self._fault: ThinwireError | None = None
+        self._gloo_devices = gloo_devices
         self._chains = 0
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
         if self._gloo_devices and self.size > 1:
             start = time.monotonic()
             try:
-                limit = timedelta(seconds=timeout)
+                limit = timedelta(seconds=self.timeout)
                 # Its own limit does not hold where the process that hosts the store has stopped.
-                backend = within(timeout, lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+                backend = self._connected(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit))
                 # A backend has the calls of a group, but torch's stubs do not say so.
                 self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
                 problem = None
@@ -101,6 +105,10 @@ class GroupComm(Comm):
                 raise self._failed("connecting", problem, time.monotonic() - start)
             weakref.finalize(self, self._own.clear)
             self._roll_call.processes = Processes(self._gather_rows(own_row()), self.rank)
+
+    def _connected(self, connect: Callable[[], T]) -> T:
+        """The group, once all its ranks have connected."""
+        return within(self.timeout, connect)
 
     def _gather_rows(self, row: bytes) -> list[bytes]:
         """All-gather a few bytes, which count as a part of connecting."""

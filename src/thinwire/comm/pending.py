@@ -81,6 +81,12 @@ class PendingMeans:
             self._in_first_stage = False
             self._together(lambda: next(self._means[-1]))
 
+    def drop(self) -> None:
+        """Forget all means in flight, whose connections are closed."""
+        for mean in self._means:
+            mean.close()
+        self._means.clear()
+
     def _finish(self) -> None:
         self._advance()
         self._together(self._agree)

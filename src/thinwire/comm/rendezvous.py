@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.roll_call import within
-from thinwire.errors import CommTimeoutError
+from thinwire.errors import CommTimeoutError, ConfigError
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # PyTorch's own limit comes first, since its error names the address; a store whose host has stopped has no limit.
@@ -103,4 +103,75 @@ def _loopback_store(address: str, port: int, rank: int, size: int, timeout: time
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
+    )
+
+
+def view_store(prefix: str, store: Store | None, *, several: bool, timeout: float) -> Store:
+    """A part of the store in which elastic workers agree on who they are; it outlives every worker.
+
+    Args:
+        prefix: of the keys.
+        store: given by the user; None is that of `THINWIRE_STORE=host:port`, or of torchrun's agent.
+        several: whether the run begins with more than this process.
+        timeout: how long to try to reach it, in seconds.
+
+    Raises:
+        ConfigError: no store is named that outlives the workers.
+        CommTimeoutError: it cannot be reached.
+    """
+    if store is not None:
+        return PrefixStore(prefix, store)
+    address = os.environ.get("THINWIRE_STORE")
+    if address is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if address is None:
+        if not several:
+            return PrefixStore(prefix, memory_store())
+        raise ConfigError(
+            "elastic=True without a store that outlives the workers: rank 0 would host it, and its loss would end the "
+            "run; start `thinwire store` and set THINWIRE_STORE to the address that it prints, or use torchrun"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"THINWIRE_STORE={address}: must be HOST:PORT, as `thinwire store` prints it")
+    limit = timedelta(seconds=timeout)
+    try:
+        found = within(
+            timeout + _LINGER_SECONDS,
+            lambda: TCPStore(host.strip("[]"), int(port), None, False, limit, wait_for_workers=False),
+        )
+    except (RuntimeError, OSError) as error:
+        first = (str(error) or "timed out").splitlines()[0][:200]
+        raise CommTimeoutError(
+            f"the store of workers at {address} cannot be reached in {timeout:g} s ({first})"
+        ) from None
+    return PrefixStore(prefix, found)
+
+
+def memory_store() -> Store:
+    """A store that the threads of this process share."""
+    return HashStore()
+
+
+def host_store(host: str, port: int) -> TCPStore:
+    """A store in this process, for elastic workers; it lives as long as the object.
+
+    Args:
+        host: the address that it listens on.
+        port: 0 takes any free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=512)
+    found = int(listener.getsockname()[1])
+    return TCPStore(
+        host,
+        found,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
     )

@@ -226,6 +226,10 @@ class ThreadComm(Comm):
             raise error
         raise error_named(type(first).__name__, str(first)) from error
 
+    def close(self, reason: BaseException) -> None:
+        """Let the waits of all other threads fail."""
+        self._hub.report_failure(self.rank, reason)
+
     def duplicate(self) -> Comm:
         """A comm over another hub for the same threads."""
 

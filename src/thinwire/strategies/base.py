@@ -17,8 +17,10 @@ from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica
 
+_UNEVEN = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
 
-def trait(of: Callable[[Any], bool | float | None]) -> Any:
+
+def trait(of: Callable[[Any], bool | float | str | None]) -> Any:
     """A trait of a strategy that depends on its hyperparameters, for the body of the class.
 
     Args:
@@ -59,6 +61,8 @@ class Strategy(ABC):  # noqa: B024
             messages in flight belong to single workers or to the graph between them.
         growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
             training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
+        inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
+            where they can.
         lr_factor: the learning rate that training has in effect, where gradients stay alike for long, as a multiple of
             the optimizer's: slow momentum makes it larger, and a pull to an older mean smaller. None is not known.
 
@@ -109,6 +113,7 @@ class Strategy(ABC):  # noqa: B024
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
     restarts_on_resize: ClassVar[bool] = False
     growing: ClassVar[tuple[str, ...]] = ()
+    inelastic: ClassVar[str] = trait(lambda self: _UNEVEN if self.timing_dependent or self.skips_steps else "")
 
     def gradient_buffer(self, x: Tensor) -> Tensor:
         """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
@@ -209,6 +214,36 @@ class Strategy(ABC):  # noqa: B024
         if self.restarts_on_resize:
             return [{} for _ in range(size)]
         return resize_alike(states, size)
+
+    def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
+        """Go on among other workers: some were lost, or some have joined; all that are there now call it together.
+
+        `r.comm` has the new ranks already. A round that not all survivors have the result of is as before its first
+        message: it will be repeated. Here state and residuals stay, those of lost workers are lost with them. Where
+        something is in flight, or the state belongs to a graph of ranks, the messages are dropped, all take the mean
+        of their parameters, and begin a round anew there; what is equal on all workers, such as slow momentum, stays.
+
+        Args:
+            r: the replica.
+            before: the number of workers before; 0 on one that has just joined, with another worker's state.
+
+        Returns:
+            What was lost, by name.
+        """
+        dropped = {"dropped_messages": float(len(r.inflight))} if r.inflight else {}
+        if any(each.restarts_on_resize for each in nested(self)):
+            carried = self.resized([dict(r.state)], 1)
+            r.inflight.clear()
+            r.x.copy_(mean_(r.comm, r.x.clone()).wait())
+            r.state.clear()
+            r.equal_start = True
+            self.start(r)
+            r.state.update(carried[0] if carried else {})
+        elif r.inflight:
+            r.inflight.clear()
+            r.x.copy_(mean_(r.comm, r.x.clone()).wait())
+            self.restart(r)
+        return dropped
 
 
 def nested(strategy: Strategy) -> Iterator[Strategy]:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
-from thinwire.errors import CommError, ConfigError, MismatchError, NonFiniteError
+from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
 from thinwire.kernels import all_finite
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
@@ -42,6 +42,8 @@ class Bucket:
         missing: parameters whose gradient is not final yet in this pass.
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
+        keeps: whether what the exchange writes over must be there to be sent again.
+        kept: a copy of gradients that lie in the memory that is sent.
     """
 
     replica: Replica
@@ -51,6 +53,8 @@ class Bucket:
     missing: int = 0
     work: Work[Tensor] | None = None
     culprit: int = -1
+    keeps: bool = False
+    kept: Tensor | None = None
 
     def gather(self) -> None:
         """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero."""
@@ -69,6 +73,15 @@ class Bucket:
             if len(moved) < len(found) and not all_finite(self.replica.g[self.part]):
                 # The exchange will write over these gradients.
                 self.culprit = self._first_nonfinite(in_place=True)
+            if self.keeps:
+                self.kept = self.replica.g[self.part].clone() if len(moved) < len(found) else None
+
+    def gather_again(self) -> None:
+        """Put the gradients back that an exchange was to send."""
+        if self.kept is not None:
+            self.replica.g[self.part].copy_(self.kept)
+        else:
+            self.gather()
 
     def find_culprit(self) -> int:
         """The first parameter whose gradient on this rank was not finite, by its place in the bucket; -1 for none.
@@ -186,6 +199,7 @@ class Backward:
         exchanged: gradients were exchanged since the last step, in the last pass.
         ended: a pass has ended since the hooks were registered.
         nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
+        survives: runs an exchange, again where a worker was lost in it; None where that ends the run.
     """
 
     buckets: list[Bucket]
@@ -199,9 +213,11 @@ class Backward:
     exchanged: bool = False
     ended: bool = False
     nonfinite: NonFinite | None = None
+    survives: Callable[[Callable[[], None]], None] | None = None
     _launched: int = 0
     _end: ref[_PassEnd] | None = None
     _interrupted: bool = False
+    _lost: tuple[type[CommError], str] | None = None
 
     def watch(self) -> Iterator[RemovableHandle]:
         """Register a hook on every parameter; yields the handles that remove them."""
@@ -245,7 +261,17 @@ class Backward:
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
         bucket.gather()
-        bucket.work = self.exchange(bucket.replica, bucket.part)
+        self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.survives is None:
+            bucket.work = self.exchange(bucket.replica, bucket.part)
+            return
+        try:
+            bucket.work = self.exchange(bucket.replica, bucket.part)
+        except (PeerLostError, CommTimeoutError) as error:
+            # Within the backward pass nothing can be done about it.
+            self._lost = type(error), str(error)
 
     def flush(self) -> None:
         """Send the remaining buckets, wait for all of them, and put the exchanged gradients in place.
@@ -304,8 +330,45 @@ class Backward:
                 bucket.gather()
             else:
                 bucket.replica.g[bucket.part].fill_(torch.nan)
-            bucket.work = self.exchange(bucket.replica, bucket.part)
+            self._send(bucket)
         self._launched = len(self.buckets)
+        if self.survives is None:
+            self._collect(state)
+            return
+        self.survives(self._repeatedly(state))
+        # Not before: a worker that is lost makes all repeat the exchange from these gradients.
+        for bucket in self.buckets:
+            if state == _ENDED:
+                bucket.expose()
+            bucket.work = bucket.kept = None
+
+    def _repeatedly(self, state: int) -> Callable[[], None]:
+        """`_collect`, which sends the same gradients again from its second call on."""
+        sent = True
+
+        def collect() -> None:
+            nonlocal sent
+            if not sent:
+                for bucket in self.buckets:
+                    if state == _ENDED:
+                        bucket.gather_again()
+                    else:
+                        bucket.replica.g[bucket.part].fill_(torch.nan)
+                    self._send(bucket)
+            try:
+                if self._lost is not None:
+                    kind, text = self._lost
+                    raise kind(text)
+                self._collect(state)
+            except (PeerLostError, CommTimeoutError):
+                sent, self._lost = False, None
+                self.buckets[0].replica.pending_means.drop()
+                raise
+
+        return collect
+
+    def _collect(self, state: int) -> None:
+        """Wait for all buckets; where their mean is not finite, all ranks find out why."""
         used = self._count_users() if self.find_unused else None
         if self.raises_own and self.skips_steps:
             self._refuse_own()
@@ -318,9 +381,10 @@ class Backward:
                     # Of the last bucket, which has the model's first parameters.
                     culprit = place + found if (found := bucket.find_culprit()) >= 0 else culprit
                     mean = place + [all_finite(gradient) for gradient in bucket.gradients].index(False)
-            bucket.work = None
-            if state == _ENDED:
-                bucket.expose()
+            if self.survives is None:
+                bucket.work = None
+                if state == _ENDED:
+                    bucket.expose()
             place += len(bucket.parameters)
         if used is not None:
             self._drop_unused(used.wait(), state)

@@ -12,7 +12,7 @@ def watch_gradients(worker: WorkerState) -> None:
     while worker.watching:
         worker.watching.pop().remove()
     worker.backward = None
-    if not strategy.sends_gradients or worker.comm.size == 1:
+    if not strategy.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
         return
     buckets = [
         bucket
@@ -32,4 +32,7 @@ def watch_gradients(worker: WorkerState) -> None:
         skips_steps=strategy.skips_steps,
         raises_own=worker.nonfinite == "raise",
     )
+    worker.backward.survives = worker.survives
+    for bucket in buckets:
+        bucket.keeps = worker.survives is not None
     worker.watching += worker.backward.watch()

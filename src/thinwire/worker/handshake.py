@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from thinwire._version import __version__
 from thinwire.comm.base import Comm
 from thinwire.errors import MismatchError
 from thinwire.kernels.decisions import decide
+from thinwire.replica.replica import Replica
 from thinwire.replica.shards import describe_shard
 
 Facts = list[tuple[str, str]]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were started differently") -> None:
@@ -50,6 +52,15 @@ def equal_on_all(comm: Comm, x: Tensor) -> bool:
     content = x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
     digest = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8).to(x.device)
     return all(torch.equal(theirs, digest) for theirs in comm.all_gather(digest).wait())
+
+
+def fingerprint(replicas: Iterable[Replica]) -> int:
+    """A number of the parameters' bits."""
+    total = 0
+    for replica in replicas:
+        if not replica.x.is_meta:
+            total = 31 * total + int(replica.x.view(_INTEGERS[replica.x.element_size()]).sum(dtype=torch.int64))
+    return total % (1 << 63)
 
 
 def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:

@@ -1,12 +1,19 @@
-"""Where workers start: at rank 0's parameters and buffers."""
+"""Where workers start: flat vectors, with rank 0's parameters and buffers."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.pending import PendingMeans
 from thinwire.replica.flat import copy_each_, flatten, lay_out, views
-from thinwire.replica.shards import local
-from thinwire.worker.parameters import by_kind
+from thinwire.replica.moments import Moments
+from thinwire.replica.replica import Replica
+from thinwire.replica.shards import Shards, is_sharded, local
+from thinwire.tensor2d.mesh import Mesh3D
+from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
 
 
@@ -24,3 +31,41 @@ def broadcast(worker: WorkerState) -> None:
             vector = flatten(group, layout := lay_out([("", t) for t in group]))
             comm.broadcast_(vector, 0).wait()
             copy_each_(group, views(vector, layout))
+
+
+def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
+    """Copy the parameters into flat vectors, and let each parameter be a view of its vector."""
+    names = {id(p): name for name, p in named.items()}
+    sharded: list[tuple[Tensor, Tensor]] = []
+    # One for all replicas: a step is skipped by all of them or by none.
+    means = PendingMeans()
+    for parameters in vectors_of(worker.model, named, mesh):
+        segments = lay_out([(names[id(p)], local(p)) for p in parameters])
+        x = flatten([local(p) for p in parameters], segments)
+        for parameter, view in zip(parameters, views(x, segments), strict=True):
+            if is_sharded(parameter):
+                # Its storage belongs to FSDP2; its part of the vector is copied back and forth instead.
+                sharded.append((parameter, view))
+            else:
+                parameter.data = view
+        g = worker.strategy.gradient_buffer(x)
+        lr = learning_rate(worker.optimizer, parameters, segments, x)
+        moments = Moments(worker.optimizer, parameters, segments)
+        replica = Replica(
+            x, g, worker.comm, lr=lr, seed=worker.seed, segments=segments, moments=moments, pending_means=means
+        )
+        worker.replicas.append(replica)
+        worker.layouts.append((parameters, segments))
+    worker.shards = Shards(worker.model, sharded)
+
+
+def average_buffers(worker: WorkerState) -> None:
+    """Replace buffers of floating dtype by their means over workers, and others by rank 0's."""
+    buffers = list(worker.model.buffers())
+    for group in by_kind(buffers).values():
+        vector = flatten(group, layout := lay_out([("", b) for b in group]))
+        if vector.is_floating_point():
+            worker.comm.all_reduce_(vector).wait().div_(worker.comm.size)
+        else:
+            worker.comm.broadcast_(vector, 0).wait()
+        copy_each_(group, views(vector, layout))

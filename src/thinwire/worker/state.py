@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,7 @@ class WorkerState:
         shares_skips: whether the scaler was made to skip the same steps on all ranks.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
         just_switched: whether no step was taken since the last switch.
+        survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
@@ -73,6 +75,7 @@ class WorkerState:
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
         self.just_switched = False
+        self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property
     def step(self) -> int:

@@ -15,13 +15,11 @@ from torch.optim import LBFGS, Optimizer
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
-from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
+from thinwire.membership.fleet import Fleet
 from thinwire.reduce.compressed_all_reduce import mean_
-from thinwire.replica.flat import copy_each_, flatten, lay_out, views
-from thinwire.replica.moments import Moments
-from thinwire.replica.replica import Replica, as_number
-from thinwire.replica.shards import Shards, is_sharded, local
+from thinwire.replica.flat import views
+from thinwire.replica.replica import as_number
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
@@ -38,22 +36,22 @@ from thinwire.worker.compatibility import (
     check_start,
     several_evaluations,
 )
+from thinwire.worker.elastic import Elastic, ElasticState, check_elastic, enter
 from thinwire.worker.exchanging import watch_gradients
 from thinwire.worker.grad_scaler import share_skips
-from thinwire.worker.handshake import agree, equal_on_all, facts_of
+from thinwire.worker.handshake import agree, equal_on_all, facts_of, fingerprint
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
-from thinwire.worker.parameters import by_kind, learning_rate, trained, vectors_of
-from thinwire.worker.starting import broadcast
-from thinwire.worker.state import Policy, WorkerState
+from thinwire.worker.parameters import trained
+from thinwire.worker.starting import average_buffers, broadcast, make_replicas
+from thinwire.worker.state import Policy
 from thinwire.worker.switching import Switched
 
 Batch = TypeVar("Batch")
 _BUCKET_BYTES = 8 << 20
 _COMPARED_STEPS = 500
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Worker(WorkerState):
+class Worker(ElasticState):
     """One worker's model under a strategy; returned by `attach`.
 
     The training loop stays as it was. A model whose parameters have several dtypes or devices has one flat vector,
@@ -125,7 +123,6 @@ class Worker(WorkerState):
 
     def _hooks_before(self) -> None:
         self.shards.read()
-        self._begin_round()
         with torch.no_grad():
             for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
                 if self.strategy.reads_gradient:
@@ -133,22 +130,38 @@ class Worker(WorkerState):
                     whole.gather()
                     # The strategy may rewrite `r.g`; the optimizer must see that.
                     whole.expose()
-                self.strategy.before_step(replica)
+            if self.elastic is None:
+                self._strategy_before()
+            else:
+                self.elastic.before_step(self._strategy_before)
         self.comm.round = ""
         if self._dropped:
             # In the memory of a gradient that was dropped, the strategy has found zeros.
             drop_gradients(self)
         self.shards.write()
 
+    def _strategy_before(self) -> None:
+        self._begin_round()
+        for replica in self.replicas:
+            self.strategy.before_step(replica)
+
+    def _strategy_after(self) -> None:
+        self._begin_round()
+        for replica in self.replicas:
+            self.strategy.after_step(replica)
+
     def _after_step(self, *_: Any) -> None:
         if self.attachment is not None:
             self.attachment.after_step()
         self.shards.read()
-        self._begin_round()
         with torch.no_grad():
             for replica in self.replicas:
                 replica.step += 1
-                self.strategy.after_step(replica)
+            if self.elastic is None:
+                self._strategy_after()
+            else:
+                self.elastic.after_step(self._strategy_after)
+            for replica in self.replicas:
                 replica.samples, replica.loss = 1.0, None
         self.comm.round = ""
         if self.backward is not None:
@@ -157,7 +170,7 @@ class Worker(WorkerState):
         self.shards.write()
         self.comm.step = self.step
         if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
-            self.comm.check_in_step("a comparison of weights", fingerprint=self._fingerprint()).wait()
+            self._together(lambda: self._check_in_step("a comparison of weights"))
 
     def _begin_round(self) -> None:
         """Let the first collective call of the strategy's hook be checked."""
@@ -167,15 +180,9 @@ class Worker(WorkerState):
             self.comm.round = "an average in training"
 
     def _check_in_step(self, call: str) -> None:
-        self.comm.check_in_step(call, fingerprint=self._fingerprint() if self.strategy.equal_replicas else 0).wait()
-
-    def _fingerprint(self) -> int:
-        """A number of the parameters' bits."""
-        total = 0
-        for replica in self.replicas:
-            if not replica.x.is_meta:
-                total = 31 * total + int(replica.x.view(_INTEGERS[replica.x.element_size()]).sum(dtype=torch.int64))
-        return total % (1 << 63)
+        self.comm.check_in_step(
+            call, fingerprint=fingerprint(self.replicas) if self.strategy.equal_replicas else 0
+        ).wait()
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
@@ -233,6 +240,8 @@ class Worker(WorkerState):
             after_step: called after each step that is taken without a batch, for what the loop does besides (a
                 scheduler's step). The scaler given to `attach` is updated already.
         """
+        if self.elastic is not None:
+            raise ConfigError("join() with elastic=True: numbers of batches change with the workers; give all the same")
         return joining.join(self, batches, after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:
@@ -274,6 +283,8 @@ class Worker(WorkerState):
             >>> thinwire.run_threads(2, train)
             [[1.0, 3.0], [2.0, 3.0]]
         """
+        if self.elastic is not None:
+            raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
         self.end_failed_pass()
         self.wait_pending()
         self._check_in_step("switch()")
@@ -293,16 +304,12 @@ class Worker(WorkerState):
         self.end_failed_pass()
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
-            self.wait_pending()
-            self._check_in_step("consensus()")
+            self._together(self.wait_pending)
             self.shards.read()
             own = [replica.x.clone() for replica in self.replicas]
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             try:
-                with torch.no_grad():
-                    for replica in self.replicas:
-                        replica.x.copy_(self.strategy.consensus(replica))
-                    self._average_buffers()
+                self._together(self._agree)
                 self.shards.write()
                 yield self.model
             finally:
@@ -313,15 +320,12 @@ class Worker(WorkerState):
                     for name, buffer in self.model.named_buffers():
                         buffer.copy_(buffers[name])
 
-    def _average_buffers(self) -> None:
-        buffers = list(self.model.buffers())
-        for group in by_kind(buffers).values():
-            vector = flatten(group, layout := lay_out([("", b) for b in group]))
-            if vector.is_floating_point():
-                self.comm.all_reduce_(vector).wait().div_(self.comm.size)
-            else:
-                self.comm.broadcast_(vector, 0).wait()
-            copy_each_(group, views(vector, layout))
+    def _agree(self) -> None:
+        self._check_in_step("consensus()")
+        with torch.no_grad():
+            for replica in self.replicas:
+                replica.x.copy_(self.strategy.consensus(replica))
+            average_buffers(self)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -382,9 +386,13 @@ class Worker(WorkerState):
             [{'epoch': 3}, {'epoch': 3}]
         """
         self.end_failed_pass()
-        self.wait_pending()
-        self._check_in_step("save()")
-        return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
+
+        def write() -> Path:
+            self.wait_pending()
+            self._check_in_step("save()")
+            return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
+
+        return self._together(write)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from the newest complete checkpoint in `folder`; returns the `extra` saved with it.
@@ -399,8 +407,12 @@ class Worker(WorkerState):
                 seed or optimizer, or something in it cannot be given to another number of workers. All ranks raise it,
                 and nothing has changed on any.
         """
-        self.comm.check_in_step("load()").wait()
-        return resizing.load(self, self.own_folder(folder))
+
+        def read() -> dict[str, Any]:
+            self.comm.check_in_step("load()").wait()
+            return resizing.load(self, self.own_folder(folder))
+
+        return self._together(read)
 
     def export(self, path: str | Path) -> Path:
         """Write the model that all workers agree on as one safetensors file; every rank must call, and rank 0 writes.
@@ -453,6 +465,7 @@ def attach(
     bucket_bytes: int = _BUCKET_BYTES,
     nonfinite: Policy = "raise",
     inside_ddp: InsideDDP = "refuse",
+    elastic: bool | Fleet = False,
     timeout: float = 60.0,
 ) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
@@ -487,6 +500,9 @@ def attach(
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
             exchange off.
+        elastic: go on when workers are lost, and take in those that come later: `Worker.view` says who trains, and
+            `docs/how-to/elastic.md` how to start the workers and what survives. A `Fleet` says how this worker enters
+            the run; True reads that from the environment.
         timeout: how long one wait may last, in seconds.
 
     Raises:
@@ -515,6 +531,18 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
+    views: Elastic | None = None
+    if elastic is not False:
+        if automatic:
+            raise ConfigError(
+                "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the others; "
+                "name the strategy, such as the one that `thinwire plan` recommends"
+            )
+        others = (group, comm, mesh)
+        check_elastic(strategy, optimizer, named.values(), others=others, scaled=scaled, find_unused=find_unused)
+        check_new(named, optimizer)
+        views = enter(elastic, timeout)
+        comm = views.comm
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
     settings = {
         "the number of workers": comm.size,
@@ -526,11 +554,15 @@ def attach(
         "the use of a scaler": scaled,
         "nonfinite": nonfinite,
         "inside_ddp": inside_ddp,
+        "elastic": views is not None,
     }
     facts = facts_of(model, optimizer, named, settings)
     # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
     # waiting for a rank that has raised.
-    agree(comm, facts, device)
+    if views is None:
+        agree(comm, facts, device)
+    else:
+        views.agree(facts, device)
     if automatic:
         strategy = _automatic(optimizer, named, comm)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
@@ -547,8 +579,10 @@ def attach(
         check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
         agree(mesh.block.whole, facts, device)
         worker.block = mesh.folder
-    _make_replicas(worker, named, mesh)
-    if init == "broadcast":
+    make_replicas(worker, named, mesh)
+    if views is not None and views.joins:
+        init = "broadcast"  # its state comes from another worker
+    elif init == "broadcast":
         broadcast(worker)
     else:
         equals = [equal_on_all(comm, replica.x) for replica in worker.replicas]
@@ -556,12 +590,18 @@ def attach(
         check_start(strategy, equal=equal)
         for replica in worker.replicas:
             replica.equal_start = equal
-    with torch.no_grad():
-        for replica in worker.replicas:
-            strategy.start(replica)
-            worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
+    if views is None or not views.joins:
+        with torch.no_grad():
+            for replica in worker.replicas:
+                strategy.start(replica)
     worker.nonfinite = nonfinite
+    if views is not None:
+        worker.elastic, worker.survives = views, views.gradients
     _register_hooks(worker)
+    if views is not None:
+        views.begin(worker)
+    for replica in worker.replicas:
+        worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     worker.attachment = Attachment(worker, inside_ddp)
     share_skips(worker)
     return worker
@@ -573,37 +613,10 @@ def _automatic(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
     return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
 
 
-def _make_replicas(worker: Worker, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
-    """Copy the parameters into flat vectors, and let each parameter be a view of its vector."""
-    names = {id(p): name for name, p in named.items()}
-    sharded: list[tuple[Tensor, Tensor]] = []
-    # One for all replicas: a step is skipped by all of them or by none.
-    means = PendingMeans()
-    for parameters in vectors_of(worker.model, named, mesh):
-        segments = lay_out([(names[id(p)], local(p)) for p in parameters])
-        x = flatten([local(p) for p in parameters], segments)
-        for parameter, view in zip(parameters, views(x, segments), strict=True):
-            if is_sharded(parameter):
-                # Its storage belongs to FSDP2; its part of the vector is copied back and forth instead.
-                sharded.append((parameter, view))
-            else:
-                parameter.data = view
-        g = worker.strategy.gradient_buffer(x)
-        lr = learning_rate(worker.optimizer, parameters, segments, x)
-        moments = Moments(worker.optimizer, parameters, segments)
-        replica = Replica(
-            x, g, worker.comm, lr=lr, seed=worker.seed, segments=segments, moments=moments, pending_means=means
-        )
-        worker.replicas.append(replica)
-        worker.layouts.append((parameters, segments))
-    worker.shards = Shards(worker.model, sharded)
-
-
 def _register_hooks(worker: Worker) -> None:
     """Hook the gradient exchange to the backward pass, and the strategy to the optimizer's step."""
     watch_gradients(worker)
     worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
-    before, after = worker._before_step, worker._after_step  # pyright: ignore[reportPrivateUsage]
-    optimizer = worker.optimizer
+    before, after, optimizer = worker._before_step, worker._after_step, worker.optimizer  # pyright: ignore[reportPrivateUsage]
     for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
         worker.undo.callback(handle.remove)

@@ -80,6 +80,7 @@ class MultiLeaderSGD(Strategy):
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
+    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use LeaderSGD()"
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = (
         "every period steps, the workers of a node wait for its slowest and for its leader's parameters; every "

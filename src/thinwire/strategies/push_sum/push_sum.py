@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -128,6 +128,21 @@ class PushSum(Strategy):
         if not self._weightless(r.comm.size):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"].copy_(r.x)
+
+    def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
+        """Every survivor goes on from its own parameters with the weight one; tells the weight that was lost.
+
+        That is what lost workers held, and what was in flight.
+        """
+        r.inflight.clear()
+        if "mass" not in r.state:
+            self.start(r)  # other numbers of workers may need weights
+            return {}
+        own = weight(r.state["mass"]) if before else weight(r.state["mass"]).zero_()
+        held = r.comm.all_reduce_(own.view(1)).wait()
+        r.state.pop("debiased")
+        self.start(r)
+        return {"lost_weight": before - float(held)} if before else {}
 
     def holds_average(self, size: int) -> bool:
         """Where every weight stays one, and no share is in flight."""

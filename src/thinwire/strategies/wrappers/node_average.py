@@ -57,6 +57,7 @@ class NodeAverage(Wrapper):
     limits = "pays if links within a node are faster than those between nodes"
 
     moves_parameters = True
+    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use its base"
     local_rounds = False  # the nodes' averages are communication of its own
 
     def __post_init__(self) -> None:

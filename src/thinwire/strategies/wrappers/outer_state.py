@@ -45,6 +45,7 @@ class Sharded(Placed):
     base: Strategy = SlowMo()
 
     paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
+    inelastic = "each worker keeps a part of the outer state, which is lost with it; use its base, or Offloaded()"
     elementwise = False
 
     def check(self, size: int) -> None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comm of one view of an elastic run: Gloo connections among the workers of the view, without a default group."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import NoReturn, TypeVar
+
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from thinwire.comm.base import Comm
+from thinwire.comm.group import GroupComm
+from thinwire.comm.roll_call import Failure, within
+from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
+
+T = TypeVar("T")
+_STORE_SECONDS = 2.0
+_POLL_SECONDS = 0.01
+
+
+class ViewComm(GroupComm):
+    """One worker's view of the group of a view.
+
+    A failed call closes all connections and returns at once: who is gone, the workers find out in the store of views.
+
+    Args:
+        store: for this view alone.
+        rank: of this worker.
+        size: of the view.
+        timeout: for all to connect, and of later waits, in seconds.
+        lost: whether a member is known to be gone, so that nobody waits for it.
+
+    Raises:
+        CommError: not all workers of the view connected.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: float, lost: Callable[[], bool]) -> None:
+        Comm.__init__(self, rank, size, timeout=timeout)
+        self._lost = lost
+        self._first = store
+        self._connect(store, range(size), {"cpu"})
+
+    def _connected(self, connect: Callable[[], T]) -> T:
+        end = time.monotonic() + self.timeout
+        done: list[T] = []
+        failed: list[RuntimeError] = []
+
+        def body() -> None:
+            try:
+                done.append(connect())
+            except RuntimeError as error:
+                failed.append(error)
+
+        self.runtime.start_thread(body)
+        while not done and not failed:
+            if time.monotonic() > end:
+                raise TimeoutError
+            if self._lost():
+                raise RuntimeError("a worker of the new view is gone")
+            time.sleep(_POLL_SECONDS)
+        if failed:
+            raise failed[0]
+        return done[0]
+
+    def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
+        if self._fault is not None:
+            return self._closed(self._fault)
+        where = f"rank {self.rank}, step {self.step}, {operation}"
+        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
+        if late:
+            self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s ({problem})")
+        else:
+            self._fault = PeerLostError(f"{where}: a connection was closed ({problem})")
+        # An error that another rank tells all is in the store before its connections are closed.
+        with suppress(RuntimeError, OSError, ValueError):  # TimeoutError too
+            if within(_STORE_SECONDS, lambda: self._first.check(["first"])):
+                told = Failure.read(within(_STORE_SECONDS, lambda: self._first.get("first")))
+                self._fault = error_named(told.error, told.text)
+        self._close_connections()
+        return self._fault
+
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the calls of all others."""
+        if self.size == 1 or self._fault is not None:
+            raise error
+        own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
+        with suppress(RuntimeError, OSError, ValueError):
+            stored = within(_STORE_SECONDS, lambda: self._first.compare_set("first", "", json.dumps(asdict(own))))
+            told = Failure.read(stored)
+            error = error if told == own else error_named(told.error, told.text)
+        self._fault = error
+        self._close_connections()
+        raise error
+
+    def duplicate(self) -> Comm:
+        """Refused: a second comm would not follow the views."""
+        return Comm.duplicate(self)
+
+    def disconnect(self) -> None:
+        """Close all connections, so that the waits of all others fail."""
+        self._fault = self._fault or PeerLostError("this view has ended")
+        self._close_connections()
+
+
+class GlooConnector:
+    """Connects the workers of a view by Gloo, over a part of their store.
+
+    Args:
+        store: of the views.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """The comm of this worker in one view."""
+        return ViewComm(PrefixStore(f"group/{epoch}", self._store), rank, size, timeout=timeout, lost=lost)
+
+    def disconnect(self, comm: Comm) -> None:
+        """Close a comm's connections."""
+        assert isinstance(comm, ViewComm)
+        comm.disconnect()

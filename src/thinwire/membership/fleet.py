@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one worker enters an elastic run: which store, under which id, as which of how many."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.comm.rendezvous import view_store
+from thinwire.comm.view_group import GlooConnector
+from thinwire.errors import ConfigError
+from thinwire.membership.elastic_comm import Connector
+from thinwire.membership.membership import Membership
+
+_entered: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One worker's way into an elastic run.
+
+    Attributes:
+        membership: agrees with the others on views.
+        connector: opens the connections of each view.
+        rank: of this worker, if the run begins.
+        size: the number of workers that the run begins with.
+    """
+
+    membership: Membership
+    connector: Connector
+    rank: int
+    size: int
+
+
+def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet:
+    """This process's way into the run that its environment names.
+
+    The variables: `THINWIRE_STORE`, the address of the store, unless torchrun's agent hosts one; `THINWIRE_RUN`, the
+    name of the run in it; `THINWIRE_WORKERS`, how many workers the run begins with (`WORLD_SIZE` unless given), and
+    `THINWIRE_RANK`, which of them this is (`RANK` unless given).
+
+    Args:
+        store: a `torch.distributed.Store` that outlives every worker; None takes the one that the variables name.
+        timeout: for the store and the other workers to answer, in seconds.
+
+    Raises:
+        ConfigError: no store is named that outlives the workers, or a variable is no number.
+        CommTimeoutError: the store cannot be reached.
+    """
+    size = _number("THINWIRE_WORKERS", _number("WORLD_SIZE", 1))
+    rank = _number("THINWIRE_RANK", _number("RANK", 0))
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size} workers: THINWIRE_RANK (or RANK) must lie in 0..{size - 1}")
+    run = os.environ.get("THINWIRE_RUN", "run")
+    if "THINWIRE_STORE" not in os.environ and store is None:
+        # A torchrun agent that has started its workers again begins a new run with them.
+        run += f"-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # A process may attach several models, one after the other; each is a run of its own.
+    prefix = f"thinwire/elastic/{run}/{_entered[run]}"
+    _entered[run] += 1
+    views = view_store(prefix, store, several=size > 1, timeout=timeout)
+    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout)
+    return Fleet(membership, GlooConnector(views), rank, size)
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return otherwise
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text}: must be a whole number")
+    return int(text)

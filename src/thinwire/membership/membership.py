@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol by which workers agree on views, over keys of one store.
+
+    first/RANK          the id and the process of a worker that the run starts with
+    view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
+    next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view
+    join/NUMBER         the id and the process of a worker that asks to join; `joins` counts them
+    beat/ID             counts up while the worker's process runs
+    epoch               about how many views there were; a worker that joins looks from there
+
+When a peer is lost, each survivor closes its connections, so that its neighbours notice, and registers for the next
+view. Whoever finds that every other member has registered or is gone proposes the view; the first proposal is the view.
+A worker that finds itself left out stops, as one does that cannot reach the store: so there is never a second group.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
+
+from thinwire.comm.liveness import Processes, State, own_row
+from thinwire.comm.roll_call import within
+from thinwire.errors import CommError, CommTimeoutError, PeerLostError
+from thinwire.membership.view import Progress, View
+
+T = TypeVar("T")
+_STORE_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+_SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
+
+
+class ViewStore(Protocol):
+    """The calls of a `torch.distributed.Store` that are used."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that has one."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys have a value."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return it."""
+        ...
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
+        """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
+        ...
+
+
+class Membership:
+    """One worker's part in the agreement on views.
+
+    Args:
+        store: outlives every worker.
+        worker: this worker's id, unlike that of every other.
+        timeout: how long to wait for workers of which nothing is known, in seconds.
+        state: whether another worker runs, where the caller knows better than the process tables.
+        beat_seconds: how often this worker shows that it runs, and looks whether others want to join.
+
+    Attributes:
+        view: the current one; None before `enter`.
+    """
+
+    def __init__(
+        self,
+        store: ViewStore,
+        worker: str,
+        *,
+        timeout: float,
+        state: Callable[[str], State] | None = None,
+        beat_seconds: float = 0.5,
+    ) -> None:
+        self.worker = worker
+        self.view: View | None = None
+        self.timeout = timeout
+        self._store = store
+        self._row = own_row().hex()
+        self._given_state = state
+        self._beat_seconds = beat_seconds
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        self._requests = 0
+        self._ended = threading.Event()
+
+    # -- entering --------------------------------------------------------------------------------------------------
+
+    def enter(self, rank: int, size: int) -> View:
+        """Begin the run with so many workers, or join it where it has begun already.
+
+        Args:
+            rank: this worker's, if the run begins.
+            size: the number of workers that the run begins with.
+
+        Raises:
+            CommTimeoutError: not all of them came, or the running job did not take this worker in, within the timeout.
+            CommError: the store cannot be reached.
+        """
+        threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
+        if self._ask(lambda store: store.check(["view/0"])):
+            return self._join()
+        self._ask(lambda store: store.set(f"first/{rank}", json.dumps([self.worker, self._row])))
+        keys, end = [f"first/{other}" for other in range(size)], time.monotonic() + self.timeout
+        while not self._ask(lambda store: store.check(["view/0"])):
+            if self._ask(lambda store: store.check(keys)):
+                found = [json.loads(self._ask(lambda store, key=key: store.get(key))) for key in keys]
+                view = View(0, tuple(worker for worker, _ in found), rows=dict(found))
+                return self._accept(self._propose(view))
+            if time.monotonic() > end:
+                missing = [
+                    str(r) for r, key in enumerate(keys) if not self._ask(lambda store, key=key: store.check([key]))
+                ]
+                raise CommTimeoutError(
+                    f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(missing)} did not come "
+                    f"in {self.timeout:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+        return self._accept(self._read(0))
+
+    def _join(self) -> View:
+        number = self._ask(lambda store: store.add("joins", 1))
+        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self._row])))
+        epoch, end = self._hint(), time.monotonic() + self.timeout
+        while True:
+            while self._ask(lambda store, key=f"view/{epoch}": store.check([key])):
+                view, epoch = self._read(epoch), epoch + 1
+                if view.rank(self.worker) is not None:
+                    return self._accept(view)
+            if time.monotonic() > end:
+                raise CommTimeoutError(
+                    f"the run in this store did not take this worker in within {self.timeout:g} s: it has ended, or "
+                    "its steps take longer; to begin a new run in the same store, name it with THINWIRE_RUN"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    # -- a change of view ------------------------------------------------------------------------------------------
+
+    def change(self, progress: Progress, *, requests: int | None = None, timeout: float | None = None) -> View:
+        """Agree on the next view with all other survivors.
+
+        Args:
+            progress: of this worker.
+            requests: take in those that have asked to join, up to this number; None takes nobody in.
+            timeout: how long to wait for workers of which nothing is known, in seconds.
+
+        Raises:
+            PeerLostError: the others go on without this worker; or the store cannot be reached.
+        """
+        before = self.view
+        assert before is not None, "enter() comes first"
+        epoch = before.epoch + 1
+        self._ask(lambda store: store.set(f"next/{epoch}/{self.worker}", json.dumps(asdict(progress))))
+        end = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while not self._ask(lambda store: store.check([f"view/{epoch}"])):
+            here = [each for each in before.members if self._has_registered(each, epoch)]
+            away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
+            if not away or time.monotonic() > end:
+                # It may have registered and ended just now, or since it was looked for.
+                here = [each for each in before.members if self._has_registered(each, epoch)]
+                self._propose(self._proposal(before, here, requests))
+                self._ask(lambda store: store.set("epoch", str(epoch)))
+                break
+            time.sleep(_POLL_SECONDS)
+        view = self._read(epoch)
+        if view.rank(self.worker) is None:
+            raise PeerLostError(
+                f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
+                "time; start it again to let it join"
+            )
+        return self._accept(view)
+
+    def _proposal(self, before: View, here: list[str], requests: int | None) -> View:
+        progress = {
+            each: Progress(**json.loads(self._ask(lambda store, key=f"next/{before.epoch + 1}/{each}": store.get(key))))
+            for each in here
+        }
+        joined: dict[str, str] = {}
+        for number in range(before.requests + 1, (requests or 0) + 1):
+            if self._ask(lambda store, key=f"join/{number}": store.check([key])):
+                worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
+                if self._state(worker, row) is not State.ENDED:
+                    joined[worker] = row
+        rows = {each: before.rows[each] for each in here} | joined
+        return View(
+            before.epoch + 1,
+            tuple(rows),
+            joined=tuple(joined),
+            lost=tuple(each for each in before.members if each not in here),
+            progress=progress,
+            rows=rows,
+            requests=max(before.requests, requests or 0),
+        )
+
+    def _has_registered(self, worker: str, epoch: int) -> bool:
+        return self._ask(lambda store: store.check([f"next/{epoch}/{worker}"]))
+
+    def requests(self) -> int:
+        """How many workers have asked to join so far, as the store said half a second ago."""
+        return self._requests
+
+    def facts(self, own: str) -> str:
+        """What the run was started with, as its first worker says; this worker's own if it is the first."""
+        return self._ask(lambda store: store.compare_set("facts", "", own)).decode()
+
+    # -- who runs --------------------------------------------------------------------------------------------------
+
+    def state(self, worker: str) -> State:
+        """Whether the process of a member of this view runs."""
+        assert self.view is not None, "enter() comes first"
+        return self._state(worker, self.view.rows[worker])
+
+    def _state(self, worker: str, row: str) -> State:
+        if worker == self.worker:
+            return State.RUNNING
+        if self._given_state is not None:
+            return self._given_state(worker)
+        found = Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
+        return found if found is not State.UNKNOWN else self._state_by_beats(worker)
+
+    def _state_by_beats(self, worker: str) -> State:
+        key, now = f"beat/{worker}", time.monotonic()
+        if not self._ask(lambda store: store.check([key])):
+            beat = b""
+        else:
+            beat = self._ask(lambda store: store.get(key))
+        known = self._beats.get(worker)
+        if known is None or known[0] != beat:
+            self._beats[worker] = known = (beat, now)
+        return State.ENDED if now - known[1] > _SILENT_SECONDS else State.UNKNOWN
+
+    def _beat(self) -> None:
+        """Show that this process runs, and look whether others want to join."""
+        beat = 0
+        while not self._ended.wait(self._beat_seconds if beat else 0.0):
+            beat += 1
+            # The store may be gone; the thread that trains finds it out, and stops.
+            with suppress(RuntimeError, OSError):
+                self._store.set(f"beat/{self.worker}", str(beat))
+                self._requests = self._store.add("joins", 0)
+
+    def close(self) -> None:
+        """End the thread that shows that this process runs."""
+        self._ended.set()
+
+    # -- the store -------------------------------------------------------------------------------------------------
+
+    def _accept(self, view: View) -> View:
+        self.view = view
+        self._beats.clear()
+        return view
+
+    def _propose(self, view: View) -> View:
+        """Store a view if there is none of its number yet; returns the one that there is then."""
+        key, text = f"view/{view.epoch}", view.text()
+        return View.read(self._ask(lambda store: store.compare_set(key, "", text)))
+
+    def _read(self, epoch: int) -> View:
+        return View.read(self._ask(lambda store: store.get(f"view/{epoch}")))
+
+    def _hint(self) -> int:
+        return (
+            int(self._ask(lambda store: store.get("epoch"))) if self._ask(lambda store: store.check(["epoch"])) else 0
+        )
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        """The store's answer.
+
+        Raises:
+            PeerLostError: it is gone, or silent.
+        """
+        try:
+            return within(_STORE_SECONDS, lambda: call(self._store))
+        except TimeoutError:
+            problem = f"no answer within {_STORE_SECONDS:g} s"
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, CommError):
+                raise
+            problem = str(error).partition("\n")[0][:200]
+        raise StoreLostError(
+            f"worker {self.worker}: the store that holds the list of workers cannot be reached ({problem}); this "
+            "worker stops, since the others may go on without it"
+        )
+
+
+class StoreLostError(PeerLostError):
+    """The store that holds the views cannot be reached."""

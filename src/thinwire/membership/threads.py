@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic workers as threads of one process: for tests, and to try a recipe without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from thinwire.comm.base import Comm
+from thinwire.comm.liveness import State
+from thinwire.comm.rendezvous import memory_store
+from thinwire.comm.threads import Hub, ThreadComm
+from thinwire.errors import PeerLostError
+from thinwire.membership.fleet import Fleet
+from thinwire.membership.membership import Membership
+
+
+class ThreadNetwork:
+    """The memory that elastic threads share: a store, and a hub for each view.
+
+    Attributes:
+        store: of the views.
+        ended: the ids of workers whose thread has ended.
+    """
+
+    def __init__(self) -> None:
+        self.store = memory_store()
+        self.ended: set[str] = set()
+        self._lock = threading.Lock()
+        self._hubs: dict[int, Hub] = {}
+
+    def state(self, worker: str) -> State:
+        """Whether a worker's thread runs."""
+        return State.ENDED if worker in self.ended else State.RUNNING
+
+    def fleet(self, worker: str, rank: int, size: int, *, timeout: float = 10.0) -> Fleet:
+        """One thread's way into the run.
+
+        Args:
+            worker: its id.
+            rank: if the run begins.
+            size: the number of threads that it begins with.
+            timeout: for others to come, in seconds.
+        """
+        membership = Membership(self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02)
+        return Fleet(membership, ThreadConnector(self, worker), rank, size)
+
+    def hub(self, epoch: int, size: int) -> Hub:
+        """What the threads of one view share."""
+        with self._lock:
+            return self._hubs.setdefault(epoch, Hub(size))
+
+
+class ThreadConnector:
+    """Connects one thread to those of each view.
+
+    Args:
+        network: shared by all threads.
+        worker: this thread's id.
+    """
+
+    def __init__(self, network: ThreadNetwork, worker: str) -> None:
+        self.worker = worker
+        self._network = network
+        self._comm: ThreadComm | None = None
+
+    def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of the view."""
+        self._comm = ThreadComm(self._network.hub(epoch, size), rank, timeout=timeout)
+        if lost():
+            self.disconnect(self._comm)
+        return self._comm
+
+    def disconnect(self, comm: Comm) -> None:
+        """Let the waits of all others in this view fail."""
+        assert isinstance(comm, ThreadComm)
+        comm.close(PeerLostError("its connections are closed"))
+
+    def end(self) -> None:
+        """This worker's thread has ended, in whatever way."""
+        self._network.ended.add(self.worker)
+        if self._comm is not None:
+            self.disconnect(self._comm)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A view: one numbered list of the workers that train together, and what each of them knew when it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thinwire.errors import CommError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker is, as it tells the others when a view ends.
+
+    Workers take rounds in one order: a round is whatever ends with a message of each worker to all that it has its
+    result. So nobody is more than one round ahead of another, and nobody is in the next round before all have the
+    result of this one.
+
+    Attributes:
+        round: of the rounds that workers make together, the number of the last one that this worker has begun.
+        done: whether it has that round's result.
+        step: optimizer steps done.
+        ready: False for one that has joined, and has not got the others' state yet.
+
+    Example:
+        >>> from thinwire.membership.view import Progress, outcome
+        >>> outcome([Progress(7, True, 3), Progress(7, False, 3)], round=7), outcome([Progress(7, True, 3)], round=7)
+        (False, True)
+        >>> outcome([Progress(8, False, 3), Progress(7, True, 3)], round=7)  # somebody is in the next round already
+        True
+    """
+
+    round: int
+    done: bool
+    step: int
+    ready: bool = True
+
+
+def outcome(workers: list[Progress], *, round: int) -> bool:
+    """Whether all survivors keep the result of a round that one of them is in; else all repeat it."""
+    last = max(each.round for each in workers)
+    return round < last or all(each.done for each in workers if each.round == last)
+
+
+@dataclass(frozen=True)
+class View:
+    """The workers that train together from some moment on; their order gives the ranks.
+
+    Attributes:
+        epoch: the number of the view, from 0.
+        members: the workers' ids, in the order of ranks.
+        joined: those of them that were not in the view before.
+        lost: those that were in the view before, and are not in this one.
+        progress: of each member of the view before that is in this one too.
+        rows: where each member's process runs, as `comm.liveness.own_row` in hexadecimal digits.
+        requests: how many workers had asked to join so far.
+
+    Example:
+        >>> view = View(1, ("a", "c"), lost=("b",), progress={"a": Progress(7, True, 3)})
+        >>> View.read(view.text()) == view, view.rank("c"), view.rank("b")
+        (True, 1, None)
+    """
+
+    epoch: int
+    members: tuple[str, ...]
+    joined: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    progress: Mapping[str, Progress] = field(default_factory=dict[str, Progress])
+    rows: Mapping[str, str] = field(default_factory=dict[str, str])
+    requests: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.members)
+
+    def rank(self, worker: str) -> int | None:
+        """The rank of a worker; None if it is not in the view."""
+        return self.members.index(worker) if worker in self.members else None
+
+    @property
+    def ready(self) -> dict[str, Progress]:
+        """The progress of the members that have a state to go on from."""
+        return {
+            each: self.progress[each] for each in self.members if each in self.progress and self.progress[each].ready
+        }
+
+    def text(self) -> str:
+        """As it is stored."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def read(cls, stored: bytes | str) -> View:
+        """What `text` returned.
+
+        Raises:
+            CommError: it is something else.
+        """
+        try:
+            found: dict[str, Any] = json.loads(stored)
+            progress = {name: Progress(**each) for name, each in found.pop("progress").items()}
+            for name in ("members", "joined", "lost"):
+                found[name] = tuple(found[name])
+            return cls(**found, progress=progress)
+        except (TypeError, KeyError, ValueError) as error:
+            raise CommError(f"the store holds a view that cannot be read ({error}); use a store of its own") from None

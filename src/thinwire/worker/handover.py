@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a living worker for those that join: in chunks, each with a checksum."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.base import Comm
+from thinwire.comm.work import Work
+from thinwire.errors import CommError
+from thinwire.quorum.state_transfer import pack, unpack_
+from thinwire.worker.snapshot import others_of
+from thinwire.worker.state import WorkerState
+
+_CHUNK_BYTES = 1 << 22
+_AHEAD = 4  # chunks on the way, so that the link is never idle
+
+
+def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
+    """Give workers that join the parameters, buffers, optimizer state and strategy state of one that is there.
+
+    All ranks of the view call it; only these send and receive anything.
+
+    Args:
+        worker: this rank's.
+        joined: the ranks that join.
+        source: a rank that has trained on so far.
+
+    Raises:
+        CommError: on a rank that joins, a chunk was damaged.
+    """
+    comm = worker.comm
+    if comm.rank == source:
+        content = _packed(worker)
+        for rank in joined:
+            _send(comm, content, rank)
+    elif comm.rank in joined:
+        _unpack(worker, _receive(comm, source))
+
+
+def _packed(worker: WorkerState) -> Tensor:
+    """All replicas' states, each behind its length; then what is not trained."""
+    others = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values()]
+    parts = [pack(r, list(r.state)) for r in worker.replicas]
+    parts += [torch.cat(others) if others else torch.empty(0, dtype=torch.uint8)]
+    lengths = torch.tensor([worker.step, *(len(part) for part in parts)])
+    return torch.cat([lengths.view(torch.uint8), *parts])
+
+
+def _unpack(worker: WorkerState, content: Tensor) -> None:
+    count = len(worker.replicas) + 1
+    step, *lengths = content[: 8 * (count + 1)].clone().view(torch.int64).tolist()
+    *states, rest = content[8 * (count + 1) :].split(lengths)
+    with torch.no_grad():
+        for r, state in zip(worker.replicas, states, strict=True):
+            unpack_(r, state)
+            r.step = step
+        for x in others_of(worker).values():
+            own, rest = rest[: x.nbytes], rest[x.nbytes :]
+            x.copy_(own.clone().view(x.dtype).view(x.shape))
+    worker.comm.step = step
+
+
+def _send(comm: Comm, content: Tensor, dst: int) -> None:
+    device = comm.check_device
+    comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
+    sent: deque[Work[list[Tensor]]] = deque()
+    for chunk in content.split(_CHUNK_BYTES):
+        checksum = torch.tensor([zlib.crc32(chunk.numpy())])
+        sent.append(comm.send_recv(torch.cat([chunk, checksum.view(torch.uint8)]).to(device), [dst], []))
+        if len(sent) > _AHEAD:
+            sent.popleft().wait()
+    for work in sent:
+        work.wait()
+
+
+def _receive(comm: Comm, src: int) -> Tensor:
+    device = comm.check_device
+    length = int(comm.send_recv(torch.zeros(1, dtype=torch.int64, device=device), [], [src]).wait()[0])
+    content = torch.empty(length, dtype=torch.uint8)
+    for part in content.split(_CHUNK_BYTES):
+        like = torch.empty(len(part) + 8, dtype=torch.uint8, device=device)
+        received = comm.send_recv(like, [], [src]).wait()[0].cpu()
+        part.copy_(received[:-8])
+        if zlib.crc32(part.numpy()) != int(received[-8:].clone().view(torch.int64)):
+            raise CommError(
+                f"rank {comm.rank}: what rank {src} sent of its state was damaged on the way; start this worker again"
+            )
+    return content

@@ -1,0 +1,165 @@
+"""Elastic workers as threads: a user's loop, in which some die at a chosen call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import batch, momentum, net
+from thinwire import Strategy, Worker
+from thinwire.membership.threads import ThreadConnector, ThreadNetwork
+
+
+class KilledError(BaseException):
+    """Ends a thread as SIGKILL ends a process: nothing after it runs."""
+
+
+@dataclass
+class End:
+    """How a worker's run ended.
+
+    Attributes:
+        x: its parameters.
+        agreed: the consensus, if it reached the end.
+        epochs: of the views that it was in.
+        told: what the changes of view have cost.
+        steps: taken in all.
+        error: what ended it.
+    """
+
+    x: Tensor | None = None
+    agreed: Tensor | None = None
+    epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list[tuple[int, tuple[str, ...]]])
+    told: dict[str, float] = field(default_factory=dict[str, float])
+    steps: int = 0
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker dies at its n-th call of the comm, counted from a step on; before the call is made, or after."""
+
+    rank: int
+    step: int
+    call: int = 0
+    after: bool = False
+
+
+class _Trap:
+    """Stands before a worker's comm, and ends its thread in one of its calls."""
+
+    def __init__(self, worker: Worker, kill: Kill, connector: ThreadConnector) -> None:
+        self._kill, self._worker, self._connector, self._calls = kill, worker, connector, 0
+        assert worker.elastic is not None
+        comm: Any = worker.elastic.comm
+        for name in ("_all_reduce_", "_all_gather", "_all_to_all", "_send_recv", "_broadcast_"):
+            setattr(comm, name, self._trapped(getattr(comm, name)))
+
+    def _trapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if self._worker.step < self._kill.step:
+                return call(*arguments)
+            self._calls += 1
+            strikes = self._calls > self._kill.call
+            if strikes and not self._kill.after:
+                self.strike()
+            work = call(*arguments)
+            if strikes:
+                work.wait()
+                self.strike()
+            return work
+
+        return run
+
+    def strike(self) -> None:
+        self._connector.end()
+        raise KilledError
+
+
+def run_fleet(
+    size: int,
+    strategy: Strategy,
+    *,
+    steps: int = 12,
+    kills: tuple[Kill, ...] = (),
+    joins: tuple[int, ...] = (),
+    timeout: float = 10.0,
+    optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    **settings: Any,
+) -> list[End]:
+    """Train on threads until every worker has taken its steps; returns how each ended.
+
+    Args:
+        size: workers at the start.
+        strategy: the recipe.
+        steps: optimizer steps of the run.
+        kills: who dies when.
+        joins: for each worker that joins, the step of the run at which it is started.
+        timeout: of waits, in seconds.
+        optimizer: of the model.
+        settings: of `attach`.
+    """
+    network = ThreadNetwork()
+    started = {at: threading.Event() for at in joins}
+
+    def run(number: int) -> End:
+        end = End()
+        fleet = network.fleet(f"w{number}", number if number < size else 0, size, timeout=timeout)
+        connector = fleet.connector
+        assert isinstance(connector, ThreadConnector)
+        try:
+            if number >= size:
+                started[joins[number - size]].wait(30)
+            model = net(number)
+            options = {"bucket_bytes": 48, **settings}
+            worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=timeout, **options)
+            end.epochs.append((worker.view.epoch, worker.view.members))
+            worker.on_view(lambda view: end.epochs.append((view.epoch, view.members)))
+            for kill in kills:
+                if kill.rank == number:
+                    _Trap(worker, kill, connector)
+            while worker.step < steps:
+                if joins:
+                    time.sleep(0.002)  # somebody asks to join, and is heard, before the run is over
+                for at in [at for at in started if worker.step >= at]:
+                    started[at].set()
+                x, y = batch(number, worker.step)
+                worker.optimizer.zero_grad()
+                loss = (worker.model(x) - y).square().mean()
+                loss.backward()
+                worker.record_batch(len(x), loss=loss)
+                worker.optimizer.step()
+                end.steps += 1
+            with worker.consensus():
+                end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+            end.x = worker.replicas[0].x.clone()
+            assert worker.elastic is not None
+            end.told = worker.elastic.told
+        except KilledError:
+            end.error = KilledError()
+        except Exception as error:
+            end.error = error
+        finally:
+            connector.end()
+            fleet.membership.close()
+        return end
+
+    with ThreadPoolExecutor(size + len(joins)) as pool:
+        return list(pool.map(run, range(size + len(joins))))
+
+
+def survivors(ends: list[End]) -> list[End]:
+    """Those that were not killed, all of which must have reached the end."""
+    alive = [end for end in ends if not isinstance(end.error, KilledError)]
+    for end in alive:
+        if end.error is not None:
+            raise end.error
+    return alive

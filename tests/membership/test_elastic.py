@@ -1,0 +1,142 @@
+"""Workers are lost and join, as threads; those that are left go on as the strategy promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.membership.fleets import End, Kill, run_fleet, survivors
+from thinwire import (
+    AllReduce,
+    ConfigError,
+    DiLoCo,
+    ErrorFeedback,
+    LocalSGD,
+    MismatchError,
+    OneBit,
+    OverlapLocalSGD,
+    PushSum,
+    SlowMo,
+    Strategy,
+)
+
+STRATEGIES: list[Strategy] = [
+    AllReduce(),
+    AllReduce(codec=ErrorFeedback(OneBit(8))),
+    LocalSGD(period=3),
+    SlowMo(period=3),
+    DiLoCo(period=3),
+    PushSum(),
+    PushSum(staleness=1),
+    SlowMo(PushSum(staleness=1), period=3),
+    OverlapLocalSGD(period=3),
+]
+
+
+def agree(ends: list[End]) -> None:
+    """All agree on one model, whose numbers are finite, and on the views."""
+    first = ends[0]
+    assert first.agreed is not None and torch.isfinite(first.agreed).all()
+    for end in ends:
+        assert end.agreed is not None and torch.equal(end.agreed, first.agreed)
+        assert end.epochs[-1] == first.epochs[-1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    "kills",
+    [(Kill(1, 4),), (Kill(0, 4, 1),), (Kill(3, 5, 0, after=True),), (Kill(0, 3), Kill(2, 7, 1, after=True))],
+    ids=["one", "rank 0", "after sending", "two"],
+)
+def test_survivors_go_on_with_one_model(strategy: Strategy, kills: tuple[Kill, ...]) -> None:
+    ends = run_fleet(4, strategy, kills=kills)
+    alive = survivors(ends)
+    assert len(alive) == 4 - len(kills)
+    agree(alive)
+    members = alive[0].epochs[-1][1]
+    assert members == tuple(f"w{i}" for i in range(4) if i not in {kill.rank for kill in kills})
+    assert all(end.steps == 12 for end in alive)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_survivors_of_gradients_repeat_the_step_and_stay_equal(call: int) -> None:
+    """Whichever call of a step the lost worker was in, all survivors take the same step once."""
+    for after in (False, True):
+        ends = survivors(run_fleet(3, AllReduce(), kills=(Kill(1, 4, call, after),)))
+        assert ends[0].x is not None and ends[1].x is not None
+        assert torch.equal(ends[0].x, ends[1].x)
+        assert [end.steps for end in ends] == [12, 12]
+
+
+def test_a_survivor_alone_trains_as_one_worker() -> None:
+    """With AllReduce() the survivor of two takes the steps of one worker, from the step of the loss on."""
+    (end,) = survivors(run_fleet(2, AllReduce(), kills=(Kill(1, 0),)))
+    (alone,) = run_fleet(1, AllReduce())
+    assert end.x is not None and alone.x is not None
+    assert torch.allclose(end.x, alone.x)
+
+
+def test_push_sum_accounts_for_the_weight_that_is_lost() -> None:
+    from tests.problems import Irregular
+
+    ends = survivors(run_fleet(4, PushSum(Irregular()), kills=(Kill(2, 5),)))
+    lost = {end.told["lost_weight"] for end in ends}
+    assert len(lost) == 1, "all tell the same"
+    assert 0 < lost.pop() < 4
+    agree(ends)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_worker_joins_with_the_state_of_the_others(strategy: Strategy) -> None:
+    ends = survivors(run_fleet(2, strategy, joins=(3,), steps=150))
+    agree(ends)
+    assert ends[0].epochs[-1][1] == ("w0", "w1", "w2")
+    assert 0 < ends[2].steps < 150
+
+
+def test_a_worker_joins_after_another_was_lost() -> None:
+    ends = survivors(run_fleet(3, SlowMo(period=3), kills=(Kill(0, 4),), joins=(9,), steps=150))
+    agree(ends)
+    assert ends[0].epochs[-1][1] == ("w1", "w2", "w3")
+
+
+def test_a_joiner_with_another_optimizer_is_refused_and_the_others_go_on() -> None:
+    made: list[Any] = []
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        made.append(model)
+        return torch.optim.SGD(model.parameters(), lr=0.05 if len(made) <= 2 else 0.1)
+
+    ends = run_fleet(2, LocalSGD(period=2), joins=(3,), steps=150, optimizer=optimizer)
+    assert isinstance(ends[2].error, MismatchError) and "lr of optimizer group 0" in str(ends[2].error)
+    agree(survivors(ends[:2]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (thinwire.ADPSGD(), "own pace"),
+        (thinwire.BackupWorkers(), "own pace"),
+        (thinwire.Sharded(SlowMo()), "part of the outer state"),
+        (thinwire.NodeAverage(), "neighbouring ranks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_survive_is_refused_at_attach(strategy: Strategy, words: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=words):
+        thinwire.attach(model, optimizer, strategy, elastic=True)
+
+
+def test_a_store_that_dies_with_rank_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("THINWIRE_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="thinwire store"):
+        thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), elastic=True)
