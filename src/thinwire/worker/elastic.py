@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -385,6 +385,12 @@ class ElasticState(WorkerState):
             raise ConfigError("on_view: only workers of attach(elastic=True) have views")
         self.elastic.on_view.append(call)
 
+    def _before(self, hook: Callable[[], None]) -> None:
+        hook() if self.elastic is None else self.elastic.before_step(hook)
+
+    def _after(self, hook: Callable[[], None]) -> None:
+        hook() if self.elastic is None else self.elastic.after_step(hook)
+
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together; an elastic worker does it again where one is lost in it."""
         return call() if self.elastic is None else self.elastic.together(call)
@@ -407,9 +413,9 @@ def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
 def check_elastic(
     strategy: Strategy,
     optimizer: Optimizer,
-    parameters: Iterable[Tensor],
-    *,
+    parameters: Mapping[str, Tensor],
     others: Sequence[object],
+    *,
     scaled: bool,
     find_unused: bool,
 ) -> None:
@@ -425,7 +431,7 @@ def check_elastic(
         raise ConfigError(
             "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
         )
-    if any(is_sharded(p) or p.device.type != "cpu" for p in parameters):
+    if any(is_sharded(p) or p.device.type != "cpu" for p in parameters.values()):
         raise ConfigError(
             "elastic=True with parameters that are sharded or not on the CPU: connections are Gloo's, and every worker "
             "must hold the whole model; use worker.save and resume where a worker is lost"

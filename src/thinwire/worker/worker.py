@@ -36,7 +36,7 @@ from thinwire.worker.compatibility import (
     check_start,
     several_evaluations,
 )
-from thinwire.worker.elastic import Elastic, ElasticState, check_elastic, enter
+from thinwire.worker.elastic import ElasticState, check_elastic, enter
 from thinwire.worker.exchanging import watch_gradients
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, equal_on_all, facts_of, fingerprint
@@ -130,10 +130,7 @@ class Worker(ElasticState):
                     whole.gather()
                     # The strategy may rewrite `r.g`; the optimizer must see that.
                     whole.expose()
-            if self.elastic is None:
-                self._strategy_before()
-            else:
-                self.elastic.before_step(self._strategy_before)
+            self._before(self._strategy_before)
         self.comm.round = ""
         if self._dropped:
             # In the memory of a gradient that was dropped, the strategy has found zeros.
@@ -157,10 +154,7 @@ class Worker(ElasticState):
         with torch.no_grad():
             for replica in self.replicas:
                 replica.step += 1
-            if self.elastic is None:
-                self._strategy_after()
-            else:
-                self.elastic.after_step(self._strategy_after)
+            self._after(self._strategy_after)
             for replica in self.replicas:
                 replica.samples, replica.loss = 1.0, None
         self.comm.round = ""
@@ -531,16 +525,15 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
-    views: Elastic | None = None
-    if elastic is not False:
+    views = None
+    if elastic:
         if automatic:
             raise ConfigError(
-                "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the others; "
-                "name the strategy, such as the one that `thinwire plan` recommends"
+                "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the "
+                "others; name the strategy, such as the one that `thinwire plan` recommends"
             )
-        others = (group, comm, mesh)
-        check_elastic(strategy, optimizer, named.values(), others=others, scaled=scaled, find_unused=find_unused)
         check_new(named, optimizer)
+        check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter(elastic, timeout)
         comm = views.comm
     comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
@@ -617,6 +610,6 @@ def _register_hooks(worker: Worker) -> None:
     """Hook the gradient exchange to the backward pass, and the strategy to the optimizer's step."""
     watch_gradients(worker)
     worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
-    before, after, optimizer = worker._before_step, worker._after_step, worker.optimizer  # pyright: ignore[reportPrivateUsage]
-    for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
-        worker.undo.callback(handle.remove)
+    optimizer = worker.optimizer
+    worker.undo.callback(optimizer.register_step_pre_hook(worker._before_step).remove)  # pyright: ignore[reportPrivateUsage]
+    worker.undo.callback(optimizer.register_step_post_hook(worker._after_step).remove)  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,103 @@
+"""Many elastic runs in which workers are killed and join at random moments; each seed is one run.
+
+python -m tests.faults.kills --runs 200 --seed 0            on threads
+python -m tests.faults.kills --runs 20 --processes          SIGKILL of real processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+import thinwire
+from tests.membership.fleets import End, Kill, run_fleet, survivors
+from tests.membership.processes import Processes
+
+RECIPES = (
+    *("AllReduce()", "AllReduce(codec=ErrorFeedback(OneBit(8)))", "LocalSGD(period=3)", "SlowMo(period=3)"),
+    *("DiLoCo(period=3)", "PushSum(staleness=1)", "SlowMo(PushSum(), period=3)", "Gossip()", "CoCoD(period=3)"),
+)
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """The run of a seed: the recipe, the number of workers, who is killed when, and who joins."""
+    draw = random.Random(seed)
+    size = draw.randint(2, 5)
+    victims = draw.sample(range(size), draw.randint(1, size - 1))
+    kills = tuple(Kill(victim, draw.randint(0, 9), draw.randint(0, 6), after=draw.random() < 0.5) for victim in victims)
+    joins = tuple(draw.randint(1, 9) for _ in range(draw.choice((0, 0, 1, 2))))
+    return {"recipe": draw.choice(RECIPES), "size": size, "kills": kills, "joins": joins}
+
+
+def check(ends: list[End]) -> None:
+    """No two views of one number, and one model; raises what is wrong."""
+    views: dict[int, tuple[str, ...]] = {}
+    for end in ends:
+        for epoch, members in end.epochs:
+            assert views.setdefault(epoch, members) == members, f"two views {epoch}: {views[epoch]} and {members}"
+    alive = survivors(ends)
+    for end in alive:
+        assert end.agreed is not None and torch.isfinite(end.agreed).all()
+        # One that has left its last view behind, since all others ended, agrees with itself.
+        assert end.epochs[-1] != alive[0].epochs[-1] or torch.equal(end.agreed, alive[0].agreed)  # type: ignore[arg-type]
+
+
+def run(seed: int) -> tuple[int, int]:
+    """One run on threads; returns how many were killed and how many joined."""
+    what = drawn(seed)
+    steps = 60 if what["joins"] else 14
+    ends = run_fleet(
+        what["size"], thinwire.parse(what["recipe"]), steps=steps, kills=what["kills"], joins=what["joins"]
+    )
+    check(ends)
+    killed = len(ends) - len(survivors(ends))
+    joined = sum(bool(end.epochs) and end.epochs[0][0] > 0 for end in ends[what["size"] :])
+    return killed, joined
+
+
+def run_processes(seed: int) -> tuple[int, int]:
+    """One run on processes."""
+    draw = random.Random(seed)
+    recipe, size = draw.choice(RECIPES), draw.randint(2, 4)
+    victims = draw.sample(range(size), draw.randint(1, size - 1))
+    processes = Processes(recipe, size, steps=30, seconds=0.005)
+    for number, victim in enumerate(victims):
+        processes.until(victim, 4 + 6 * number)
+        time.sleep(draw.random() * 0.05)
+        processes.kill(victim)
+    reports = processes.finish()
+    alive = [report for number, report in enumerate(reports) if number not in victims]
+    for report in alive:
+        assert not report.error, report.error
+        assert report.agreed is not None and report.agreed == alive[0].agreed
+    return len(victims), 0
+
+
+def main() -> int:
+    """Run the seeds; prints a failing one, and how to run it again."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", action="store_true")
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    for seed in range(options.seed, options.seed + options.runs):
+        try:
+            killed, joined = (run_processes if options.processes else run)(seed)
+        except Exception as error:
+            counts["failed"] += 1
+            sys.stdout.write(f"seed {seed}: {drawn(seed)}: {type(error).__name__}: {str(error)[:500]}\n")
+            continue
+        counts.update(runs=1, killed=killed, joined=joined)
+    sys.stdout.write(f"{dict(counts)}\n")
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

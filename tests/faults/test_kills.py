@@ -1,0 +1,12 @@
+"""A few of the random runs of `tests.faults.kills`, in which workers are killed and join."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.kills import run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_with_random_kills_and_joins_ends_with_one_model(seed: int) -> None:
+    run(seed)
