@@ -51,10 +51,7 @@ def check(ends: list[End]) -> None:
 def run(seed: int) -> tuple[int, int]:
     """One run on threads; returns how many were killed and how many joined."""
     what = drawn(seed)
-    steps = 60 if what["joins"] else 14
-    ends = run_fleet(
-        what["size"], thinwire.parse(what["recipe"]), steps=steps, kills=what["kills"], joins=what["joins"]
-    )
+    ends = run_fleet(what["size"], thinwire.parse(what["recipe"]), steps=16, kills=what["kills"], joins=what["joins"])
     check(ends)
     killed = len(ends) - len(survivors(ends))
     joined = sum(bool(end.epochs) and end.epochs[0][0] > 0 for end in ends[what["size"] :])

@@ -127,10 +127,13 @@ def run_fleet(
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
             while worker.step < steps:
-                if joins:
-                    time.sleep(0.002)  # somebody asks to join, and is heard, before the run is over
-                for at in [at for at in started if worker.step >= at]:
+                due = [at for at in joins if worker.step >= at]
+                for at in due:
                     started[at].set()
+                # Who joins is heard before the run is over, however fast it is.
+                limit = time.monotonic() + 20
+                while fleet.membership.requests() < len(due) and time.monotonic() < limit:
+                    time.sleep(0.005)
                 x, y = batch(number, worker.step)
                 worker.optimizer.zero_grad()
                 loss = (worker.model(x) - y).square().mean()

@@ -91,14 +91,14 @@ def test_push_sum_accounts_for_the_weight_that_is_lost() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_worker_joins_with_the_state_of_the_others(strategy: Strategy) -> None:
-    ends = survivors(run_fleet(2, strategy, joins=(3,), steps=150))
+    ends = survivors(run_fleet(2, strategy, joins=(3,), steps=24))
     agree(ends)
     assert ends[0].epochs[-1][1] == ("w0", "w1", "w2")
-    assert 0 < ends[2].steps < 150
+    assert 0 < ends[2].steps < 24
 
 
 def test_a_worker_joins_after_another_was_lost() -> None:
-    ends = survivors(run_fleet(3, SlowMo(period=3), kills=(Kill(0, 4),), joins=(9,), steps=150))
+    ends = survivors(run_fleet(3, SlowMo(period=3), kills=(Kill(0, 4),), joins=(9,), steps=24))
     agree(ends)
     assert ends[0].epochs[-1][1] == ("w1", "w2", "w3")
 
@@ -110,7 +110,7 @@ def test_a_joiner_with_another_optimizer_is_refused_and_the_others_go_on() -> No
         made.append(model)
         return torch.optim.SGD(model.parameters(), lr=0.05 if len(made) <= 2 else 0.1)
 
-    ends = run_fleet(2, LocalSGD(period=2), joins=(3,), steps=150, optimizer=optimizer)
+    ends = run_fleet(2, LocalSGD(period=2), joins=(3,), steps=24, optimizer=optimizer)
     assert isinstance(ends[2].error, MismatchError) and "lr of optimizer group 0" in str(ends[2].error)
     agree(survivors(ends[:2]))
 

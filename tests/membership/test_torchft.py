@@ -1,6 +1,6 @@
 """torchft's scenario of a failure and a recovery (`test_diloco_mocked_failure_recovery`), with its numbers.
 
-Two replicas, two fragments of one number each, which start at 1; every gradient is 2, the inner rate 1, the outer rate 2
+Two replicas, two fragments of one number each that start at 1; every gradient is 2, the inner rate 1, the outer rate 2
 without momentum, a fragment every three steps. One replica fails in its first round and is started again. The one that
 is left goes on with these values, and the other takes them over at the step where it comes back.
 """

@@ -119,7 +119,8 @@ class Elastic:
 
     def gradients(self, exchange: Callable[[], None]) -> None:
         """Run the exchange of a backward pass, again where a worker was lost in it."""
-        self.round(exchange, keeps_x=False)
+        # Its messages were sent during the pass, before the round began.
+        self.round(exchange, keeps_x=False, sends=True)
 
     def begin(self, worker: WorkerState) -> None:
         """Watch over this worker, whose replicas are there."""
@@ -157,9 +158,10 @@ class Elastic:
                 self._open_again()
         elif self._neighbours and self._membership.requests() > self.view.requests:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
-        elif self._may_send(step):
+        elif (waits := any(r.inflight for r in self.worker.replicas)) or self._may_send(step):
             ends = not self._neighbours or self.worker.strategy.averages_at(step)
-            self.round(hook, ends=ends, drops=self._neighbours)
+            # What is in flight may be waited for in this hook, and fail on some workers only.
+            self.round(hook, ends=ends, drops=self._neighbours, sends=waits and ends)
         else:
             hook()
         if not self._neighbours and self._requests > self.view.requests:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.work import Work
+from thinwire.comm.work import Work, completed
 from thinwire.errors import CommError
 from thinwire.quorum.state_transfer import pack, unpack_
 from thinwire.worker.snapshot import others_of
@@ -48,18 +48,22 @@ def _packed(worker: WorkerState) -> Tensor:
     others = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values()]
     parts = [pack(r, list(r.state)) for r in worker.replicas]
     parts += [torch.cat(others) if others else torch.empty(0, dtype=torch.uint8)]
-    lengths = torch.tensor([worker.step, *(len(part) for part in parts)])
+    in_flight = sum(len(r.inflight) for r in worker.replicas)
+    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)])
     return torch.cat([lengths.view(torch.uint8), *parts])
 
 
 def _unpack(worker: WorkerState, content: Tensor) -> None:
-    count = len(worker.replicas) + 1
-    step, *lengths = content[: 8 * (count + 1)].clone().view(torch.int64).tolist()
-    *states, rest = content[8 * (count + 1) :].split(lengths)
+    head = 8 * (len(worker.replicas) + 3)
+    step, in_flight, *lengths = content[:head].clone().view(torch.int64).tolist()
+    *states, rest = content[head:].split(lengths)
     with torch.no_grad():
         for r, state in zip(worker.replicas, states, strict=True):
             unpack_(r, state)
             r.step = step
+            if in_flight:
+                # Messages are not handed over. The others drop theirs, which `change_view` sees by there being some.
+                r.launch("dropped", completed([]))
         for x in others_of(worker).values():
             own, rest = rest[: x.nbytes], rest[x.nbytes :]
             x.copy_(own.clone().view(x.dtype).view(x.shape))
