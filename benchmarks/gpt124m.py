@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of real size: a GPT of 124 million parameters on two workers, over an emulated link.
 
 python -m benchmarks.gpt124m [--strategy RECIPE] [--steps N] [--link 1gbit] [--batch N] [--context N]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every feature of a training loop under every family of strategies: one small run per cell, and the table of them.
 
 `python -m tests.matrix` writes `docs/reference/matrix.md`; `tests/test_matrix.py` runs all cells and compares the page.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each feature of a training loop works under each family of strategies, or is refused in words; a page says which."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered strategy goes on when a worker is lost, or says at attach why it cannot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered strategy gives way to another one, and takes over from one, in the middle of a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many elastic runs in which workers are killed and join at random moments; each seed is one run.
 
 python -m tests.faults.kills --runs 200 --seed 0            on threads

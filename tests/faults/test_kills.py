@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few of the random runs of `tests.faults.kills`, in which workers are killed and join."""
 
 from __future__ import annotations

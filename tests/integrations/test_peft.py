@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters: the workers exchange them alone, and PEFT saves them as always."""
 
 from __future__ import annotations

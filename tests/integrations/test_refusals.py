@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What integrations refuse, and what they say then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic workers as threads: a user's loop, in which some die at a chosen call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic workers as real processes over Gloo, which are killed."""
 
 from __future__ import annotations

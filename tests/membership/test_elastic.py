@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers are lost and join, as threads; those that are left go on as the strategy promises."""
 
 from __future__ import annotations

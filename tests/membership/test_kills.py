@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic workers as processes: SIGKILL of any of them, rank 0 too, and one that comes later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchft's scenario of a failure and a recovery (`test_diloco_mocked_failure_recovery`), with its numbers.
 
 Two replicas, two fragments of one number each that start at 1; every gradient is 2, the inner rate 1, the outer rate 2

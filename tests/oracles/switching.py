@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs that change their method on the way: all workers in one tensor, the worker on the leading axis."""
 
 from __future__ import annotations

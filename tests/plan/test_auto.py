@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach(model, optimizer, "auto")`: one strategy on all ranks, of the links that were measured."""
 
 from __future__ import annotations

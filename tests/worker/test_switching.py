@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker goes on with another strategy in the middle of its run."""
 
 from __future__ import annotations

@@ -168,15 +168,14 @@ class Plan:
         """Of the model: from the doctor's file, from --step-seconds, or timed here."""
         from thinwire.cli.step_time import shapes_of, step_of
 
-        own = {
+        own: dict[str, Any] = {
             "task": self.task or "text",
             "model_size": self.model_size,
             "model": self.model,
             "batch_size": self.batch_size,
             "data": self.data,
         }
-        measured = seen is not None and self.task is None and self.model is None
-        if measured and seen.steps:
+        if seen is not None and seen.steps and self.task is None and self.model is None:
             step = max(seen.steps.values(), key=lambda each: each.seconds)
         elif self.step_seconds is not None:
             step = shapes_of(**own)

@@ -87,7 +87,7 @@ class CombinedOptimizer(Combined):
         return self._states
 
     @state.setter
-    def state(self, _: object) -> None:
+    def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Torch's constructor begins with an empty state; these optimizers may have taken steps before.
         pass
 

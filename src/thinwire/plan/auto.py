@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach(model, optimizer, "auto")`: the strategy for the network that the ranks are on, chosen by rank 0 for all.
 
 Two sizes of all-reduce are timed over the ranks' own group, which takes a few hundred milliseconds, or seconds on a

@@ -234,7 +234,7 @@ class Elastic:
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
         mine = torch.tensor([self._round, self._membership.requests()], device=self._comm.check_device)
-        rows = self._comm.comm._all_gather(mine).wait()
+        rows = self._comm.comm._all_gather(mine).wait()  # pyright: ignore[reportPrivateUsage]
         self._requests = max(int(row[1]) for row in rows)
 
     def _may_send(self, step: int) -> bool:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient exchange of a worker: hooked to the backward pass, and taken off when another strategy goes on."""
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _send(comm: Comm, content: Tensor, dst: int) -> None:
     comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
     sent: deque[Work[list[Tensor]]] = deque()
     for chunk in content.split(_CHUNK_BYTES):
-        checksum = torch.tensor([zlib.crc32(chunk.numpy())])
+        checksum = torch.tensor([zlib.crc32(chunk.numpy().tobytes())])
         sent.append(comm.send_recv(torch.cat([chunk, checksum.view(torch.uint8)]).to(device), [dst], []))
         if len(sent) > _AHEAD:
             sent.popleft().wait()
@@ -91,7 +91,7 @@ def _receive(comm: Comm, src: int) -> Tensor:
         like = torch.empty(len(part) + 8, dtype=torch.uint8, device=device)
         received = comm.send_recv(like, [], [src]).wait()[0].cpu()
         part.copy_(received[:-8])
-        if zlib.crc32(part.numpy()) != int(received[-8:].clone().view(torch.int64)):
+        if zlib.crc32(part.numpy().tobytes()) != int(received[-8:].clone().view(torch.int64)):
             raise CommError(
                 f"rank {comm.rank}: what rank {src} sent of its state was damaged on the way; start this worker again"
             )

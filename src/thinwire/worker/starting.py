@@ -1,20 +1,45 @@
-"""Where workers start: flat vectors, with rank 0's parameters and buffers."""
+# SPDX-License-Identifier: Apache-2.0
+"""Where workers start: with which strategy, and from flat vectors with rank 0's parameters and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from thinwire.comm.base import Comm
 from thinwire.comm.pending import PendingMeans
+from thinwire.errors import ConfigError
 from thinwire.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
+from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
+
+
+def check_named(*, automatic: bool) -> None:
+    """Refuse strategy="auto" for elastic workers.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if automatic:
+        raise ConfigError(
+            "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the others; "
+            "name the strategy, such as the one that `thinwire plan` recommends"
+        )
+
+
+def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
+    """What "auto" stands for on these ranks; they have agreed that all ask for it."""
+    # By name, because plans lie above this package: to predict a strategy, they attach workers.
+    return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
 
 
 def broadcast(worker: WorkerState) -> None:

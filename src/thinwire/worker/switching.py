@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Go on with another strategy, at a step that all ranks agree on.
 
 Another strategy begins where another number of workers would: all at the old one's `Strategy.resume_point`. What the

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,7 +41,7 @@ from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, equal_on_all, facts_of, fingerprint
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
-from thinwire.worker.starting import average_buffers, broadcast, make_replicas
+from thinwire.worker.starting import average_buffers, broadcast, check_named, choose, make_replicas
 from thinwire.worker.state import Policy
 from thinwire.worker.switching import Switched
 
@@ -527,11 +526,7 @@ def attach(
     device = next(iter(named.values())).device
     views = None
     if elastic:
-        if automatic:
-            raise ConfigError(
-                "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the "
-                "others; name the strategy, such as the one that `thinwire plan` recommends"
-            )
+        check_named(automatic=automatic)
         check_new(named, optimizer)
         check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter(elastic, timeout)
@@ -557,7 +552,7 @@ def attach(
     else:
         views.agree(facts, device)
     if automatic:
-        strategy = _automatic(optimizer, named, comm)
+        strategy = choose(optimizer, named, comm)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
     worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
     comm.in_step = comm.in_step and not strategy.timing_dependent
@@ -598,12 +593,6 @@ def attach(
     worker.attachment = Attachment(worker, inside_ddp)
     share_skips(worker)
     return worker
-
-
-def _automatic(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
-    """What "auto" stands for on these ranks; they have agreed that all ask for it."""
-    # By name, because plans lie above this package: to predict a strategy, they attach workers.
-    return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
 
 
 def _register_hooks(worker: Worker) -> None:
