@@ -38,6 +38,7 @@ GONE = Ending("gone")
 """Of a rank that ended without a word, as a killed one does."""
 COMM_ERRORS = {kind.__name__ for kind in (CommError, CommTimeoutError, PeerLostError, MismatchError)}
 _CHAINED = re.compile(r"rank \d+ was lost at step \d+ \((?:CommTimeoutError|PeerLostError|MismatchError): (.*)\)", re.S)
+_NAMED = re.compile(r"ranks? (\d+(?:, \d+)*)")
 _BLAMED = re.compile(
     r"((?:rank \d+(?: \(rank \d+ of the whole job\))?(?:, | and )?)+) (?:is|are|was|were) (?:lost|not answering)"
 )
@@ -154,7 +155,8 @@ def _wrong_error(fault: Fault, rank: int, ending: Ending) -> str:
         return f"blames ranks {sorted(blamed - set(fault.victims))}"
     if rank in fault.victims and not fault.is_fatal:
         return ""
-    named = {int(each) for each in re.findall(r"rank (\d+)", text)}
+    # Where two of four ranks differ from the other two, nobody can say who is wrong: both groups are named.
+    named = {int(each) for words in _NAMED.findall(text) for each in re.findall(r"\d+", words)}
     if not named & set(fault.victims):
         return "does not name the rank"
     return ""
