@@ -313,10 +313,18 @@ def test_the_online_rule_drops_nobody_among_equals_and_the_slow_rank_otherwise()
     for _ in range(5):
         for rank in range(4):
             rule.record(rank, 1.0)
-    assert (rule.seconds_to_wait(3, 0.0), rule.seconds_to_wait(4, 0.0)) == (None, 0.0)
+    assert (rule.seconds_to_wait(3, 0.0), rule.seconds_to_wait(4, 0.0)) == (1.25, 0.0)
     for _ in range(64):
         rule.record(3, 50.0)
-    assert (rule.seconds_to_wait(2, 0.0), rule.seconds_to_wait(3, 0.0)) == (None, 0.0)
+    assert (rule.seconds_to_wait(2, 0.0), rule.seconds_to_wait(3, 0.0)) == (1.25, 0.0)
+
+
+def test_the_online_rule_does_not_wait_for_a_rank_that_is_gone() -> None:
+    rule = QuorumRule(4, 2, "online")
+    for _ in range(5):
+        for rank in range(4):
+            rule.record(rank, 1.0)
+    assert [rule.seconds_to_wait(3, waited) for waited in (1.0, 1.25, 60.0)] == [0.25, 0.0, 0.0]
 
 
 def test_a_deadline_is_not_moved_by_few_stragglers() -> None:

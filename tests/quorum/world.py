@@ -109,8 +109,8 @@ class World:
             src, payload = old[self.moves.total() % len(old)]
             moves.append(("duplicate", partial(self.receive, src, rank, payload)))
         spare = self.size - self.rule.least - len(self.stopped | self.dead)
-        # A step of which all members die is lost, and so is one where "online" waits for a rank that never comes.
-        mortal = len(self.dead) + 1 < self.rule.least and self.rule.choice != "online"
+        # A step of which all members die is lost.
+        mortal = len(self.dead) + 1 < self.rule.least
         for rank in range(self.size):
             if rank in self.stopped:
                 moves.append(("continue", partial(self.stopped.remove, rank)))

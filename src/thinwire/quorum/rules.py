@@ -25,7 +25,8 @@ class QuorumRule:
         size: ranks that train.
         least: ranks that every step needs.
         choice: "fixed" takes exactly `least` ranks; "deadline" takes all that are ready within the usual time, and
-            `least` at least; "online" waits for as many as have maximized gradients per second so far, from `least` on.
+            `least` at least; "online" waits for as many as have maximized gradients per second so far, from `least` on,
+            and no longer than as many usually take.
         deviations: of the deadline, in median absolute deviations beyond the median.
     """
 
@@ -53,8 +54,11 @@ class QuorumRule:
         if self.choice == "deadline" and ready < self.size and known:
             times = [seconds for each in samples for seconds in each]
             return max(0.0, deadline(times, self.deviations) - waited_seconds)
-        needed = best_number(samples, self.least) if self.choice == "online" and known else self.least
-        return 0.0 if ready >= needed else None
+        if self.choice == "online" and known and ready < (needed := best_number(samples, self.least)):
+            # Not for ever: one of those that are waited for may be gone.
+            limits = sorted(deadline(each, self.deviations) for each in samples)
+            return max(0.0, limits[needed - 1] - waited_seconds)
+        return 0.0
 
 
 def deadline(seconds: Sequence[float], deviations: float) -> float:
