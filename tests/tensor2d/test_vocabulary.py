@@ -76,10 +76,16 @@ def test_tokens_travel_where_there_are_fewer_than_rows_of_the_table() -> None:
     assert run(2, 2, work)[0] == [few, 8 * embedding_elements(48, 36, H, 2, 2, algorithm="table")]
 
 
-def test_ids_that_are_not_in_the_table_are_refused() -> None:
-    for wrong in (-1, 36):
-        with pytest.raises(IndexError, match=r"0\.\.35"):
-            run(2, 2, lambda mesh, i=wrong: Embedding2D(drawn(36, H), mesh)(torch.tensor([[0, i]])))
+@pytest.mark.parametrize("algorithm", ["table", "tokens"])
+@pytest.mark.parametrize("wrong", [-1, 36])
+def test_an_id_of_one_row_that_is_not_in_the_table_is_refused_on_all_ranks(wrong: int, algorithm: Any) -> None:
+    def work(mesh: Mesh2D) -> str:
+        with pytest.raises(ConfigError) as caught:
+            Embedding2D(drawn(36, H), mesh, algorithm=algorithm)(mesh.rows_of(torch.tensor([[0, 1], [0, wrong]])))
+        return str(caught.value)
+
+    for message in run(2, 2, work):
+        assert "row 1 of the mesh has token ids from" in message and "0..35" in message
 
 
 class Tied(nn.Module):

@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from thinwire.errors import ConfigError
 from thinwire.tensor2d.collectives import reduce_scatter
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import Module2D
@@ -29,7 +30,7 @@ class Embedding2D(Module2D):
     looks them up in each part of the table and reduce-scatters the results; it sends T h / c (r - 1) / r elements. The
     backward pass sends as much.
 
-    On a CPU an id outside the table raises IndexError.
+    On a CPU an id outside the table raises ConfigError on all ranks, with the row of the mesh.
 
     Args:
         weight: the whole table, [v, h].
@@ -68,8 +69,12 @@ class Embedding2D(Module2D):
         if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
             low, high = ids.aminmax()
             if low < 0 or high >= self.num_embeddings:
-                raise IndexError(
-                    f"token ids from {int(low)} to {int(high)}: they must lie in 0..{self.num_embeddings - 1}"
+                # The other rows wait in their column for this one, or will.
+                self.mesh.along_column.raise_on_all(
+                    ConfigError(
+                        f"row {self.mesh.row} of the mesh has token ids from {int(low)} to {int(high)}: they must lie "
+                        f"in 0..{self.num_embeddings - 1}, the rows of the table"
+                    )
                 )
         algorithm: str = self.algorithm
         if algorithm == "auto":
