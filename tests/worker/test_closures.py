@@ -213,3 +213,31 @@ def test_a_rank_without_a_batch_cannot_join_an_optimizer_that_needs_a_closure() 
     worker = thinwire.attach(model, lbfgs(model), AllReduce())
     with pytest.raises(ConfigError, match=r"join\(\) with LBFGS: its step calls a closure"):
         next(worker.join([1, 2]))
+
+
+@pytest.mark.parametrize("strategy", [EASGD(period=2), Gossip(), LocalSGD(2)], ids=str)
+def test_a_step_whose_closure_failed_is_taken_again_as_if_it_had_not(strategy: Strategy) -> None:
+    def body(comm: Comm, failing: bool) -> Tensor:
+        problem = quadratic(2, DOUBLE)
+        model = problem.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        for k in range(6):
+
+            def closure(k: int = k, fails: bool = False) -> Tensor:
+                optimizer.zero_grad()
+                if fails:
+                    raise MemoryError("the batch is too large")
+                loss = problem.loss(model, comm.rank, k)
+                loss.backward()
+                return loss
+
+            if failing and comm.rank == 1 and k in (2, 3, 4):
+                with pytest.raises(MemoryError):
+                    optimizer.step(lambda closure=closure: closure(fails=True))
+            optimizer.step(closure)
+        worker.detach()
+        return flat(model)
+
+    failed, whole = (thinwire.run_threads(2, lambda comm, f=f: body(comm, f), timeout=5) for f in (True, False))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(failed, whole, strict=True))

@@ -108,6 +108,33 @@ def test_calls_that_need_all_ranks_meet_each_other(tmp_path: Path) -> None:
     assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 3
 
 
+def test_a_rank_that_detaches_alone_is_named() -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(period=4))
+        steps(worker, batches(comm.rank, 2))
+        if comm.rank == 1:
+            worker.detach()
+        steps(worker, batches(comm.rank, 2))
+
+    where = "ranks 0, 2 are in an average in training at step 3, rank 1 is in detach() at step 2"
+    assert endings(3, train) == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 3
+
+
+def test_a_rank_that_detaches_because_of_an_error_waits_for_nobody() -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(period=4))
+        try:
+            steps(worker, batches(comm.rank, 2))
+            if comm.rank == 1:
+                raise ValueError("of its own")
+            steps(worker, batches(comm.rank, 2))
+        finally:
+            worker.detach()
+
+    with pytest.raises(ValueError, match="of its own"):
+        run_threads(3, train, timeout=5)
+
+
 def test_states_of_different_steps_are_found_at_the_next_average() -> None:
     def train(comm: Comm) -> None:
         worker = attach(comm, LocalSGD(period=2))

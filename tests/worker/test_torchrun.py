@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import torch.distributed as dist
 import thinwire
@@ -26,11 +26,14 @@ while worker.step < 40:
     if worker.step == 5 and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
+    time.sleep(0.02)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["AllReduce()", "EASGD(period=1)"])
+@pytest.mark.parametrize(
+    "recipe", ["AllReduce()", "EASGD(period=1)", "BackupWorkers()", "ParameterServer()", "EagerPushSum()"]
+)
 def test_survivors_name_the_killed_rank_before_torchrun_ends_them(recipe: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)

@@ -224,6 +224,10 @@ class Comm(ABC):
             return CommTimeoutError(f"rank {self.rank} waited {self.timeout:g} s for {call} at step {self.step}")
         return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
 
+    def has_failed(self) -> bool:
+        """Whether an earlier failure has closed this comm, as far as is known."""
+        return False
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended; False where nothing is known."""
         return False

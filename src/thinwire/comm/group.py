@@ -226,6 +226,10 @@ class GroupComm(Comm):
             return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
         return self._failed(call, problem, self.timeout if late else 0.0)
 
+    def has_failed(self) -> bool:
+        """Whether the connections are closed."""
+        return self._fault is not None
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank of this machine has ended."""
         return self._roll_call.processes.state(rank) is State.ENDED

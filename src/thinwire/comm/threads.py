@@ -230,6 +230,10 @@ class ThreadComm(Comm):
         """Let the waits of all other threads fail."""
         self._hub.report_failure(self.rank, reason)
 
+    def has_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return self._hub.lost is not None
+
     def duplicate(self) -> Comm:
         """A comm over another hub for the same threads."""
 

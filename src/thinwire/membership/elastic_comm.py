@@ -72,6 +72,10 @@ class ElasticComm(Comm):
         """As the current comm."""
         return self.comm.has_ended(rank)
 
+    def has_failed(self) -> bool:
+        """As the current comm."""
+        return self.comm.has_failed()
+
     def duplicate(self) -> Comm:
         """Refused: the second comm would not follow the views."""
         raise ConfigError("elastic=True: no thread beside the one that trains may have a comm of its own")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -76,6 +77,7 @@ class Worker(ElasticState):
 
     attachment: Attachment | None = None
     _dropped = False
+    _begun_step = -1  # whose hooks before the step have run, where the step may yet fail in its closure
 
     # -- the training step ---------------------------------------------------------------------------------------
 
@@ -89,8 +91,10 @@ class Worker(ElasticState):
             return None
         # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
         # points than `r.x` of now, so what needs no gradient runs before the first call.
-        if not self.strategy.reads_gradient:
+        # Where the loop has caught an error of the closure and tries again, they have run already.
+        if not self.strategy.reads_gradient and self._begun_step != self.step:
             self._hooks_before()
+            self._begun_step = self.step
         calls, mean_loss = 0, isinstance(self.optimizer, LBFGS) and self.backward is not None
 
         def evaluate() -> Any:
@@ -159,7 +163,7 @@ class Worker(ElasticState):
         self.comm.round = ""
         if self.backward is not None:
             self.backward.exchanged = False
-        self._dropped = False
+        self._dropped, self._begun_step = False, -1
         self.shards.write()
         self.comm.step = self.step
         if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
@@ -167,15 +171,25 @@ class Worker(ElasticState):
 
     def _begin_round(self) -> None:
         """Let the first collective call of the strategy's hook be checked."""
-        # Gradients are sent at every step, so that nothing else than another step's could be taken for them. Workers
-        # that go at their own pace may meet in a round that some of them reach while they wait for its end.
-        if not self.strategy.sends_gradients and not self.strategy.timing_dependent:
+        # Gradients that are sent at every step keep replicas equal, which is checked by itself. Workers that go at
+        # their own pace may meet in a round that some of them reach while they wait for its end.
+        strategy = self.strategy
+        if not strategy.timing_dependent and not (strategy.sends_gradients and strategy.equal_replicas):
             self.comm.round = "an average in training"
 
     def _check_in_step(self, call: str) -> None:
         self.comm.check_in_step(
             call, fingerprint=fingerprint(self.replicas) if self.strategy.equal_replicas else 0
         ).wait()
+
+    def _wait_in_step(self, call: str) -> None:
+        """Check that all ranks make this call at the same step, and wait for all messages in flight."""
+        # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
+        # call. Workers at their own pace reach the same step only by waiting.
+        if self.strategy.timing_dependent:
+            self.wait_pending()
+        self._check_in_step(call)
+        self.wait_pending()
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
@@ -279,8 +293,7 @@ class Worker(ElasticState):
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
         self.end_failed_pass()
-        self.wait_pending()
-        self._check_in_step("switch()")
+        self._wait_in_step("switch()")
         return switching.switch(self, strategy)
 
     # -- consensus -----------------------------------------------------------------------------------------------
@@ -297,7 +310,7 @@ class Worker(ElasticState):
         self.end_failed_pass()
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
-            self._together(self.wait_pending)
+            self._together(lambda: self._wait_in_step("consensus()"))
             self.shards.read()
             own = [replica.x.clone() for replica in self.replicas]
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -314,7 +327,6 @@ class Worker(ElasticState):
                         buffer.copy_(buffers[name])
 
     def _agree(self) -> None:
-        self._check_in_step("consensus()")
         with torch.no_grad():
             for replica in self.replicas:
                 replica.x.copy_(self.strategy.consensus(replica))
@@ -346,6 +358,7 @@ class Worker(ElasticState):
                 first difference, and nothing has changed.
         """
         resizing.load_parts(self, state)
+        self._begun_step = -1
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
@@ -381,8 +394,7 @@ class Worker(ElasticState):
         self.end_failed_pass()
 
         def write() -> Path:
-            self.wait_pending()
-            self._check_in_step("save()")
+            self._wait_in_step("save()")
             return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
 
         return self._together(write)
@@ -403,6 +415,7 @@ class Worker(ElasticState):
 
         def read() -> dict[str, Any]:
             self.comm.check_in_step("load()").wait()
+            self._begun_step = -1
             return resizing.load(self, self.own_folder(folder))
 
         return self._together(read)
@@ -435,12 +448,21 @@ class Worker(ElasticState):
             return exporting.export(self, model, Path(path))
 
     def detach(self) -> None:
-        """Remove every hook; the model keeps its parameters and trains alone from then on."""
-        self.wait_pending()
-        for replica in self.replicas:
-            for part in replica.tree():
-                self.comm.close_mailbox(part)
-        self.undo.close()
+        """Remove every hook; the model keeps its parameters and trains alone from then on. Every rank must call.
+
+        While an exception is handled, and after a failure of the ranks, nobody is waited for.
+
+        Raises:
+            MismatchError: on all ranks, where some are in another call or at another step; the hooks are removed.
+        """
+        try:
+            if sys.exc_info()[0] is None and not self.comm.has_failed():
+                self._together(lambda: self._wait_in_step("detach()"))
+        finally:
+            for replica in self.replicas:
+                for part in replica.tree():
+                    self.comm.close_mailbox(part)
+            self.undo.close()
 
 
 def attach(

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     ACKNOWLEDGEMENT = 1
     CLOSE = 2
     FAILURE = 3  # the sender has failed, or knows of a rank that has
+    LEAVING = 4  # the sender's process ends in order, without having closed its mailbox
 
 
 class Header(NamedTuple):

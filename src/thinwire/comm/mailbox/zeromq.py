@@ -13,6 +13,7 @@ this process hold one part of a message (`PART_BYTES`), for `_HANDSHAKE_MILLISEC
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from types import ModuleType
@@ -38,6 +39,7 @@ from thinwire.errors import CommError, ConfigError
 if TYPE_CHECKING:
     import zmq
 
+_LOGGER = logging.getLogger("thinwire")
 _EMPTY = torch.empty(0)
 _SIOCGIFADDR = 0x8915
 _KEY_BYTES = 40  # of a public key in ZeroMQ's text form
@@ -45,6 +47,7 @@ _ROW_BYTES = 136  # of a rank's key and address, when all ranks exchange them
 _POLL_SECONDS = 0.1
 _LINGER_MILLISECONDS = 1000
 _RECONNECT_SECONDS = 1.0  # how long a connection may be gone before its rank counts as lost
+_NOTICE_SECONDS, _DOUBT_SECONDS = 0.02, 0.01  # until what a closed connection means is asked, and asked again
 _HEADROOM_BYTES = 4096
 _HANDSHAKE_MILLISECONDS = 10_000  # how long a connection may take until it is admitted
 
@@ -113,6 +116,7 @@ class Sockets:
         public_key: by which other ranks recognise this one.
         disconnected: ranks whose connection is gone, with the time of `time.monotonic` since when.
         reached: ranks to which there has been a connection.
+        farewells: for each rank connected to, the frame that says that this process ends.
         refused_connections: connections to the port that were closed because they were not a rank's, or too many.
     """
 
@@ -129,6 +133,7 @@ class Sockets:
         self._stopped = threading.Event()
         self.disconnected: dict[int, float] = {}
         self.reached: set[int] = set()
+        self.farewells: dict[int, list[bytes | memoryview]] = {}
         self.refused_connections = 0
         # ZeroMQ asks here, before the first byte of a message, whether a connection's key is one of a rank.
         self._admission = self._context.socket(self._zmq.REP)
@@ -186,10 +191,11 @@ class Sockets:
         self._thread.start()
 
     def _run(self, mailbox: weakref.ref[ZeroMqMailbox]) -> None:
-        own = [self._acceptances, self._admission, self.receiver]
+        own, doubtful = [self._acceptances, self._admission, self.receiver], False
         while not self._stopped.is_set():
             # `list` copies in one step: `connect` adds monitors from another thread.
-            ready = self._zmq.select([*own, *list(self._monitors)], [], [], _POLL_SECONDS)[0]
+            seconds = _DOUBT_SECONDS if doubtful else _POLL_SECONDS
+            ready = self._zmq.select([*own, *list(self._monitors)], [], [], seconds)[0]
             box = mailbox()
             if box is None:
                 return
@@ -204,6 +210,7 @@ class Sockets:
                         box.receive(int(str(frames[0].get("User-Id"))), [frame.buffer for frame in frames])
             for monitor in ready:
                 self._read_event(monitor)
+            doubtful = box.report_ended(dict(self.disconnected))
             # Without this the thread would hold the mailbox while it waits, and the mailbox could never end.
             del box
 
@@ -255,6 +262,13 @@ class Sockets:
             self.reached.add(rank)
             self.disconnected.pop(rank, None)
 
+    def leave(self) -> None:
+        """Tell the other ranks that this process ends in order, and close every socket."""
+        for rank, frame in self.farewells.items():
+            if rank not in self.disconnected:
+                self.send(rank, frame)
+        self.close()
+
     def close(self) -> None:
         """Close every socket; frames that are still queued get a second to leave."""
         if self._stopped.is_set():
@@ -296,9 +310,10 @@ class ZeroMqMailbox(Mailbox):
         self._epoch = epoch
         self._closed_peers: set[int] = set()
         self._failed_peers: set[int] = set()
+        self._ended_peers: set[int] = set()
         # Each message may be followed by an acknowledgement.
         self._sockets = Sockets(own_address(), ranks=comm.size, queue=4 * capacity + 16)
-        close = weakref.finalize(self, self._sockets.close)
+        close = weakref.finalize(self, self._sockets.leave)
         try:
             directory = _exchange_addresses(comm, self._sockets.port, self._sockets.public_key, like.device)
         except Exception:
@@ -349,8 +364,34 @@ class ZeroMqMailbox(Mailbox):
             with self.changed:
                 (self._closed_peers if header.kind is Kind.CLOSE else self._failed_peers).add(header.src)
                 self.changed.notify_all()
+        elif header.kind is Kind.LEAVING:
+            self._ended_peers.add(header.src)  # and so not to be reported
         else:
             self._deliver(Message(header.src, header.step, header.topic, content), header.number)
+
+    def report_ended(self, disconnected: Mapping[int, float]) -> bool:
+        """Log which processes have ended without a word, once each; called by the receiving thread.
+
+        At once, and also where no call needs them: a launcher such as torchrun ends this process a moment later.
+
+        Returns:
+            Whether it is not known yet of some rank, and is to be asked again soon.
+        """
+        doubtful = False
+        for rank, since in disconnected.items():
+            if rank in self._closed_peers or rank in self._failed_peers or rank in self._ended_peers:
+                continue
+            # Its last frames may have come just now, and a process counts as ended after its connections are closed.
+            recent = since + _NOTICE_SECONDS > time.monotonic()
+            doubtful |= recent
+            if not recent and not self._closed and self._comm.has_ended(rank):
+                self._ended_peers.add(rank)
+                _LOGGER.error(
+                    "rank %d, step %d: rank %d is lost (its process has ended)", self._rank, self._comm.step, rank
+                )
+                with self.changed:
+                    self.changed.notify_all()
+        return doubtful
 
     def _transmit(self, dst: int, message: Message, number: int) -> None:
         if not self._send_frame(Kind.MESSAGE, dst, number, message):
@@ -375,8 +416,26 @@ class ZeroMqMailbox(Mailbox):
             nbytes=data.nbytes,
             checksum=zlib.crc32(data),
         )
-        self._sockets.connect(dst, self._addresses[dst])
+        self._connect(dst)
         return self._sockets.send(dst, [header.pack(), *split(data)])
+
+    def _connect(self, dst: int) -> None:
+        if dst not in self._sockets.farewells:
+            leaving = Header(
+                kind=Kind.LEAVING,
+                dtype=dtype_number(_EMPTY),
+                run=self._run,
+                epoch=self._epoch,
+                src=self._rank,
+                dst=dst,
+                topic=0,
+                step=0,
+                number=0,
+                nbytes=0,
+                checksum=zlib.crc32(b""),
+            )
+            self._sockets.farewells[dst] = [leaving.pack()]
+        self._sockets.connect(dst, self._addresses[dst])
 
     def _check_peers(self, src: Sequence[int]) -> None:
         super()._check_peers(src)
@@ -384,7 +443,7 @@ class ZeroMqMailbox(Mailbox):
             raise self._lost_error(f"rank {min(self._failed_peers)} reports a failure")
         for rank in src:
             # A rank that only receives must connect too: only a connection shows that the other process has ended.
-            self._sockets.connect(rank, self._addresses[rank])
+            self._connect(rank)
             if rank in self._closed_peers:
                 raise self._lost_error(f"rank {rank} has closed its mailbox; end training together", closed=True)
             since = self._sockets.disconnected.get(rank)

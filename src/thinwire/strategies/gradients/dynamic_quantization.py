@@ -91,6 +91,7 @@ class DQSGD(Strategy):
     sends_gradients = True
     data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
     needs_equal_start = True
+    equal_replicas = True
     moves_parameters = False
     growing = ("plan", "sent", "last_squares", "squares")
 

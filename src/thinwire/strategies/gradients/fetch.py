@@ -98,6 +98,7 @@ class FetchSGD(Strategy):
     reads_gradient = True
     skips_nonfinite = True
     needs_equal_start = True
+    equal_replicas = True
     moves_parameters = False
 
     def __post_init__(self) -> None:

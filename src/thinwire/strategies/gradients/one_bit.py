@@ -103,6 +103,7 @@ class CompressedMomentum(Strategy):
     data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
     steady_from = trait(lambda self: self.warmup_steps or 0)
     needs_equal_start = True
+    equal_replicas = True
     moves_parameters = False
     growing = (_PREFIX,)
 

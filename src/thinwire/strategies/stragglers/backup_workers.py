@@ -90,6 +90,7 @@ class BackupWorkers(Strategy):
     sends_gradients = True
     needs_equal_start = True
     timing_dependent = True
+    equal_replicas = trait(lambda self: not self.backups)
     skips_steps = trait(lambda self: self.backups > 0)
     # A late worker takes a member's parameters together with the whole state of its optimizer.
     moves_parameters = False
