@@ -108,6 +108,41 @@ def test_a_loss_that_is_not_finite_names_rank_and_step_and_the_fix(tmp_path):
         train(tmp_path, lr=1e30)
 
 
+def loses_its_loss(folder, fields):
+    """Rank 1's loss is NaN at step 5, of which the others would know nothing before the average of step 8."""
+    from thinwire.runs.training import Training
+
+    take = Training._loss
+
+    def loss(training, step):
+        found = take(training, step)
+        return found * float("nan") if step == 5 and training.context.control.rank == 1 else found
+
+    Training._loss = loss
+    try:
+        work(Settings.from_json(fields), folder)
+    except NonFiniteError as error:
+        return str(error)
+    return "done"
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_by_the_name_of_one_or_leaves_out_its_step(tmp_path):
+    for policy, wanted in (("raise", "rank 1, step 5: the loss is nan"), ("skip", "done")):
+        settings = resolve(fields_of(workers=2, nonfinite=policy))
+        (tmp_path / policy).mkdir()
+        found = run_processes(2, loses_its_loss, tmp_path / policy, settings.to_json())
+        assert all(each.startswith(wanted) for each in found), found
+    assert [line["metrics"]["skipped_steps"] for line in lines(tmp_path / "skip", "metrics")] == [1.0]
+    assert json.loads((tmp_path / "skip" / "summary.json").read_text())["eval_loss"] < 3
+
+
+def test_a_policy_that_a_method_does_not_have_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nonfinite='skip' with ddp: PyTorch's own methods cannot leave out a step"):
+        resolve(fields_of(strategy="ddp", nonfinite="skip"))
+    with pytest.raises(ConfigError, match="nonfinite='zero': must be one of raise, skip, ignore"):
+        resolve(fields_of(nonfinite="zero"))
+
+
 def test_a_run_that_resumes_is_bitwise_the_run_that_did_not_stop(tmp_path):
     train_pair(tmp_path / "whole", save_every=6, eval_every=6)
     train_pair(tmp_path / "parts", save_every=6, eval_every=6, steps=6)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.runs.defaults import check_recipe
+from thinwire.runs.defaults import check_nonfinite, check_recipe
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.launcher import Listener, ignore_event, launch
 from thinwire.runs.optimizer import check_optimizer
@@ -77,6 +77,7 @@ def compare(
     # All of them before the first run: a later mistake would cost the time of the runs before it.
     for recipe in recipes:
         check_optimizer(parse_recipe(recipe), settings)
+        check_nonfinite(recipe, settings.nonfinite)
     names = _folder_names(recipes)
     home = RunFolder(folder)
     if (folder / "comparison.json").exists():

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.emulate import available, parse_links, parse_stops, parse_stragglers
 from thinwire.errors import ConfigError
+from thinwire.runs.baselines import Baseline
 from thinwire.runs.coreset import check_policy
 from thinwire.runs.own_functions import complete_own
 from thinwire.runs.recipes import describe, parse_recipe
@@ -39,6 +40,7 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     given = {name: value for name, value in asked.items() if value is not None}
     rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
     given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
+    check_nonfinite(given["strategy"], given.get("nonfinite", "raise"))
     _check_environment(given)
     task = _task(given)
     if "coreset" in given:
@@ -74,6 +76,19 @@ def check_recipe(text: str, workers: int) -> str:
     recipe = parse_recipe(text)
     recipe.check(workers)
     return describe(recipe)
+
+
+def check_nonfinite(strategy: str, policy: str) -> None:
+    """Refuse to leave out steps under one of PyTorch's own methods, which have no means to do so together.
+
+    Raises:
+        ConfigError: with the policy and what to use instead.
+    """
+    if policy == "skip" and isinstance(parse_recipe(strategy), Baseline):
+        raise ConfigError(
+            f"nonfinite='skip' with {strategy}: PyTorch's own methods cannot leave out a step on all ranks; use "
+            "'raise' or 'ignore', or AllReduce() instead of ddp"
+        )
 
 
 def _check_environment(given: Mapping[str, Any]) -> None:

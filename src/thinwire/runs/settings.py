@@ -16,6 +16,7 @@ from thinwire.errors import CheckpointError, ConfigError
 OptimizerName = Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"]
 Schedule = Literal["constant", "cosine"]
 Device = Literal["cpu", "cuda"]
+NonFinite = Literal["raise", "skip", "ignore"]
 
 
 MOST_WORKERS = 4096
@@ -58,6 +59,8 @@ class Settings:
         warmup_steps: steps over which the learning rate rises to its peak; 0 unless given.
         schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step; constant
             unless given.
+        nonfinite: what to do where a loss or gradient is NaN or infinite: raise ends the run, skip leaves that step
+            out, and ignore goes on; raise unless given.
         split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group; iid unless given.
         coreset: how each worker chooses the examples it trains on, such as "Craig(fraction=0.1, every=5)", or Random,
             Stratified, KCenter, El2n, Grand or Crest; choosing them counts as training time. All of them unless given.
@@ -101,6 +104,7 @@ class Settings:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     schedule: Schedule = "constant"
+    nonfinite: NonFinite = "raise"
     split: str = "iid"
     coreset: str | None = None
     seed: int = 0
@@ -138,7 +142,8 @@ class Settings:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
         parse_mesh(self.tensor_parallel, self.workers)
-        for name, known in (("optimizer", OptimizerName), ("schedule", Schedule), ("device", Device)):
+        kinds = {"optimizer": OptimizerName, "schedule": Schedule, "device": Device, "nonfinite": NonFinite}
+        for name, known in kinds.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
         if self.steps is None and self.seconds is None and self.target_loss is None:

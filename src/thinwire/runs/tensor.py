@@ -14,7 +14,7 @@ from thinwire.comm.work import Interval
 from thinwire.errors import ConfigError
 from thinwire.runs.engine import ThinwireEngine
 from thinwire.runs.optimizer import make_optimizer
-from thinwire.runs.settings import Settings
+from thinwire.runs.settings import NonFinite, Settings
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Task
 from thinwire.tasks.base import IGNORED
@@ -127,8 +127,10 @@ class _Whole(nn.Module):
 class TensorParallelEngine(ThinwireEngine):
     """Blocks of a model under a thinwire strategy; bytes and waits are those within copies and between them."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Strategy, mesh: Mesh3D, *, seed: int) -> None:
-        super().__init__(attach(model, optimizer, recipe, mesh=mesh, seed=seed), optimizer)
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, recipe: Strategy, mesh: Mesh3D, *, seed: int, nonfinite: NonFinite
+    ) -> None:
+        super().__init__(attach(model, optimizer, recipe, mesh=mesh, seed=seed, nonfinite=nonfinite), optimizer)
         self._comms = (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
 
     @property
@@ -178,5 +180,5 @@ def tensor_parallel_engine(
         optimizer = Lamb2D(
             model.parameters(), settings.lr, model=model, mesh=mesh.block, weight_decay=settings.weight_decay
         )
-    engine = TensorParallelEngine(model, optimizer, recipe, mesh, seed=settings.seed)
+    engine = TensorParallelEngine(model, optimizer, recipe, mesh, seed=settings.seed, nonfinite=settings.nonfinite)
     return engine, TensorParallel(mesh, vocabulary, f"{rows}x{columns}")

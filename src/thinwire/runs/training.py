@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.emulate import Straggler
-from thinwire.errors import NonFiniteError
+from thinwire.errors import NonFiniteError, ThinwireError
 from thinwire.runs.coreset import ChosenData
 from thinwire.runs.engine import Engine, ThinwireEngine
 from thinwire.runs.measure import InterfaceCounter, Record, Timeline, WireBytes, share, skipped_step
@@ -105,7 +105,7 @@ class Training:
         """Train to the end.
 
         Raises:
-            NonFiniteError: this rank's loss is NaN or infinite.
+            NonFiniteError: a rank's loss is NaN or infinite; all ranks raise it under a strategy of thinwire's.
             CommError: another rank was lost, or does not answer.
         """
         self._barrier()
@@ -133,8 +133,8 @@ class Training:
         engine.set_lr(context.settings.lr_at(step))
         loss = self._loss(step)
         value = loss.item()
-        if not math.isfinite(value):
-            raise _not_finite(context.control.rank, step, value, context.settings)
+        if not math.isfinite(value) and context.settings.nonfinite == "raise":
+            self._raise_on_all(_not_finite(context.control.rank, step, value, context.settings))
         # A slow worker's gradients are late too, so it pauses before they are sent.
         paused = context.straggler.pause(step, self._compute_seconds)
         engine.backward(loss)
@@ -157,6 +157,16 @@ class Training:
         if context.control.rank == 0 and end - self._last_event >= _PROGRESS_SECONDS:
             self._last_event = end
             context.emit({"event": "step", **record.line()})
+
+    def _raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found; under PyTorch's own methods the others cannot be told."""
+        if not isinstance(self.engine, ThinwireEngine):
+            raise error
+        try:
+            self.engine.worker.comm.raise_on_all(error)
+        except ThinwireError as first:
+            # Some ranks may be sharing figures already.
+            self.context.control.raise_on_all(first)
 
     def _loss(self, step: int) -> Tensor:
         context, settings = self.context, self.context.settings

@@ -132,7 +132,7 @@ def _engine(
     optimizer = make_optimizer(model, settings)
     if isinstance(recipe, Baseline):
         return recipe.engine(model, optimizer, control), None
-    worker = attach(model, optimizer, recipe, comm=comm, seed=settings.seed)
+    worker = attach(model, optimizer, recipe, comm=comm, seed=settings.seed, nonfinite=settings.nonfinite)
     return ThinwireEngine(worker, optimizer), None
 
 
