@@ -270,6 +270,12 @@ def is_first(each: Case) -> bool:
     return next(other for other in STRATEGIES if type(other.strategy) is type(each.strategy)) is each
 
 
+def is_of_a_family(each: Case) -> bool:
+    """Whether a case stands for its family, where a question of all pairs would take too long."""
+    kinds = (AllReduce, CompressedMomentum, LocalSGD, OverlapLocalSGD, SlowMo, Gossip, PushSum, LeaderSGD)
+    return is_first(each) and isinstance(each.strategy, kinds)
+
+
 def with_outer_step(base: Strategy) -> Strategy:
     return base if isinstance(base, SlowMo | DiLoCo) else SlowMo(base, period=3)
 

@@ -33,7 +33,7 @@ from thinwire import (
 )
 
 # On two workers Gloo adds in the order of ranks, as threads do.
-FAMILIES = (
+KINDS = (
     *(AllReduce, DQSGD, SketchedSGD, FetchSGD, CompressedMomentum, ZeroOne),
     *(LocalSGD, MinibatchLocalSGD, CoCoD, OverlapLocalSGD, EASGD, SlowMo, Streaming),
     *(Gossip, DecentLaM, Choco, PushSum, EagerPushSum, LeaderSGD, AsyncLeaderSGD, Probe),
@@ -42,7 +42,7 @@ FAMILIES = (
 
 def settings() -> list[Setting]:
     """The first case of each."""
-    cases = [next(each for each in STRATEGIES if type(each.strategy) is kind) for kind in FAMILIES]
+    cases = [next(each for each in STRATEGIES if type(each.strategy) is kind) for kind in KINDS]
     return [with_(each, dtype=torch.float64 if each.exact else torch.float32) for each in cases]
 
 

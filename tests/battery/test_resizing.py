@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first, is_of_a_family
 from tests.battery.runs import Case, Setting, begin, go_on, with_
 from tests.problems import flat
 from thinwire import EASGD, Comm, Worker
@@ -108,8 +108,16 @@ def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], setting: 
     assert (kept - now).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("each", STRATEGIES, ids=str)
+def runs() -> list[Any]:
+    """Every class with SGD, and one of each family with AdamW; the others where there is time for slow tests."""
+    return [
+        pytest.param(each, optimizer, id=f"{each}-{optimizer}", marks=() if always(each) else pytest.mark.slow)
+        for each in STRATEGIES
+        for optimizer, always in (("sgd", is_first), ("adamw", is_of_a_family))
+    ]
+
+
+@pytest.mark.parametrize(("each", "optimizer"), runs())
 def test_it_goes_on_with_more_workers_and_with_fewer(each: Case, optimizer: str, tmp_path: Path) -> None:
     if optimizer in each.refuses or (optimizer == "adamw" and each.optimizer is not None):
         pytest.skip("refused before the first step")

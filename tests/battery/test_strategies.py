@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.battery.cases import FAULTS, STRATEGIES, is_first
+from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_first
 from tests.battery.runs import (
     BUCKET_BYTES,
     SHAPES,
@@ -20,6 +21,7 @@ from tests.battery.runs import (
     Setting,
     alike,
     begin,
+    case,
     everything,
     go_on,
     smallest,
@@ -27,7 +29,7 @@ from tests.battery.runs import (
     with_,
 )
 from tests.problems import Regression, distance, flat
-from thinwire import AcSA, Comm, ConfigError, Worker
+from thinwire import AcSA, AllReduce, Comm, ConfigError, LocalSGD, Worker
 from thinwire.plan.traffic import DryRun
 
 
@@ -83,7 +85,7 @@ def works_or_is_refused(setting: Setting, what: str | int) -> None:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @every()
 def test_it_equals_its_oracle_or_the_number_of_workers_is_refused(each: Case, size: int) -> None:
     setting = with_(each, size=size)
@@ -178,8 +180,8 @@ class WithEmptyOfAnotherDtype(WithEmpty):
     empty_dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize("problem", [WithEmpty, WithEmptyOfAnotherDtype])
-@every()
+@pytest.mark.parametrize("problem", [WithEmpty, pytest.param(WithEmptyOfAnotherDtype, marks=pytest.mark.slow)])
+@every(forms=False)
 def test_parameters_without_elements_change_nothing(each: Case, problem: type[Regression]) -> None:
     setting, with_empty = with_(each, size=smallest(each)), with_(each, size=smallest(each))
     with_empty.__dict__["problem"] = problem(setting.size, setting.steps, setting.dtype)
@@ -217,6 +219,36 @@ def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trai
     moved = any(thinwire.run_threads(setting.size, body, timeout=20))
     # Whether a worker is late, or an average arrives while there still are steps, is not decided here.
     assert moved == each.strategy.moves_parameters or each.strategy.timing_dependent
+
+
+@every()
+def test_its_replicas_are_equal_after_every_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
+    assert (
+        each.strategy.equal_replicas == stay_equal(with_(each, size=smallest(each))) or each.strategy.timing_dependent
+    )
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda kind: kind.__name__)
+def test_a_wrapper_says_of_a_base_s_equal_replicas_whether_they_stay_so(wrapper: type) -> None:
+    each = case(WRAPPERS[wrapper](LocalSGD(4)), lambda s: s.start)
+    with suppress(ConfigError):
+        each = case(WRAPPERS[wrapper](AllReduce()), lambda s: s.start)
+    assert each.strategy.equal_replicas == stay_equal(with_(each, size=2))
+
+
+def stay_equal(setting: Setting) -> bool:
+    """Whether all workers' parameters have the same bits after every step."""
+
+    def body(comm: Comm) -> Tensor:
+        seen: list[Tensor] = []
+        worker = go_on(begin(comm, setting), setting, after_step=lambda worker: seen.append(flat(worker.model)))
+        worker.detach()
+        return torch.stack(seen)
+
+    if setting.case.strategy.skips_steps:
+        return False  # a late worker has not seen all of them
+    first, *others = thinwire.run_threads(setting.size, body, timeout=20)
+    return all(torch.equal(first, other) for other in others)
 
 
 @every(forms=False)

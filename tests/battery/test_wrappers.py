@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thinwire
-from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_first
+from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_of_a_family
 from tests.battery.runs import Case, Setting, begin, smallest, with_
 from tests.battery.test_strategies import saved_and_resumed
 from thinwire import Comm, ConfigError
@@ -39,12 +39,12 @@ def wrapped(wrapper: type, each: Case) -> Setting | str:
 
 
 def pairs() -> list[Any]:
-    """All wrappers around all cases, but for the faults that are known."""
+    """All wrappers around one case of each family, and around all where there is time; but for known faults."""
     found: list[Any] = []
     for wrapper, each in product(WRAPPERS, STRATEGIES):
         fault = FAULTS.get((wrapper.__name__, each.strategy))
         marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
-        marks += [] if is_first(each) else [pytest.mark.slow]
+        marks += [] if is_of_a_family(each) else [pytest.mark.slow]
         found.append(pytest.param(wrapper, each, id=f"{wrapper.__name__}-{each}", marks=marks))
     return found
 

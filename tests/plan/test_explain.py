@@ -341,7 +341,7 @@ def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(caps
         return json.loads(out)["optimizer"]
 
     assert optimizer("LocalSGD", "--task", "text") == "AdamW"
-    assert optimizer("LocalSGD", "--task", "text", "--optimizer", "lamb") == "Lamb"
+    assert optimizer("LocalSGD", "--parameters", "10", "--optimizer", "lamb") == "Lamb"
     assert optimizer("SketchedSGD", "--task", "text") == "SGD"
     assert optimizer("LocalSGD", "--parameters", "10") == "SGD"
 

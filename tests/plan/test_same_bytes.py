@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -201,7 +202,6 @@ CASES: dict[str, Sequence[Case]] = {
     "Streaming": [Case(Streaming(OverlapLocalSGD(4), fragments=3))],
     "ZeroOne": [Case(ZeroOne(variance_steps=6, variance_doubling=2, local_doubling=2, most_local=4), zero_one_adam)],
 }
-ALL = pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
 
 
 def steps_of(case: Case, card: Card) -> tuple[int, int]:
@@ -248,15 +248,20 @@ def test_every_registered_strategy_is_in_the_table() -> None:
         assert all(type(case.strategy).__name__ == name for case in cases)
 
 
-@ALL
-@pytest.mark.parametrize(
-    ("n", "make_model"),
-    [
-        (2, Tied),
-        (4, Perceptron),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, Tied), (2, Perceptron))),
-    ],
-)
+def settings() -> list[Any]:
+    """The first case of each class on four workers, the others on two; all in all ways where there is time."""
+    return [
+        pytest.param(case, n, model, id=f"{case}-{n}-{model.__name__}", marks=() if always else pytest.mark.slow)
+        for cases in CASES.values()
+        for place, case in enumerate(cases)
+        for n, model, always in (
+            *((2, Tied, place > 0), (4, Perceptron, place == 0)),
+            *((4, Tied, False), (2, Perceptron, False)),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("case", "n", "make_model"), settings())
 def test_a_real_run_sends_what_explain_says(case: Case, n: int, make_model: Callable[[], nn.Module]) -> None:
     card = explain(
         case.strategy, parameters=make_model(), workers=n, optimizer=case.optimizer, bucket_bytes=BUCKET_BYTES

@@ -71,7 +71,11 @@ def stalled(strategy: BackupWorkers) -> Run:
 
 
 @pytest.mark.parametrize(
-    "strategy", [BackupWorkers(reduction="messages"), BackupWorkers(2, coordinator=3, reduction="messages")]
+    "strategy",
+    [
+        pytest.param(BackupWorkers(reduction="messages"), marks=pytest.mark.slow),
+        BackupWorkers(2, coordinator=3, reduction="messages"),
+    ],
 )
 def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(strategy: BackupWorkers) -> None:
     check_runs(run_processes(4, stalled, strategy), strategy, adam)

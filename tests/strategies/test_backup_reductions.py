@@ -85,7 +85,9 @@ def stalled(reduction: Reduction) -> tuple[Run, dict[str, float]]:
     return seen, worker.comm.meter.by_operation
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    "reduction", ["auto", *(pytest.param(each, marks=pytest.mark.slow) for each in REDUCTIONS[1:])]
+)
 def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(reduction: Reduction) -> None:
     found = run_processes(4, stalled, reduction)
     runs = [run for run, _ in found]

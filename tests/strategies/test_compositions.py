@@ -70,7 +70,6 @@ from thinwire.registry import REGISTERED
 DOUBLE = torch.float64
 STEPS = 17  # three slow steps of five, and two steps more
 RATES = [0.1 + 0.05 * cos(k) for k in range(STEPS)]
-SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Update = Callable[[Tensor, Tensor, float], Tensor]  # of parameters, gradients and learning rate
 Oracle = Callable[[int, int], Machine]  # of the number of workers, and the steps that it is ahead
@@ -478,8 +477,16 @@ def test_every_registered_strategy_is_in_the_table() -> None:
     assert all(type(case.strategy).__name__ == name for name, cases in BASES.items() for case in cases)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("wrapper", "case"), CASES)
+def sized(n: int) -> list[Any]:
+    """The table with a number of workers: always with three, or with two where three are refused."""
+    found: list[Any] = []
+    for each in CASES:
+        usual = 2 if isinstance(each.values[1].strategy, ADPSGD) else 3
+        found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=() if n == usual else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "case", "n"), [each for n in (1, 2, 3, 5) for each in sized(n)])
 def test_a_wrapped_strategy_equals_its_oracle_or_is_refused(wrapper: str, case: Case, n: int) -> None:
     # A worker alone has its own weight, one, on every graph.
     alone = n == 1 and case.strategy == PushSum(Irregular()) and wrapper == "SlowMo without averages"

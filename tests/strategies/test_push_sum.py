@@ -135,7 +135,9 @@ def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
 # -- what is conserved -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "staleness", "steps"), [(3, 2, 10_000), (5, 1, 1000), (4, 7, 1000)])
+@pytest.mark.parametrize(
+    ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 1000), (4, 7, 1000)]
+)
 def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
     strategy = PushSum(CachedIrregular(), staleness)
     run = StepByStep(strategy, torch.ones(n, 2, dtype=SINGLE))
@@ -443,7 +445,7 @@ def settled(strategy: PushSum, rate: float) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
     slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.1, 0.02))
     for z in (slow, slower):

@@ -33,6 +33,7 @@ from thinwire import (
 
 SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 8))]
 STEPS = 50
+ON_PROCESSES = 15  # two periods of the longest and a part of one
 WARMING = [0.02 * min(step + 1, 5) for step in range(STEPS)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -114,9 +115,9 @@ def spoken(n: int, dtype: torch.dtype) -> list[Case]:
 
 def ends(comm: Comm, dtype: torch.dtype) -> list[list[float]]:
     """The final parameters of every strategy on this rank."""
-    problem = Regression(comm.size, STEPS, dtype)
+    problem = Regression(comm.size, ON_PROCESSES, dtype)
     return [
-        flat(train(comm, strategy, problem, WARMING, **settings).model).tolist()
+        flat(train(comm, strategy, problem, WARMING[:ON_PROCESSES], **settings).model).tolist()
         for strategy, _, settings in spoken(comm.size, dtype)
     ]
 
@@ -148,8 +149,8 @@ def test_every_strategy_equals_its_oracle_on_processes() -> None:
 
 def compare(rows: list[list[list[float]]], n: int, dtype: torch.dtype) -> None:
     """Compare the processes' final parameters, by rank and strategy, with the oracles."""
-    problem = Regression(n, STEPS, dtype)
+    problem = Regression(n, ON_PROCESSES, dtype)
     real = torch.tensor(rows, dtype=dtype)
     for i, (strategy, oracle, settings) in enumerate(spoken(n, dtype)):
-        wanted = expected(problem, oracle, n, WARMING, settings)
+        wanted = expected(problem, oracle, n, WARMING[:ON_PROCESSES], settings)
         assert distance(real[:, i], wanted) < TOLERANCE[dtype], strategy
