@@ -84,6 +84,7 @@ from thinwire.strategies.stragglers.parameter_server import ParameterServer as P
 from thinwire.strategies.wrappers.node_average import NodeAverage as NodeAverage
 from thinwire.strategies.wrappers.outer_state import Offloaded as Offloaded
 from thinwire.strategies.wrappers.outer_state import Sharded as Sharded
+from thinwire.strategies.wrappers.paced import Paced as Paced
 from thinwire.strategies.wrappers.probe import Probe as Probe
 from thinwire.tensor2d.parallelize import parallelize_2d as parallelize_2d
 from thinwire.topology.base import Topology as Topology

@@ -63,6 +63,7 @@ from thinwire import (
     OnePeerExponential,
     OuterOptimizer,
     OverlapLocalSGD,
+    Paced,
     ParameterServer,
     PowerSGD,
     PPeerExponential,
@@ -200,6 +201,7 @@ STRATEGIES: list[Case] = [
         Streaming(OVERLAP, fragments=2),
         to.stacked(updates.streamed_overlap, fragments=2, period=3, pull=0.6, momentum=0.7),
     ),
+    case(Paced(LocalSGD(3), steps=(3,)), to.stacked(common.local_sgd, period=3)),
     case(Probe(every=2), to.stacked(common.all_reduce)),
     case(Gossip(), to.on_graph(common.combine_while_adapting, common.ring)),
     case(Gossip(order="after"), to.on_graph(common.adapt_then_combine, common.ring)),
@@ -287,6 +289,7 @@ WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
     Offloaded: lambda base: Offloaded(with_outer_step(base)),
     NodeAverage: lambda base: NodeAverage(base, period=1, node_size=1),
     Streaming: lambda base: Streaming(base, fragments=2),
+    Paced: lambda base: Paced(base, steps=(1,)),
     Probe: lambda base: Probe(base, every=2),
 }
 """Every wrapper around a base."""

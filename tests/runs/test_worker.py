@@ -243,3 +243,37 @@ def test_a_straggler_makes_its_own_steps_longer(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     summary = train(tmp_path, steps=6)
     assert summary["compute_seconds_per_step"] >= 0.02
+
+
+def test_a_run_switches_on_the_way_and_resumes_with_the_strategy_that_took_over(tmp_path):
+    events = []
+    switch = "4: AllReduce(); 8: slow-mo(period=2)"
+    whole = tmp_path / "whole"
+    settings = resolve(fields_of(switch=switch, save_every=4))
+    assert settings.switch == "4: AllReduce(); 8: SlowMo(period=2)"
+    whole.mkdir()
+    work(settings, whole, emit=events.append)
+    done = [event for event in events if event["event"] == "switch"]
+    assert [(event["step"], event["after"]) for event in done] == [(4, "AllReduce()"), (8, "SlowMo(period=2)")]
+    # Saved at steps 4 and 8 by the strategy before, and at 12 by the last one.
+    for stop in (4, 7, 8):
+        folder = tmp_path / f"stopped-{stop}"
+        folder.mkdir()
+        train(folder, switch=switch, save_every=stop if stop != 8 else 4, steps=stop)
+        again = train(folder, resume=True, switch=switch, save_every=4)
+        assert again["steps"] == 12
+        assert lines(folder, "eval_loss")[-1]["eval_loss"] == lines(whole, "eval_loss")[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [
+        ("SlowMo()", "must be STEP: RECIPE"),
+        ("8: SlowMo(); 4: AllReduce()", "must be at least 1 and rise; 4 comes after 8"),
+        ("4: ddp", "cannot take over"),
+        ("4: SlowMoo()", "unknown"),
+    ],
+)
+def test_a_switch_that_cannot_be_read_is_refused(switch, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(fields_of(switch=switch))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FIXED = (
     "task",
     "strategy",
+    "switch",
     "tensor_parallel",
     "batch_size",
     "lr",
@@ -116,12 +117,14 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """
         from thinwire.runs import RunFolder, parse_recipe, resolve
         from thinwire.runs.configuration import without_decided
+        from thinwire.runs.switches import parse_switches
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
         before = RunFolder(folder).settings()
         if given["strategy"] is not None:
             parse_recipe(given["strategy"])
+        parse_switches(given["switch"])
         # The folder may come from somebody else: only the command line may name modules to import.
         parse_recipe(before.strategy, imports=False)
         if before.own_model is not None and given["own_model"] is None:
@@ -130,6 +133,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
                 f"--resume {folder}: its model and data are functions, and files import nothing; if you trust them, "
                 f"add --model {before.own_model} --data {before.data}{loss}"
             )
+        parse_switches(before.switch, imports=False)
         # A flag cannot be given as off, so False means that the run keeps its own value.
         changes = {name: value for name, value in given.items() if value is not None and value is not False}
         settings = resolve({**without_decided(before), **changes})

@@ -122,6 +122,10 @@ class Replica:
         """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
+    def override_lr(self, lr: float) -> None:
+        """Let this part's learning rate be this number from now on, equal on all ranks, and not the optimizer's."""
+        self._lr = lambda: lr
+
     @property
     def step(self) -> int:
         """Optimizer steps done; of a part, with the steps that it is ahead."""

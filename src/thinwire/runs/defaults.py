@@ -19,6 +19,7 @@ from thinwire.runs.coreset import check_policy
 from thinwire.runs.own_functions import complete_own
 from thinwire.runs.recipes import describe, parse_recipe
 from thinwire.runs.settings import MOST_WORKERS, Settings, parse_mesh
+from thinwire.runs.switches import check_switches
 from thinwire.runs.tensor import check_tensor_parallel, size_for
 from thinwire.tasks import Task, load
 
@@ -41,6 +42,8 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     rows, columns = parse_mesh(given.get("tensor_parallel"), given.get("workers", 1))
     given["strategy"] = check_recipe(given.get("strategy", "AllReduce()"), given.get("workers", 1) // (rows * columns))
     check_nonfinite(given["strategy"], given.get("nonfinite", "raise"))
+    if "switch" in given:
+        given["switch"] = check_switches(given["switch"], given["strategy"], given.get("workers", 1))
     _check_environment(given)
     task = _task(given)
     if "coreset" in given:

@@ -18,6 +18,7 @@ from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.own_functions import modules_of_functions
 from thinwire.runs.recipes import modules_of, parse_recipe
 from thinwire.runs.settings import Settings
+from thinwire.runs.switches import parse_switches
 from thinwire.strategies.base import Strategy
 
 Listener = Callable[[Fields], None]
@@ -45,7 +46,8 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         ThinwireError: what ended the run; one error, however many workers it ended.
     """
     home = RunFolder(folder)
-    modules = modules_of(parse_recipe(settings.strategy, imports=False)) + modules_of_functions(settings)
+    recipes = [parse_recipe(settings.strategy, imports=False), *parse_switches(settings.switch, imports=False).values()]
+    modules = sorted({module for recipe in recipes for module in modules_of(recipe)}) + modules_of_functions(settings)
     if not resume:
         home.create()
     home.write_settings(settings)

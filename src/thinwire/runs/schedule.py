@@ -7,7 +7,12 @@ ranks decide the same without a vote.
 
 from __future__ import annotations
 
+import math
+
+from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
+from thinwire.runs.switches import parse_switches
+from thinwire.strategies.base import Strategy
 
 _EVALUATION_SECONDS = 5.0
 _SHARE_SECONDS = 20.0
@@ -29,12 +34,23 @@ class SyncSchedule:
         self._first_step = step
         self._first_seconds = seconds
         self._evaluation_seconds = seconds + self._evaluation_interval(seconds)
+        # Of all strategies of the run, so that a switch finds the workers together.
+        recipe = parse_recipe(settings.strategy, imports=False)
+        self._switches = parse_switches(settings.switch, imports=False)
+        strategies = [each for each in (recipe, *self._switches.values()) if isinstance(each, Strategy)]
+        self._meets_every = math.lcm(*(each.meets_every for each in strategies))
+        self._eval_every, self._save_every = self._met(settings.eval_every), self._met(settings.save_every)
+
+    def _met(self, every: int | None) -> int | None:
+        """The next number of steps after which all workers are at the same one."""
+        return None if every is None else -(-every // self._meets_every) * self._meets_every
 
     def next_sync(self, step: int, seconds: float) -> int:
         """The step after which the workers synchronise next."""
         settings = self._settings
-        candidates = [(step // every + 1) * every for every in (settings.eval_every, settings.save_every) if every]
+        candidates = [(step // every + 1) * every for every in (self._eval_every, self._save_every) if every]
         candidates += [settings.steps] if settings.steps is not None else []
+        candidates += [at for at in self._switches if at > step]
         # Only where something depends on the time that steps take: a synchronisation costs strategies that keep
         # messages in flight their overlap.
         if settings.steps is None or settings.eval_every is None or settings.seconds is not None:
@@ -50,12 +66,12 @@ class SyncSchedule:
                     steps = wait / max(self._pace(step, seconds), 1e-9)
                     # Far off the pace may still change: go most of the way, then look again.
                     candidates.append(step + (round(steps) if steps < 5 else int(0.8 * steps)))
-        return max(step + 1, min(candidates))
+        return self._met(max(step + 1, min(candidates))) or 0
 
     def evaluation_is_due(self, step: int, seconds: float) -> bool:
         """Whether to evaluate at this synchronisation."""
-        if self._settings.eval_every is not None:
-            return step % self._settings.eval_every == 0
+        if self._eval_every is not None:
+            return step % self._eval_every == 0
         if seconds + 0.5 * self._pace(step, seconds) < self._evaluation_seconds:
             return False
         self._evaluation_seconds = seconds + self._evaluation_interval(seconds)
@@ -63,8 +79,12 @@ class SyncSchedule:
 
     def save_is_due(self, step: int) -> bool:
         """Whether to save at this synchronisation."""
-        every = self._settings.save_every
-        return every is not None and (step % every == 0 or step == self._settings.steps)
+        every, last = self._save_every, self._settings.steps
+        return every is not None and (step % every == 0 or (last is not None and step >= last))
+
+    def takes_over(self, step: int) -> Strategy | None:
+        """The strategy that goes on after this step, if another one does."""
+        return self._switches.get(step)
 
     def is_over(self, step: int, seconds: float) -> bool:
         """Whether the steps or the seconds are used up, to the nearest whole step."""

@@ -43,6 +43,8 @@ class Settings:
             torch.nn.functional:cross_entropy; the model returns its loss unless given.
         strategy: a recipe such as "LocalSGD(period=8, codec=Quantize(4))", or one of torch's own methods: ddp,
             ddp+bf16, ddp+powersgd, post-local-sgd; AllReduce() unless given.
+        switch: strategies that take over on the way, STEP: RECIPE, separated by semicolons, such as
+            "200: SlowMo(period=12)"; none unless given.
         workers: number of processes that train together; 4 unless given.
         tensor_parallel: rows and columns of the mesh of workers over which each copy of a language model is split, such
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
@@ -92,6 +94,7 @@ class Settings:
     task: str
     model: str
     strategy: str
+    switch: str | None = None
     workers: int = 1
     tensor_parallel: str | None = None
     steps: int | None = None
@@ -146,6 +149,8 @@ class Settings:
         for name, known in kinds.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
+        if self.switch is not None and self.tensor_parallel is not None:
+            raise ConfigError(f"switch={self.switch!r} with tensor_parallel: only whole copies switch; leave out one")
         if self.steps is None and self.seconds is None and self.target_loss is None:
             raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
         if self.schedule == "cosine" and self.steps is None:

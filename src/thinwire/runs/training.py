@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,9 +118,21 @@ class Training:
             self._barrier()
             self._counter.start()
             self._clock_start = self._step_end = time.perf_counter()
+            self._switch()
             while self.engine.step < next_sync:
                 self._take_step()
             over = self._synchronise()
+
+    def _switch(self) -> None:
+        """Go on with another strategy, if one is due; its time and bytes are those of the next step."""
+        engine, new = self.engine, self._schedule.takes_over(self.engine.step)
+        if new is None or not isinstance(engine, ThinwireEngine):
+            return
+        sent = engine.payload_bytes
+        done = engine.worker.switch(new)
+        self.payload_bytes += engine.payload_bytes - sent
+        if self.context.control.rank == 0:
+            self.context.emit({"event": "switch", **asdict(done)})
 
     def _barrier(self) -> None:
         self.context.control.all_reduce_(torch.zeros(1)).wait()

@@ -28,11 +28,13 @@ from thinwire.runs.own_functions import load_task
 from thinwire.runs.processes import connected
 from thinwire.runs.recipes import Recipe, parse_recipe
 from thinwire.runs.settings import Settings
+from thinwire.runs.switches import in_force
 from thinwire.runs.tensor import TensorParallel, tensor_parallel_engine
 from thinwire.runs.training import RunContext, Training
 from thinwire.runs.writer import Writer
 from thinwire.strategies.base import Strategy
 from thinwire.worker.handshake import agree, gather_texts
+from thinwire.worker.resizing import saved_step
 from thinwire.worker.worker import attach
 
 Emit = Callable[[Fields], None]
@@ -79,7 +81,9 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
     agree(control, [*facts, ("the data", task.fingerprint())], _CPU)
     home = RunFolder(Path(gather_texts(control, str(folder.resolve()).encode(), _CPU)[0].decode()))
-    recipe = parse_recipe(settings.strategy, imports=False)
+    # One that took over before the checkpoint saved it.
+    done = (saved_step(home.checkpoints) or 0) if resume else 0
+    recipe = parse_recipe(in_force(settings.strategy, settings.switch, done), imports=False)
     model = task.model(settings.model, seed=settings.seed)
     # Counted before a mesh splits them.
     parameters = sum(p.numel() for p in model.parameters())

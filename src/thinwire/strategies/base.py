@@ -56,6 +56,7 @@ class Strategy(ABC):  # noqa: B024
         local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
             else may move the parameters in between, as a local step does.
         equal_replicas: the parameters are equal on all ranks, bit for bit, after every step; compared now and then.
+        meets_every: workers are at the same step only after multiples of so many.
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
         restarts_on_resize: with another number of workers it begins anew at `resume_point`, since its state and its
             messages in flight belong to single workers or to the graph between them.
@@ -109,6 +110,7 @@ class Strategy(ABC):  # noqa: B024
     needs_equal_start: ClassVar[bool] = False
     equal_replicas: ClassVar[bool] = False
     local_rounds: ClassVar[bool] = False
+    meets_every: ClassVar[int] = 1
     lr_factor: ClassVar[float | None] = 1.0
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
     restarts_on_resize: ClassVar[bool] = False

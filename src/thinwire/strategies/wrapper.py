@@ -63,6 +63,7 @@ class Wrapper(Strategy):
     needs_equal_start = trait(lambda self: self.base.needs_equal_start)
     equal_replicas = trait(lambda self: self.base.equal_replicas)
     local_rounds = trait(lambda self: self.base.local_rounds)
+    meets_every = trait(lambda self: self.base.meets_every)
     lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
     # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing` and

@@ -29,6 +29,11 @@ def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[],
             f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
             "does not have; give all ranks the same number of batches"
         )
+    if worker.strategy.meets_every > 1:
+        raise ConfigError(
+            f"join() with {worker.strategy}: workers take different numbers of steps, so that there is no step of all "
+            "to take part in; let every rank's data go round, and loop while worker.step is below a number"
+        )
     worker.comm.check_in_step("join()").wait()
     device = worker.replicas[0].x.device
     own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], device=device)

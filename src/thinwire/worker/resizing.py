@@ -29,6 +29,11 @@ from thinwire.worker.snapshot import RANK, SIZE, State
 from thinwire.worker.state import WorkerState
 
 
+def saved_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint visible in a folder; None if there is none."""
+    return max(checkpoint.whole_steps(folder, 0), default=None)
+
+
 def saved_size(folder: Path) -> int | None:
     """How many workers wrote the newest checkpoint visible in a folder; None if there is none."""
     steps = checkpoint.whole_steps(folder, 0)

@@ -1,0 +1,180 @@
+"""Let every worker take as many steps of a round as its speed allows."""
+
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.comm.pending import PendingMeans
+from thinwire.errors import ConfigError
+from thinwire.registry import registered
+from thinwire.replica.replica import Replica
+from thinwire.strategies.base import Strategy, nested, trait
+from thinwire.strategies.local.local_sgd import LocalSGD
+from thinwire.strategies.wrapper import Wrapper, period_of
+
+_FIRST_STEPS = 4
+
+
+@dataclass
+class _Clock:
+    """When a worker's last step ended; not saved, as a resumed run has another clock."""
+
+    mark: float | None = None
+    step: int = -1
+    seconds: float | None = None
+
+
+# By what all replicas of a worker share: they must end a round at the same step.
+_clocks: WeakKeyDictionary[PendingMeans, _Clock] = WeakKeyDictionary()
+
+
+@registered
+class Paced(Wrapper):
+    r"""Slower workers take fewer steps in a round, so that all end it at about the same time.
+
+    The fastest worker takes the base's period $H$ in a round. Every other one ends the round with the step after which
+    the time that the fastest one needs is over, and at least one step, so that a stall costs the round nothing but the
+    steps that were not taken. With $s_i$ the samples of worker $i$ in the round, the base averages
+
+    $$\bar x = \frac{\sum_i s_i x_i}{\sum_i s_i} .$$
+
+    `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
+    begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
+    save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
+    be measured. Traffic: the base's, and 24 bytes to each other worker per round. State: four numbers.
+
+    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
+    arXiv:1602.05629, Algorithm 1, for the weights.
+
+    Args:
+        base: `LocalSGD`; or `SlowMo` or `DiLoCo` around `Local()`; its period is that of the fastest worker.
+        weights: "samples" to weigh workers by the numbers given to `Worker.record_batch` in the round (a step without
+            one counts as one sample); or "equal".
+        steps: in place of measured speeds, the steps of a round for each rank, repeated for further ranks.
+
+    Example:
+        Rank 1 takes one step in the time of rank 0's four, and weighs a quarter as much:
+
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     strategy = thinwire.Paced(thinwire.LocalSGD(period=4), steps=(4, 1))
+        ...     worker, own = thinwire.attach(model, optimizer, strategy, comm=comm), 0
+        ...     while worker.step < 4:
+        ...         model.weight.grad = torch.full_like(model.weight, -1.0)
+        ...         optimizer.step()
+        ...         own += 1
+        ...     return own, worker.step, round(model.weight.item(), 4)
+        >>> thinwire.run_threads(2, train)
+        [(4, 4, 3.4), (1, 4, 3.4)]
+    """
+
+    base: Strategy = LocalSGD(period=32)
+    weights: Literal["samples", "equal"] = "samples"
+    steps: tuple[int, ...] = ()
+
+    paper = "weights by samples: McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1"
+    waits = "at the end of a round all wait for each other, and come there at about the same time"
+    limits = "slow workers' data count for less; evaluate and save between rounds only"
+
+    moves_parameters = True
+    local_rounds = False
+    elementwise = False
+    skips_steps = True
+    timing_dependent = trait(lambda self: not self.steps)
+    meets_every = trait(lambda self: period_of(self.base) or 1)
+
+    def __post_init__(self) -> None:
+        """Check that the base takes local steps and ends its rounds with plain means."""
+        period = period_of(self.base)
+        averages = [] if period is None else [k for k in range(1, period + 1) if self.base.averages_at(k)]
+        codec = any(isinstance(value, Codec) for each in nested(self.base) for value in vars(each).values())
+        weighted = any(getattr(each, "weights", "equal") != "equal" for each in nested(self.base))
+        if not self.base.local_rounds or weighted or averages != [period] or codec:
+            raise ConfigError(
+                f"base={self.base}: must be rounds of local steps, all alike, that end with a mean of the parameters "
+                "as they are; use LocalSGD(), or SlowMo() or DiLoCo() around Local()"
+            )
+        if any(count < 1 or count > (period or 0) for count in self.steps):
+            raise ConfigError(f"steps={self.steps}: must lie in 1..{period}, the base's period, for every rank")
+
+    def start(self, r: Replica) -> None:
+        """Start the base; nothing is known of speeds."""
+        super().start(r)
+        for name, value in (("round_seconds", nan), ("elapsed", 0.0), ("timed", 0.0), ("samples", 0.0)):
+            r.state[name] = torch.tensor(value, dtype=torch.float64)
+
+    def restart(self, r: Replica) -> None:
+        """As the base."""
+        _clocks.pop(r.pending_means, None)
+        super().restart(r)
+
+    def before_step(self, r: Replica) -> None:
+        """Nothing: the base's rounds are of local steps."""
+
+    def after_step(self, r: Replica) -> None:
+        """Count the step; at the end of this worker's round, share its figures, and let the base average."""
+        state, clock = r.state, _clocks.setdefault(r.pending_means, _Clock())
+        if clock.step != r.step:
+            now = r.comm.runtime.clock()
+            clock.seconds = None if clock.mark is None else now - clock.mark
+            clock.mark, clock.step = now, r.step
+        if clock.seconds is not None:
+            state["elapsed"] += clock.seconds
+            state["timed"] += 1
+        state["samples"] += r.samples
+        period = period_of(self.base) or 1
+        count = (r.step - 1) % period + 1
+        if not self._ends(r, count, period):
+            return
+        r.step += period - count
+        r.comm.step = r.step  # that of all ranks, as far as they can be compared
+        factor = self._share(r, period)
+        if factor != 1:
+            r.x.mul_(factor)
+        r.metrics["steps_of_round"] = float(count)
+        self.base.after_step(self.inner(r))
+        for name in ("elapsed", "timed", "samples"):
+            state[name].zero_()
+        # The wait for others is no step's.
+        clock.mark = r.comm.runtime.clock()
+
+    def _ends(self, r: Replica, count: int, period: int) -> bool:
+        """Whether this worker's round is over."""
+        if self.steps or r.comm.size == 1 or r.x.is_meta:
+            return count >= (self.steps[r.comm.rank % len(self.steps)] if self.steps else period)
+        seconds, elapsed, timed = (float(r.state[name]) for name in ("round_seconds", "elapsed", "timed"))
+        if isnan(seconds):
+            return count >= min(_FIRST_STEPS, period)
+        # Half a step later another step would bring it further from the end than this one is.
+        return count >= period or elapsed + (elapsed / timed / 2 if timed else 0.0) >= seconds
+
+    def _share(self, r: Replica, period: int) -> float:
+        """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
+        rate: Any = r.lr
+        if isinstance(rate, Tensor) and rate.ndim:
+            raise ConfigError(
+                f"{self}: parameter groups with different learning rates, which workers at different steps cannot "
+                "agree on; use one rate for all"
+            )
+        elapsed, timed, samples = (float(r.state[name]) for name in ("elapsed", "timed", "samples"))
+        mine = torch.tensor([elapsed / timed if timed else nan, samples, float(rate)], dtype=torch.float64)
+        # Of the parameters' device, as NCCL sends no other.
+        found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
+        if found.is_meta:
+            return 1.0
+        rows: list[list[float]] = found.tolist()
+        paces = [row[0] for row in rows if not isnan(row[0])]
+        if paces:
+            r.state["round_seconds"].fill_(period * min(paces))
+        # The rate of the step is that of rank 0, which outer steps may divide by.
+        self.inner(r).override_lr(rows[0][2])
+        total = sum(row[1] for row in rows)
+        return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * len(rows) / total

@@ -1,0 +1,165 @@
+"""Workers that take different numbers of steps in a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import attach, batch, flat
+from tests.oracles.paced import unequal_rounds
+from tests.pool import run_processes
+from tests.problems import Regression
+from thinwire import (
+    AllReduce,
+    Comm,
+    ConfigError,
+    DiLoCo,
+    ErrorFeedback,
+    LocalSGD,
+    NodeAverage,
+    OneBit,
+    OuterOptimizer,
+    Paced,
+    SlowMo,
+    Strategy,
+)
+
+STEPS, SAMPLES, PERIOD, ROUNDS = (4, 1, 3), (2.0, 5.0, 1.0), 4, 3
+BASES: list[tuple[Strategy, float | None]] = [
+    (LocalSGD(PERIOD), None),
+    (SlowMo(period=PERIOD, momentum=0.6), 0.6),
+    (DiLoCo(period=PERIOD, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.6)), 0.6),
+]
+
+
+def trained(comm: Comm | None, base: Strategy) -> list[float]:
+    """Rounds of given numbers of steps."""
+    problem = Regression(3, PERIOD * ROUNDS, torch.float64)
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = thinwire.attach(model, optimizer, Paced(base, steps=STEPS), comm=comm)
+    own = 0
+    while worker.step < PERIOD * ROUNDS:
+        optimizer.zero_grad()
+        problem.loss(model, worker.comm.rank, worker.step).backward()
+        worker.record_batch(SAMPLES[worker.comm.rank])
+        optimizer.step()
+        own += 1
+    assert own == STEPS[worker.comm.rank] * ROUNDS
+    return flat(model).tolist()
+
+
+def expected(momentum: float | None) -> Tensor:
+    problem = Regression(3, PERIOD * ROUNDS, torch.float64)
+    return unequal_rounds(
+        problem.gradient,
+        problem.start.expand(3, -1),
+        rate=0.1,
+        period=PERIOD,
+        steps=STEPS,
+        rounds=ROUNDS,
+        samples=SAMPLES,
+        momentum=momentum,
+    )
+
+
+@pytest.mark.parametrize(("base", "momentum"), BASES, ids=lambda each: type(each).__name__)
+def test_given_steps_and_weights_by_samples_are_the_oracle_on_threads(base: Strategy, momentum: float | None) -> None:
+    rows = thinwire.run_threads(3, lambda comm: trained(comm, base), timeout=20)
+    torch.testing.assert_close(torch.tensor(rows, dtype=torch.float64), expected(momentum), rtol=1e-10, atol=1e-12)
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_given_steps_and_weights_by_samples_are_the_oracle_on_processes() -> None:
+    base, momentum = BASES[1]
+    rows = torch.tensor(run_processes(3, trained, None, base), dtype=torch.float64)
+    torch.testing.assert_close(rows, expected(momentum), rtol=1e-10, atol=1e-12)
+
+
+class Clock:
+    """A clock that stands still but for what a test adds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def taken(comm: Comm, seconds: list[float], stall: int | None = None) -> list[int]:
+    """The steps that a rank takes in each of six rounds."""
+    clock, counts, model = Clock(), [0], None
+    comm.runtime = replace(comm.runtime, clock=clock)
+    worker = attach(comm, Paced(LocalSGD(period=12)), model=model)
+    while worker.step < 6 * 12:
+        before = worker.step
+        clock.now += seconds[comm.rank] * (20 if stall == len(counts) and comm.rank == 0 and not counts[-1] else 1)
+        x, y = batch(comm.rank, worker.step)
+        worker.optimizer.zero_grad()
+        (worker.model(x) - y).square().mean().backward()
+        worker.optimizer.step()
+        counts[-1] += 1
+        if worker.step // 12 > before // 12:
+            counts.append(0)
+    return counts[:-1]
+
+
+def test_workers_take_as_many_steps_as_their_speeds_allow() -> None:
+    rows = thinwire.run_threads(3, lambda comm: taken(comm, [1.0, 1.0, 4.0]), timeout=20)
+    assert rows == [[4] + [12] * 5, [4] + [12] * 5, [4] + [3] * 5]
+
+
+def test_a_stall_ends_the_round_of_the_worker_that_stalls_and_of_no_other() -> None:
+    rows = thinwire.run_threads(2, lambda comm: taken(comm, [1.0, 2.0], stall=3), timeout=20)
+    assert rows[0] == [4, 12, 1, 12, 12, 12]
+    assert rows[1][1] == rows[1][2] == 6
+
+
+def test_equal_steps_are_the_base_bit_for_bit() -> None:
+    def work(comm: Comm, strategy: Strategy) -> Tensor:
+        worker = attach(comm, strategy)
+        while worker.step < 9:
+            x, y = batch(comm.rank, worker.step)
+            worker.optimizer.zero_grad()
+            (worker.model(x) - y).square().mean().backward()
+            worker.optimizer.step()
+        return flat(worker.model)
+
+    paced, plain = (
+        thinwire.run_threads(3, lambda comm, each=each: work(comm, each), timeout=20)
+        for each in (Paced(LocalSGD(3), steps=(3,)), LocalSGD(3))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(paced, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        AllReduce(),
+        LocalSGD(4, warmup_steps=2),
+        LocalSGD(4, weights="samples"),
+        LocalSGD(4, codec=ErrorFeedback(OneBit(8))),
+        NodeAverage(LocalSGD(4), period=2),
+        SlowMo(LocalSGD(3), period=6),
+    ],
+    ids=str,
+)
+def test_a_base_without_plain_rounds_is_refused(base: Strategy) -> None:
+    with pytest.raises(ConfigError, match="must be rounds of local steps"):
+        Paced(base)
+
+
+def test_steps_beyond_the_period_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must lie in 1..4"):
+        Paced(LocalSGD(4), steps=(4, 5))
+
+
+def test_join_is_refused() -> None:
+    def work(comm: Comm) -> None:
+        list(attach(comm, Paced(LocalSGD(4))).join([batch(0, 0)]))
+
+    with pytest.raises(ConfigError, match="no step of all"):
+        thinwire.run_threads(2, work, timeout=20)

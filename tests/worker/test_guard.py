@@ -1,0 +1,69 @@
+"""A strategy that is slower than promised gives way, on all ranks at the same step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import thinwire
+from tests.engine import attach, batches, flat, steps
+from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Strategy
+from thinwire.worker.guard import Guard, Verdict
+
+
+class Clock:
+    """Each reading of a rank's clock is so many steps after its last, of so many seconds for each strategy."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(comm: Comm, slow_rank: int, seconds: dict[str, float], **settings: float) -> tuple[Verdict | None, Strategy]:
+    """Sixty steps whose times depend on the strategy; one rank's are twice as long."""
+    clock = Clock()
+    comm.runtime = replace(comm.runtime, clock=clock)
+    worker = attach(comm, LocalSGD(period=3))
+    guard = Guard(worker, **settings)  # pyright: ignore[reportArgumentType]
+    for step in range(60):
+        factor = 2 if comm.rank == slow_rank else 1
+        clock.now += factor * seconds[type(worker.strategy).__name__]
+        steps(worker, batches(comm.rank, 1, first=step))
+    final = flat(worker.model)
+    if worker.strategy == AllReduce():
+        assert torch.equal(*(x for x in comm.all_gather(final).wait()))
+    return guard.verdict, worker.strategy
+
+
+@pytest.mark.parametrize(("local", "kept"), [(1.01, True), (1.03, False), (0.2, True)])
+def test_it_is_kept_up_to_two_percent_slower_than_the_fallback_that_was_measured(local: float, kept: bool) -> None:
+    found = thinwire.run_threads(2, lambda comm: run(comm, 1, {"AllReduce": 1.0, "LocalSGD": local}), timeout=20)
+    assert found[0] == found[1]
+    verdict, strategy = found[0]
+    assert verdict is not None
+    assert verdict.kept is kept
+    assert verdict.fallback_seconds == pytest.approx(2.0)
+    assert verdict.seconds == pytest.approx(2 * local)
+    assert strategy == (LocalSGD(period=3) if kept else AllReduce())
+
+
+def test_a_prediction_stands_for_the_fallback_and_all_ranks_go_by_the_slowest() -> None:
+    def work(comm: Comm) -> tuple[Verdict | None, Strategy]:
+        return run(comm, 0, {"LocalSGD": 1.0, "AllReduce": 1.0}, fallback_seconds=1.5)
+
+    first, second = thinwire.run_threads(2, work, timeout=20)
+    assert first == second
+    verdict, strategy = first
+    assert verdict is not None
+    assert (verdict.kept, verdict.seconds, verdict.step) == (False, pytest.approx(2.0), 2 + 3 * 9)
+    assert strategy == AllReduce()
+
+
+@pytest.mark.parametrize("wrong", [{"fallback_seconds": 0.0}, {"tolerance": -1.0}, {"windows": 0}])
+def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Guard(attach(None, LocalSGD(period=3)), **wrong)  # pyright: ignore[reportArgumentType]
