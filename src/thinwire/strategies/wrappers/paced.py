@@ -18,6 +18,7 @@ from thinwire.strategies.local.local_sgd import LocalSGD
 from thinwire.strategies.wrapper import Wrapper, period_of
 
 _FIRST_STEPS = 4
+_TIMED_STEPS = 9
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Paced(Wrapper):
     `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
-    be measured. Traffic: the base's, and 24 bytes to each other worker per round. State: four numbers.
+    be measured. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve numbers.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
@@ -108,8 +109,10 @@ class Paced(Wrapper):
     def start(self, r: Replica) -> None:
         """Start the base; nothing is known of speeds."""
         super().start(r)
-        for name, value in (("round_seconds", nan), ("elapsed", 0.0), ("timed", 0.0), ("samples", 0.0)):
+        for name, value in (("round_seconds", nan), ("elapsed", 0.0), ("samples", 0.0)):
             r.state[name] = torch.tensor(value, dtype=torch.float64)
+        # Of the last steps, across rounds: a stall is one of several.
+        r.state["step_seconds"] = torch.full((_TIMED_STEPS,), nan, dtype=torch.float64)
 
     def restart(self, r: Replica) -> None:
         """As the base."""
@@ -128,7 +131,8 @@ class Paced(Wrapper):
             clock.mark, clock.step = now, r.step
         if clock.seconds is not None:
             state["elapsed"] += clock.seconds
-            state["timed"] += 1
+            state["step_seconds"] = state["step_seconds"].roll(1)
+            state["step_seconds"][0] = clock.seconds
         state["samples"] += r.samples
         period = period_of(self.base) or 1
         count = (r.step - 1) % period + 1
@@ -141,7 +145,7 @@ class Paced(Wrapper):
             r.x.mul_(factor)
         r.metrics["steps_of_round"] = float(count)
         self.base.after_step(self.inner(r))
-        for name in ("elapsed", "timed", "samples"):
+        for name in ("elapsed", "samples"):
             state[name].zero_()
         # The wait for others is no step's.
         clock.mark = r.comm.runtime.clock()
@@ -150,11 +154,11 @@ class Paced(Wrapper):
         """Whether this worker's round is over."""
         if self.steps or r.comm.size == 1 or r.x.is_meta:
             return count >= (self.steps[r.comm.rank % len(self.steps)] if self.steps else period)
-        seconds, elapsed, timed = (float(r.state[name]) for name in ("round_seconds", "elapsed", "timed"))
+        seconds, elapsed, pace = float(r.state["round_seconds"]), float(r.state["elapsed"]), _pace(r)
         if isnan(seconds):
             return count >= min(_FIRST_STEPS, period)
-        # Half a step later another step would bring it further from the end than this one is.
-        return count >= period or elapsed + (elapsed / timed / 2 if timed else 0.0) >= seconds
+        # Another step must not bring it further from the end than it is now.
+        return count >= period or elapsed + (0.0 if isnan(pace) else pace / 2) >= seconds
 
     def _share(self, r: Replica, period: int) -> float:
         """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
@@ -164,8 +168,7 @@ class Paced(Wrapper):
                 f"{self}: parameter groups with different learning rates, which workers at different steps cannot "
                 "agree on; use one rate for all"
             )
-        elapsed, timed, samples = (float(r.state[name]) for name in ("elapsed", "timed", "samples"))
-        mine = torch.tensor([elapsed / timed if timed else nan, samples, float(rate)], dtype=torch.float64)
+        mine = torch.tensor([_pace(r), float(r.state["samples"]), float(rate)], dtype=torch.float64)
         # Of the parameters' device, as NCCL sends no other.
         found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
         if found.is_meta:
@@ -178,3 +181,8 @@ class Paced(Wrapper):
         self.inner(r).override_lr(rows[0][2])
         total = sum(row[1] for row in rows)
         return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * len(rows) / total
+
+
+def _pace(r: Replica) -> float:
+    """The median of the last steps' times, in seconds; NaN where none was measured."""
+    return float(r.state["step_seconds"].nanmedian())
