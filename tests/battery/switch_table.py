@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
 import thinwire
 from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
@@ -29,7 +31,7 @@ def names_of(each: Case) -> tuple[list[str], list[str], list[str]]:
         before = {name: x.clone() for name, x in worker.replicas[0].state.items()}
         done = worker.switch(each.strategy)
         after = worker.replicas[0].state
-        same = [name for name in done.kept if after[name].shape == before[name].shape and bool((after[name] == before[name]).all())]
+        same = [name for name in done.kept if torch.equal(after[name], before[name])]
         worker.detach()
         return same, [name for name in done.kept if name not in same], list(done.dropped)
 

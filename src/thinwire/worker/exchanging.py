@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from thinwire.worker.buckets import Backward, cut
 from thinwire.worker.state import WorkerState
 
@@ -37,3 +40,11 @@ def watch_gradients(worker: WorkerState) -> None:
     for bucket in buckets:
         bucket.keeps = worker.survives is not None
     worker.watching += worker.backward.watch()
+
+
+def register_hooks(worker: WorkerState, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Hook the exchange to the backward pass, and the worker's hooks to the optimizer's step; `undo` removes them."""
+    watch_gradients(worker)
+    worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
+    worker.undo.callback(worker.optimizer.register_step_pre_hook(before).remove)
+    worker.undo.callback(worker.optimizer.register_step_post_hook(after).remove)

@@ -37,7 +37,7 @@ from thinwire.worker.compatibility import (
     several_evaluations,
 )
 from thinwire.worker.elastic import ElasticState, check_elastic, enter
-from thinwire.worker.exchanging import watch_gradients
+from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, equal_on_all, facts_of, fingerprint
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
@@ -273,22 +273,10 @@ class Worker(ElasticState):
 
         Example:
             >>> import torch, thinwire
-            >>> def train(comm):
-            ...     model = torch.nn.Linear(1, 1, bias=False)
-            ...     torch.nn.init.zeros_(model.weight)
-            ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            ...     worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=8), comm=comm)
-            ...     weights = []
-            ...     for step in range(2):
-            ...         model(torch.tensor([[-1.0 - comm.rank]])).sum().backward()
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-            ...         weights.append(model.weight.item())
-            ...         if step == 0:
-            ...             worker.switch(thinwire.AllReduce())
-            ...     return weights
-            >>> thinwire.run_threads(2, train)
-            [[1.0, 3.0], [2.0, 3.0]]
+            >>> model = torch.nn.Linear(1, 1)
+            >>> worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.AllReduce())
+            >>> worker.switch("SlowMo(period=12)").before, worker.strategy.period
+            ('AllReduce()', 12)
         """
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
@@ -607,7 +595,7 @@ def attach(
     worker.nonfinite = nonfinite
     if views is not None:
         worker.elastic, worker.survives = views, views.gradients
-    _register_hooks(worker)
+    register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
     if views is not None:
         views.begin(worker)
     for replica in worker.replicas:
@@ -615,12 +603,3 @@ def attach(
     worker.attachment = Attachment(worker, inside_ddp)
     share_skips(worker)
     return worker
-
-
-def _register_hooks(worker: Worker) -> None:
-    """Hook the gradient exchange to the backward pass, and the strategy to the optimizer's step."""
-    watch_gradients(worker)
-    worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
-    optimizer = worker.optimizer
-    worker.undo.callback(optimizer.register_step_pre_hook(worker._before_step).remove)  # pyright: ignore[reportPrivateUsage]
-    worker.undo.callback(optimizer.register_step_post_hook(worker._after_step).remove)  # pyright: ignore[reportPrivateUsage]
