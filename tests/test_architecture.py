@@ -49,6 +49,10 @@ ALTERNATIVES = {"comm", "topology", "codecs"}
 NEIGHBOURS = {
     # A code and its error are one pass over memory there.
     ("codecs.feedback", "codecs.one_bit"),
+    # The codecs and the graph that they stand around unless another is given.
+    ("codecs.gathered", "codecs.one_bit"),
+    ("codecs.between_nodes", "codecs.cast"),
+    ("topology.periodic", "topology.graphs"),
     # A world of one process needs no sockets.
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.roll_call"),
@@ -69,6 +73,7 @@ MADE_OF = {
     ("strategies.local.streaming", "strategies.local.overlap_local_sgd"),
     ("strategies.wrappers.outer_state", "strategies.local.slow_momentum"),
     ("strategies.wrappers.node_average", "strategies.local.local_sgd"),
+    ("strategies.wrappers.budget", "strategies.local.local_sgd"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
 }

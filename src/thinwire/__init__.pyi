@@ -1,14 +1,18 @@
 """The public names, and where each is defined; written by tools/write_stub.py."""
 
 from thinwire.codecs.base import Codec as Codec
+from thinwire.codecs.between_nodes import BetweenNodes as BetweenNodes
 from thinwire.codecs.cast import Bf16 as Bf16
 from thinwire.codecs.cast import Fp16 as Fp16
 from thinwire.codecs.cast import Fp32 as Fp32
 from thinwire.codecs.cast import Fp8 as Fp8
+from thinwire.codecs.chunked_top_k import ChunkedTopK as ChunkedTopK
 from thinwire.codecs.feedback import ErrorFeedback as ErrorFeedback
 from thinwire.codecs.feedback import resize_errors as resize_errors
+from thinwire.codecs.gathered import Gathered as Gathered
 from thinwire.codecs.majority import MajorityVote as MajorityVote
 from thinwire.codecs.natural import Natural as Natural
+from thinwire.codecs.nearest import Nearest as Nearest
 from thinwire.codecs.one_bit import OneBit as OneBit
 from thinwire.codecs.power_sgd import PowerSGD as PowerSGD
 from thinwire.codecs.qsgd import QSGD as QSGD
@@ -81,6 +85,7 @@ from thinwire.strategies.push_sum.push_sum import PushSum as PushSum
 from thinwire.strategies.recipe import parse as parse
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers as BackupWorkers
 from thinwire.strategies.stragglers.parameter_server import ParameterServer as ParameterServer
+from thinwire.strategies.wrappers.budget import Budget as Budget
 from thinwire.strategies.wrappers.node_average import NodeAverage as NodeAverage
 from thinwire.strategies.wrappers.outer_state import Offloaded as Offloaded
 from thinwire.strategies.wrappers.outer_state import Sharded as Sharded
@@ -102,6 +107,7 @@ from thinwire.topology.graphs import Ring as Ring
 from thinwire.topology.graphs import Star as Star
 from thinwire.topology.graphs import Torus as Torus
 from thinwire.topology.matching import RandomMatching as RandomMatching
+from thinwire.topology.periodic import Periodic as Periodic
 from thinwire.worker.worker import Worker as Worker
 from thinwire.worker.worker import attach as attach
 

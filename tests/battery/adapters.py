@@ -136,6 +136,16 @@ def in_signs(block: int) -> Callable[[], codecs.Agreed]:
     return begin
 
 
+def in_nearest(bits: int, block: int) -> Callable[[], codecs.Agreed]:
+    """Means of the whole vector to the nearest levels, with the errors kept."""
+
+    def begin() -> codecs.Agreed:
+        stages = codecs.TwoStages(codecs.nearest(bits, block), block, [sum(SIZES)])
+        return lambda rows, k: stages(rows)
+
+    return begin
+
+
 def in_levels(bits: int, block: int) -> Callable[[], codecs.Agreed]:
     """Means of the whole vector in levels that are drawn."""
     return lambda: lambda rows, k: two_stages(rows, bits, block, draw_key(0, k), dither=False)

@@ -23,10 +23,13 @@ from thinwire import (
     AsyncLeaderSGD,
     BackupWorkers,
     BaseGraph,
+    BetweenNodes,
     Bf16,
     BipartiteExponential,
     BitBudget,
+    Budget,
     Choco,
+    ChunkedTopK,
     CoCoD,
     Codec,
     Complete,
@@ -45,6 +48,7 @@ from thinwire import (
     Fp16,
     Fp32,
     FromGraph,
+    Gathered,
     Gossip,
     Hierarchical,
     Hypercube,
@@ -56,6 +60,7 @@ from thinwire import (
     MinibatchLocalSGD,
     MultiLeaderSGD,
     Natural,
+    Nearest,
     NodeAverage,
     Offloaded,
     OneBit,
@@ -65,6 +70,7 @@ from thinwire import (
     OverlapLocalSGD,
     Paced,
     ParameterServer,
+    Periodic,
     PowerSGD,
     PPeerExponential,
     Probe,
@@ -202,6 +208,12 @@ STRATEGIES: list[Case] = [
         to.stacked(updates.streamed_overlap, fragments=2, period=3, pull=0.6, momentum=0.7),
     ),
     case(Paced(LocalSGD(3), steps=(3,)), to.stacked(common.local_sgd, period=3)),
+    # Enough for eight bits.
+    case(
+        Budget(LocalSGD(3, codec=ErrorFeedback(Nearest(4, 8))), "1MB/step"),
+        to.coded(codecs.coded_local, to.in_nearest(8, 8), period=3),
+        **CODED,
+    ),
     case(Probe(every=2), to.stacked(common.all_reduce)),
     case(Gossip(), to.on_graph(common.combine_while_adapting, common.ring)),
     case(Gossip(order="after"), to.on_graph(common.adapt_then_combine, common.ring)),
@@ -229,6 +241,10 @@ STRATEGIES: list[Case] = [
     case(PushSum(), to.on_graph(common.push_sum, common.one_peer)),
     case(PushSum(Irregular()), to.on_graph(common.push_sum, common.irregular)),
     case(PushSum(staleness=2), to.stale_push_sum(common.one_peer, 2)),
+    case(Gossip(Periodic(), "after"), to.on_graph(common.adapt_then_combine, common.periodic(common.one_peer, 4))),
+    case(Gossip(Periodic(Ring(), 3)), to.on_graph(common.combine_while_adapting, common.periodic(common.ring, 3))),
+    # Overlap SGP, Algorithm 2: sent every third step, and received before the next.
+    case(PushSum(Periodic(every=3), staleness=2), to.stale_push_sum(common.periodic(common.one_peer, 3), 2)),
     case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),
     case(LeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3)),
     case(
@@ -282,6 +298,11 @@ def with_outer_step(base: Strategy) -> Strategy:
     return base if isinstance(base, SlowMo | DiLoCo) else SlowMo(base, period=3)
 
 
+def with_bits(base: Strategy) -> Strategy:
+    plain = isinstance(base, LocalSGD) and base.codec is None
+    return LocalSGD(3, codec=ErrorFeedback(Nearest(8, 8))) if plain else base
+
+
 WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
     SlowMo: lambda base: SlowMo(base, period=3),
     DiLoCo: lambda base: DiLoCo(base, period=3),
@@ -290,6 +311,7 @@ WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
     NodeAverage: lambda base: NodeAverage(base, period=1, node_size=1),
     Streaming: lambda base: Streaming(base, fragments=2),
     Paced: lambda base: Paced(base, steps=(1,)),
+    Budget: lambda base: Budget(with_bits(base), "1MB/step"),
     Probe: lambda base: Probe(base, every=2),
 }
 """Every wrapper around a base."""
@@ -330,6 +352,12 @@ def indices(n: int, k: int) -> int:
     return bits(k * max(n - 1, 0).bit_length())
 
 
+def records(n: int, width: int, kept: int = 2) -> int:
+    """Bytes of the largest of each 16, of which a shorter chunk has a share: a scale, places of 4 bits, and values."""
+    shares = [-(-kept * min(16, n - begin) // 16) for begin in range(0, n, 16)]
+    return sum(4 + bits(4 * k) + bits(width * k) for k in shares)
+
+
 ONE_BIT = CodecCase(OneBit(16), lambda n: bits(n) + 4 * blocks(n), 1.0)
 CODECS: list[CodecCase] = [
     CodecCase(Fp32(), lambda n: 4 * n, 0.0),
@@ -351,6 +379,15 @@ CODECS: list[CodecCase] = [
     CodecCase(RandomK(0.25), lambda n: 4 * -(-n // 4), 3.0, unbiased=True),
     CodecCase(RandomK(0.25, unbiased=False), lambda n: 4 * -(-n // 4), 0.75),
     CodecCase(Sketch(3, 64, 2), lambda n: 4 * min(n, 192), float("inf")),
+    CodecCase(Nearest(1, 16), ONE_BIT.nbytes, 1.0),
+    CodecCase(Nearest(2, 16), lambda n: 2 * bits(n) + 4 * blocks(n), 1.0),
+    CodecCase(Nearest(4, 16), lambda n: 4 * bits(n) + 4 * blocks(n), 1.0),
+    CodecCase(Nearest(8, 16), lambda n: 8 * bits(n) + 4 * blocks(n), 2.0**-12),
+    CodecCase(ChunkedTopK(2, 16), lambda n: records(n, 2), 1.0),
+    CodecCase(ChunkedTopK(5, 16, bits=4), lambda n: records(n, 4, 5), 1.0),
+    CodecCase(Gathered(Quantize(8, 16)), lambda n: 8 * bits(n) + 4 * blocks(n), 16 / 127**2, unbiased=True),
+    CodecCase(ErrorFeedback(Gathered(ChunkedTopK(2, 16)), decay=0.9), lambda n: records(n, 2), 1.0),
+    CodecCase(BetweenNodes(Quantize(8, 16)), lambda n: 8 * bits(n) + 4 * blocks(n), 16 / 127**2, unbiased=True),
     CodecCase(PowerSGD(), lambda n: 4 * n, 0.0),  # of vectors without shapes
     CodecCase(ErrorFeedback(OneBit(16)), ONE_BIT.nbytes, ONE_BIT.error),
 ]
@@ -360,6 +397,7 @@ TOPOLOGIES: list[Topology] = [
     *(Ring(), Torus(), Star(), Star("push-sum"), Complete(), Hypercube(), OnePeerExponential(), DirectedExponential()),
     *(SymmetricExponential(), SymmetricExponential(base=4), PPeerExponential(), PPeerExponential(degree=3)),
     *(BipartiteExponential(), RandomMatching(seed=3, draws=8), BaseGraph(), BaseGraph(degree=2)),
+    *(Periodic(), Periodic(PPeerExponential(), 3), Periodic(RandomMatching(draws=4), 2)),
     *(Hierarchical(), Hierarchical(3, inside=Ring(), between=BaseGraph(), every=4)),
     *(
         FromGraph(edges=((0, 1), (1, 2), (1, 3), (3, 4))),

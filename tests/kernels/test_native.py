@@ -20,7 +20,7 @@ from tests.kernels.natives import library as library
 from tests.kernels.natives import same, same_bits
 from thinwire import kernels
 from thinwire.kernels import base, native
-from thinwire.kernels.reference import largest, quantized, signs, sketched
+from thinwire.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
 from thinwire.kernels.reference import rng as reference_rng
 
 SIZES = (1, 7, 8, 9, 31, 33, 1000, 2047, 9001)
@@ -79,6 +79,43 @@ def test_few_bits_are_bit_by_bit_those_of_torch(n: int) -> None:
             kernels.dequantize_(payload, ours, dither=dither, **how)  # type: ignore[arg-type]
             quantized.dequantize_(payload, theirs, dither=dither, **how)  # type: ignore[arg-type]
             assert same_bits(ours, theirs)
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", SIZES)
+def test_nearest_levels_and_what_they_leave_are_bit_by_bit_those_of_torch(n: int) -> None:
+    # Their sums are finite: others are not encoded.
+    x, decoded, wanted = special(n) / 4, torch.empty(n), torch.empty(n)
+    for bits, block in itertools.product(range(1, 9), (3, 100, 2048, n)):
+        ours, theirs = special(n, 1) / 4, special(n, 1) / 4
+        payload = nothing(kernels.quantized_nbytes(n, bits, block))
+        expected = payload.clone()
+        kernels.encode_rounded_(x, ours, payload, bits=bits, block=block)
+        rounded.encode_rounded_(x, theirs, expected, bits=bits, block=block)
+        assert payload.equal(expected) and same_bits(ours, theirs)
+        kernels.decode_rounded_(payload, decoded, bits=bits, block=block)
+        rounded.decode_rounded_(payload, wanted, bits=bits, block=block)
+        assert same_bits(decoded, wanted)
+        kernels.encode_rounded_(x, None, payload, bits=bits, block=block)
+        rounded.encode_rounded_(x, None, expected, bits=bits, block=block)
+        assert payload.equal(expected)
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("n", SIZES)
+def test_the_largest_of_each_chunk_and_what_is_left_are_bit_by_bit_those_of_torch(n: int) -> None:
+    x = special(n) / 4
+    for bits, (chunk, kept) in itertools.product((1, 2, 5, 8), ((2, 1), (16, 3), (100, 100), (4096, 64), (16384, 17))):
+        how = {"chunk": chunk, "kept": kept, "bits": bits}
+        ours, theirs, decoded, wanted = special(n, 1) / 4, special(n, 1) / 4, torch.ones(n), torch.ones(n)
+        payload = nothing(kernels.chunked_nbytes(n, chunk, kept, bits))
+        expected = payload.clone()
+        kernels.encode_chunks_(x, ours, payload, **how)
+        assert chunks.encode_chunks_(x, theirs, expected, **how)
+        assert payload.equal(expected) and same_bits(ours, theirs)
+        kernels.add_chunks_(payload, decoded, **how)
+        assert chunks.add_chunks_(payload, wanted, **how)
+        assert same_bits(decoded, wanted)
 
 
 @pytest.mark.usefixtures("by_c")

@@ -39,6 +39,52 @@ def largest(fraction: float) -> Code:
     return code
 
 
+def nearest(bits: int, block: int) -> Code:
+    """Each element the nearest odd multiple of a step, and the multiple's size that then fits the block best."""
+    steps = {1: 1.0, 2: 0.6240, 3: 0.3672, 4: 0.2101}
+
+    def fitted(piece: Tensor) -> Tensor:
+        half = steps[bits] * piece.abs().mean() if bits in steps else piece.abs().max() / 2**bits
+        if half == 0:
+            return torch.zeros_like(piece)
+        odd = [i for i in range(-(2**bits), 2**bits) if i % 2]
+        level = torch.tensor([min(odd, key=lambda i: abs(float(value / half) - i)) for value in piece]).to(piece)
+        return level * (piece @ level) / (level @ level)
+
+    return lambda x: torch.cat([fitted(piece) for piece in x.split(block)]) if len(x) else x.clone()
+
+
+def largest_of_chunks(kept: int, size: int, bits: int) -> Code:
+    """Of each chunk the largest elements, to the nearest level; of a shorter one as many in proportion."""
+
+    def code(piece: Tensor) -> Tensor:
+        k = -(-kept * len(piece) // size)
+        places = sorted(sorted(range(len(piece)), key=lambda i: -abs(float(piece[i])))[:k])
+        y = torch.zeros_like(piece)
+        y[places] = nearest(bits, k)(piece[places])
+        return y
+
+    return lambda x: torch.cat([code(piece) for piece in x.split(size)])
+
+
+class Decaying:
+    """The mean of what all workers say, each of which keeps what it left unsaid, a little less each time.
+
+    SparseLoCo, Algorithm 1: m = beta m + x, say C(m), m = m - C(m).
+    """
+
+    def __init__(self, code: Code, decay: float) -> None:
+        self.code, self.decay = code, decay
+        self.memory: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The agreed vector of n, from a row of n for each worker."""
+        memory = x if self.memory is None else self.decay * self.memory + x
+        said = torch.stack([self.code(row) for row in memory])
+        self.memory = memory - said
+        return said.mean(0)
+
+
 def chunks(n: int, size: int, grain: int) -> list[int]:
     """What each of `size` ranks adds up: whole grains, as many for each, until there are no more."""
     length = grain * -(-n // (grain * size))
@@ -139,6 +185,17 @@ def coded_local_sgd(
         x = x - rate * gradient(x, k)
         if (k + 1) % period == 0:
             anchor = anchor + mean(x - anchor)
+            x = anchor.expand_as(x)
+    return x
+
+
+def coded_local(gradient: Gradient, x: Tensor, update: Update, steps: int, mean: Agreed, *, period: int) -> Tensor:
+    """The same around every worker's own optimizer."""
+    anchor = x[0]
+    for k in range(1, steps + 1):
+        x = x + update(x, gradient(x, k - 1), k - 1)
+        if k % period == 0:
+            anchor = anchor + mean(x - anchor, k)
             x = anchor.expand_as(x)
     return x
 

@@ -140,6 +140,16 @@ def shares(n: int, targets: Callable[[int], set[int]], dtype: torch.dtype) -> Te
     return matrix
 
 
+def periodic(graph: Callable[[int, torch.dtype], Mixing], every: int) -> Callable[[int, torch.dtype], Mixing]:
+    """A graph at the last of every few steps, and each worker by itself at the others."""
+
+    def made(n: int, dtype: torch.dtype) -> Mixing:
+        mixing, alone = graph(n, dtype), torch.eye(n, dtype=dtype)
+        return lambda k: mixing(k // every) if k % every == every - 1 else alone
+
+    return made
+
+
 def ring(n: int, dtype: torch.dtype) -> Mixing:
     """Both neighbours, always."""
     matrix = shares(n, lambda i: {(i - 1) % n, (i + 1) % n} - {i}, dtype)

@@ -28,6 +28,8 @@ from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import compressed_exchange, two_stage_mean_
 
 SIZE, LENGTH = 3, 96
+# Others take means in their own way.
+VECTORS = [each.codec for each in CODECS if not (each.codec.own_mean or isinstance(each.codec, MatrixCodec))]
 Call = Literal["all-to-all", "all-gather", "send and receive"]
 What = Literal["mean", "exchange", "largest entries"]
 CALLS: dict[What, tuple[Call, ...]] = {
@@ -136,8 +138,7 @@ class Flipping(ThreadComm):
 def drawn(seed: int) -> Flip:
     """The flip of a seed: half of them in headers, half with a vector that is not finite; every codec in turn."""
     draw = random.Random(seed)
-    vectors = [each.codec for each in CODECS if not isinstance(each.codec, MatrixCodec)]
-    codec = vectors[seed % len(vectors)]
+    codec = VECTORS[seed % len(VECTORS)]
     what: What = draw.choice(("mean", "mean", "exchange", "largest entries"))
     if what == "exchange" and (isinstance(codec, ErrorFeedback) or codec.residual_after_sum):
         what = "mean"  # `Choco` refuses them

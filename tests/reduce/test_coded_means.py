@@ -27,7 +27,8 @@ from thinwire.comm.group import comm_for
 from thinwire.comm.pending import PendingMeans
 from thinwire.comm.threads import Hub, ThreadComm, single_worker
 from thinwire.comm.work import Work
-from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, pieces, two_stage_mean_
+from thinwire.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, two_stage_mean_
+from thinwire.reduce.pieces import pieces
 
 SIZES = [0, 1, 7, 8, 9, 33, 300]
 FEEDBACK: list[Codec] = [

@@ -77,6 +77,21 @@ class Codec(ABC):
         return False
 
     @property
+    def forgets(self) -> bool:
+        """Whether some of what messages leave out is never sent."""
+        return False
+
+    @property
+    def own_mean(self) -> bool:
+        """Whether it decides how means are taken, such as in how many rounds, and not only what a payload is."""
+        return self.one_round
+
+    @property
+    def one_round(self) -> bool:
+        """Whether every worker's payload goes to all others as it is, and is not encoded again by a server."""
+        return False
+
+    @property
     def error_bound(self) -> float:
         r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge."""
         return 0.0
@@ -251,6 +266,19 @@ def check_vectors(codec: Codec) -> None:
         raise ConfigError(
             f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here; use it as "
             "AllReduce(codec) or LocalSGD(period, codec=codec) under attach"
+        )
+
+
+def check_payloads(codec: Codec) -> None:
+    """Refuse a codec that decides how means are taken, where the method does; and one of matrices.
+
+    Raises:
+        ConfigError: naming what to use.
+    """
+    check_vectors(codec)
+    if codec.own_mean:
+        raise ConfigError(
+            f"codec={codec}: this method itself decides between whom payloads travel; use the codec that is inside"
         )
 
 

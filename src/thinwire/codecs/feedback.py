@@ -29,7 +29,9 @@ class ErrorFeedback(Codec):
     If an all-reduce cannot add the payloads, each rank is the server of one piece of the vector: it adds the workers'
     payloads of this piece, encodes the sum, and keeps a residual of its own for that. Payload: the codec's. State: the
     residual `error`, with the size of the vector, in fp32; for a server among $W$ workers also its own residual, $1/W$
-    of that size.
+    of that size. With a `decay` $\beta$ below 1, $e \leftarrow \beta\,(x + e - y)$, what was left out is forgotten by
+    and by: then $e$ is a momentum of what is not sent yet, and takes the place of that of `DiLoCo`'s outer step
+    (SparseLoCo). A server's residual does not decay.
 
     Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
     SignSGD, ICML 2019, arXiv:1901.09847, Algorithm 1; in two stages: Tang et al., DoubleSqueeze, ICML 2019,
@@ -37,6 +39,7 @@ class ErrorFeedback(Codec):
 
     Args:
         codec: $C$, which makes the payloads.
+        decay: $\beta$ in [0, 1], of the residual from one message to the next; less forgets faster what was left out.
 
     Example:
         >>> import torch
@@ -50,11 +53,18 @@ class ErrorFeedback(Codec):
     """
 
     codec: Codec = OneBit()
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse codecs with which the residual could grow without bound."""
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"decay={self.decay}: must lie in [0, 1]; 1 keeps all that was left out")
         if self.codec.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
+        if self.codec.own_mean and not self.codec.one_round:
+            raise ConfigError(
+                f"codec={self.codec}: what it sends between nodes has a residual; put ErrorFeedback inside"
+            )
         if self.codec.error_bound >= 1:
             raise ConfigError(
                 f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "
@@ -78,6 +88,21 @@ class ErrorFeedback(Codec):
         return True
 
     @property
+    def forgets(self) -> bool:
+        """Whether the residual decays."""
+        return self.decay < 1
+
+    @property
+    def own_mean(self) -> bool:
+        """The codec's `own_mean`."""
+        return self.codec.own_mean
+
+    @property
+    def one_round(self) -> bool:
+        """The codec's `one_round`."""
+        return self.codec.one_round
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the codec's payloads."""
         return self.codec.dtype
@@ -99,7 +124,7 @@ class ErrorFeedback(Codec):
         payload = self.codec.encode_with_residual_(updated, residual, key)
         # Last, so that a failure in the codec leaves the residual as it was, as does a vector that is not finite.
         if norm_if_finite(updated)[0]:
-            residual.copy_(updated)
+            keep_(residual, updated, self.decay)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
@@ -109,6 +134,14 @@ class ErrorFeedback(Codec):
     def nbytes(self, n: int) -> int:
         """The size in bytes of the codec's payload."""
         return self.codec.nbytes(n)
+
+
+def keep_(residual: Tensor, left: Tensor, decay: float) -> None:
+    """Let a residual become what a message left out, times its decay."""
+    if decay < 1:
+        torch.mul(left, decay, out=residual)
+    else:
+        residual.copy_(left)
 
 
 def residual_of(state: State, x: Tensor, offset: int = 0, length: int | None = None) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.codecs.base import Codec, check_feedback, check_vectors, draw_key
-from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.pending import PendingMeans
@@ -155,7 +154,7 @@ class DdpHook:
 
     def _state_of(self, parameters: list[Tensor]) -> dict[str, Tensor]:
         """The codec's state for a bucket; for a new bucket, its residual is put together from its parameters'."""
-        if not isinstance(self.codec, ErrorFeedback):
+        if not self.codec.keeps_residual:
             return {}
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._buckets:

@@ -8,26 +8,34 @@ Meta tensors have sizes and no data. As with torch's own operators, results have
 computed; `reading` is all that turns data into Python's values. So a dry run takes the lines of a real one.
 """
 
+from thinwire.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
 from thinwire.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
 from thinwire.kernels.quantized import clip_outliers, dequantize_, quantize_, quantized_nbytes
 from thinwire.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
 from thinwire.kernels.rng import mix64, uniform
+from thinwire.kernels.rounded import decode_rounded_, encode_rounded_
 from thinwire.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
 from thinwire.kernels.sketched import cells_at, heavy, sketch_, unsketch
 
 __all__ = [
+    "add_chunks_",
     "all_finite",
     "all_finite_each",
     "bytes_of",
     "cells_at",
+    "chunk_kept",
+    "chunked_nbytes",
     "clip_outliers",
     "decode_fp8",
     "decode_powers",
+    "decode_rounded_",
     "decode_signs_",
     "dequantize_",
+    "encode_chunks_",
     "encode_fp8",
     "encode_powers",
+    "encode_rounded_",
     "encode_signs_",
     "heavy",
     "join",

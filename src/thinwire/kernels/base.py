@@ -27,7 +27,7 @@ if platform.machine() == "x86_64":
     # By default compilers avoid 512-bit vectors; loops with much arithmetic per element are faster with them.
     FLAGS.append("-mprefer-vector-width=512")
 _SOURCES = (
-    *("base.c", "signs.c", "quantized.c", "largest.c", "sketched.c", "rows.c"),
+    *("base.c", "signs.c", "quantized.c", "rounded.c", "largest.c", "chunks.c", "sketched.c", "rows.c"),
     *("normalised.c", "linear.c", "adaptive.c"),
 )
 # Multiplications that take longer than starting another thread.
@@ -43,6 +43,10 @@ _ARGUMENTS = {
     "sum_signs": [_at, _long, _long, _at, _long, _long, _int],
     "quantize": [_at, _at, _at],
     "dequantize": [_at, _at, _at],
+    "encode_rounded": [_at, _at, _at, _at],
+    "decode_rounded": [_at, _at, _at],
+    "encode_chunks": [_at, _at, _at, _at],
+    "decode_chunks": [_at, _at, _at],
     "top_k": [_at, _long, _long, _at, _at, _at, _long],
     "pack_indices": [_at, _long, _int, _at],
     "unpack_indices": [_at, _long, _int, _at],
@@ -60,7 +64,7 @@ _ARGUMENTS = {
     "frozen_adam_step": [*[_at] * 4, _long, *[_float] * 3],
     **{f"sgd_rows{dtype}": [_at] * 4 for dtype in ("", "_double")},
 }
-_RETURN_INT64 = ("top_k", "heavy", "linear_weights")
+_RETURN_INT64 = ("top_k", "heavy", "linear_weights", "encode_chunks", "decode_chunks")
 _THREAD_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

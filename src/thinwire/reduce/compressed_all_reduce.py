@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +16,20 @@ from thinwire.codecs.base import (
     StageKeys,
     State,
     as_single,
-    check_vectors,
+    check_payloads,
     payload_like,
     worker_key,
 )
-from thinwire.codecs.feedback import ErrorFeedback, residual_of, server_residual_of
+from thinwire.codecs.between_nodes import BetweenNodes
+from thinwire.codecs.feedback import ErrorFeedback, keep_, residual_of, server_residual_of
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
 from thinwire.comm.base import Comm
 from thinwire.comm.pending import PendingMeans, Stages
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, NonFiniteError
 from thinwire.kernels import all_finite, norm_if_finite
+from thinwire.reduce.between_nodes import mean_between_nodes
+from thinwire.reduce.pieces import pieces
 from thinwire.replica.flat import Segment, cut_out
 from thinwire.topology.base import Peers
 
@@ -73,18 +77,52 @@ def compressed_mean_(
         segments: the tensors of that vector; without them a codec of matrices sends vectors as they are.
         pending: the means that this one finishes together with; it is alone unless given.
     """
-    if isinstance(codec, MatrixCodec):
-        matrices, residual = matrices_of(segments, x, offset), residual_of(state, x, offset, length)
-        mean = _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count or comm.size)
-        return (pending or PendingMeans()).launch(mean)
-    if not codec.linear:
-        return two_stage_mean_(
-            comm, x, codec, state, key=key, count=count, offset=offset, length=length, pending=pending
-        )
-    if isinstance(codec, ErrorFeedback):
-        residual = residual_of(state, x, offset, length)
-        mean = _linear_mean(comm, x, codec.codec, residual, key=key, count=count or comm.size)
-        return (pending or PendingMeans()).launch(mean)
+    if codec.linear and not codec.keeps_residual:
+        return _linear_mean(comm, x, codec, state, key=key, count=count or comm.size)
+    where = Place(offset, length if length is not None else x.numel(), segments)
+    mean = _stages(comm, x, codec, state, where, key=key, count=count or comm.size)
+    return (pending or PendingMeans()).launch(mean)
+
+
+class Place(NamedTuple):
+    """Where a vector lies in the one that residuals are kept for.
+
+    Attributes:
+        offset: its first element.
+        length: elements of that vector.
+        segments: the tensors of that vector.
+    """
+
+    offset: int
+    length: int
+    segments: Sequence[Segment] = ()
+
+
+def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, key: int, count: int) -> Stages:
+    """The mean by a codec, in stages."""
+    if isinstance(codec, BetweenNodes):
+        inner = codec.codec
+
+        def part_mean(peers: Comm, part: Tensor, own: slice) -> Stages:
+            place = Place(where.offset + own.start, where.length)
+            return _stages(peers, part, inner, state, place, key=key, count=peers.size)
+
+        return mean_between_nodes(comm, x, codec.node_size, codec.alignment, part_mean, count=count)
+    if codec.linear and not codec.keeps_residual:
+        return _linear_stages(comm, x, codec, state, key=key, count=count)
+    residual = residual_of(state, x, where.offset, where.length) if codec.keeps_residual else None
+    if isinstance(codec, MatrixCodec) and residual is not None:
+        matrices = matrices_of(where.segments, x, where.offset)
+        return _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count)
+    if codec.one_round:
+        return _gathered_mean(comm, x, codec, residual, key=key, count=count)
+    if isinstance(codec, ErrorFeedback) and codec.linear and residual is not None:
+        return _residual_mean(comm, x, codec, residual, key=key, count=count)
+    return _two_stages_of(comm, x, codec, state, where, codec, key=key, count=count)
+
+
+def _linear_mean(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Work[Tensor]:
+    """A mean of payloads that an all-reduce adds, without residuals."""
     payload = codec.encode(x, state, key)
     # A codec that leaves elements out would leave out one that is not finite too.
     if not codec.elementwise and not all_finite(x):
@@ -135,17 +173,25 @@ def two_stage_mean_(
         CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
             stage.
     """
-    check_vectors(codec)
-    inner, count = codec.codec if isinstance(codec, ErrorFeedback) else codec, count or comm.size
-    answer = server or inner
+    check_payloads(codec)
+    where = Place(offset, length if length is not None else x.numel())
+    mean = _two_stages_of(comm, x, codec, state, where, server, key=key, count=count or comm.size)
+    return (pending or PendingMeans()).launch(mean)
+
+
+def _two_stages_of(
+    comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, server: Codec | None, *, key: int, count: int
+) -> Stages:
+    """`two_stage_mean_` in stages."""
+    inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
+    answer = inner if server is None or server is codec else server
     # Cut where blocks of both codecs begin, so that no block is split between servers.
     cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
     residuals = None
     if inner is not codec or codec.needs_feedback:
-        residual = residual_of(state, x, offset, length)
-        residuals = residual, server_residual_of(state, x, cuts[comm.rank], offset, count)
-    mean = _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count)
-    return (pending or PendingMeans()).launch(mean)
+        residual = residual_of(state, x, where.offset, where.length)
+        residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count)
+    return _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count, decay=decay)
 
 
 def _two_stage_mean(
@@ -158,6 +204,7 @@ def _two_stage_mean(
     *,
     key: int,
     count: int,
+    decay: float,
 ) -> Stages:
     """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns."""
     lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
@@ -210,7 +257,7 @@ def _two_stage_mean(
         raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
     all_finite = yield not any(each.non_finite for each in headers)
     if all_finite and residuals:
-        residuals[0].copy_(updated)
+        keep_(residuals[0], updated, decay)
         residuals[1].copy_(mean)
     yield
 
@@ -221,9 +268,9 @@ def _two_stage_mean(
     return x if updated.data_ptr() == x.data_ptr() else x.copy_(updated)
 
 
-def _linear_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor, *, key: int, count: int) -> Stages:
+def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
     """A mean of payloads that an all-reduce adds, with each worker's residual; `yield` as in `_two_stage_mean`."""
-    updated = as_single(x)  # becomes the new residual
+    updated, codec = as_single(x), feedback.codec  # the vector becomes the new residual
 
     # Encode.
     if not norm_if_finite(x)[0]:
@@ -250,7 +297,55 @@ def _linear_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor, *, key: 
             # `size` workers subtract this part of the mean each, which is `count` means in all: the sum.
             updated.sub_(mean, alpha=count / comm.size)
         # The residual first: `updated` shares memory with `x` where `x` is in fp32.
-        residual.copy_(updated)
+        keep_(residual, updated, feedback.decay)
+        x.copy_(mean)
+    yield
+    return x
+
+
+def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Stages:
+    """`_linear_mean`, where a mean in stages is wanted."""
+    work = _linear_mean(comm, x, codec, state, key=key, count=count)
+    yield
+    yield
+    found = work.wait()
+    finite = yield all_finite(found)
+    yield
+    return found if finite else found.fill_(torch.nan)
+
+
+def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None, *, key: int, count: int) -> Stages:
+    """A mean of all workers' payloads, which are gathered; `yield` as in `_two_stage_mean`."""
+    inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
+    header = Header(codec_number(f"{inner}", x.numel()), comm.step)
+    keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
+    updated, (finite, square) = as_single(x), norm_if_finite(x)
+    if not finite:
+        payload = payload_like(x, inner.nbytes(x.numel())).zero_()
+    elif residual is None:
+        payload = inner.encode(updated, {}, keys[comm.rank])
+    else:
+        payload = inner.encode_with_residual_(updated, residual, keys[comm.rank])
+    gathered = comm.all_gather(seal(payload, header._replace(non_finite=not finite, squared_norm=square)))
+    yield
+    yield
+
+    # All ranks read the same flags and decode the same bytes, in the same order.
+    headers, payloads, problem = unseal_all(gathered.wait(), header, inner.dtype)
+    del gathered
+    if problem:
+        where = f"rank {comm.rank}, step {header.step}, gathered mean"
+        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+    mean = None
+    if not any(each.non_finite for each in headers):
+        mean = inner.decode_sum(payloads, updated, keys).div_(count)
+    finite = yield mean is not None and norm_if_finite(mean)[0]
+
+    if not finite or mean is None:
+        x.fill_(torch.nan)
+    else:
+        if residual is not None:
+            keep_(residual, updated, decay)
         x.copy_(mean)
     yield
     return x
@@ -317,12 +412,6 @@ def matrices_of(segments: Sequence[Segment], x: Tensor, offset: int) -> list[Mat
         if each.size:
             found.append(Matrix(each.start, rows, each.size // rows, offset + each.start))
     return found or [Matrix(0, 1, x.numel(), offset)]
-
-
-def pieces(n: int, size: int, alignment: int) -> list[slice]:
-    """Cut a vector of n elements into `size` pieces, end to end at multiples of `alignment`; the last are shorter."""
-    length = -(-n // (size * alignment)) * alignment
-    return [slice(min(rank * length, n), min((rank + 1) * length, n)) for rank in range(size)]
 
 
 def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:

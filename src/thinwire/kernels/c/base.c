@@ -184,17 +184,22 @@ INLINE floats load_some(const float *x, int64_t count) {
 
 INLINE floats magnitude(floats x, int squared) { return squared ? x * x : abs_of(x); }
 
-/* The sum of absolute values, or of squares. */
-static float tree_sum(const float *x, int64_t n, int squared) {
-    tree sum = {.occupied = 0};
+/* Add absolute values, or squares; of several calls all but the last add a multiple of 128. */
+INLINE void tree_more(tree *sum, const float *x, int64_t n, int squared) {
     int64_t i = 0;
     for (; i + 8 * LANES <= n; i += 8 * LANES) {
         floats row[8];
         for (int k = 0; k < 8; k++) row[k] = magnitude(load(x + i + k * LANES), squared);
-        tree_add(&sum, ((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7])), 3);
+        tree_add(sum, ((row[0] + row[1]) + (row[2] + row[3])) + ((row[4] + row[5]) + (row[6] + row[7])), 3);
     }
-    for (; i + LANES <= n; i += LANES) tree_add(&sum, magnitude(load(x + i), squared), 0);
-    if (i < n) tree_add(&sum, magnitude(load_some(x + i, n - i), squared), 0);
+    for (; i + LANES <= n; i += LANES) tree_add(sum, magnitude(load(x + i), squared), 0);
+    if (i < n) tree_add(sum, magnitude(load_some(x + i, n - i), squared), 0);
+}
+
+/* The sum of absolute values, or of squares. */
+static float tree_sum(const float *x, int64_t n, int squared) {
+    tree sum = {.occupied = 0};
+    tree_more(&sum, x, n, squared);
     return tree_total(&sum);
 }
 

@@ -4,10 +4,25 @@
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, draw_key
+from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.comm.work import Work
+from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.replica.replica import Replica
+
+
+def check_tracked(codec: Codec | None) -> None:
+    """Refuse codecs with which a tracked mean would stay wrong.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    check_feedback(codec)
+    if codec is not None and codec.forgets:
+        raise ConfigError(
+            f"codec={codec}: workers do not return to the mean here, so that it would lack for good what is forgotten; "
+            "use decay=1"
+        )
 
 
 def common_point(r: Replica, codec: Codec | None) -> Tensor:

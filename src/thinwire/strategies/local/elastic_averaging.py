@@ -6,14 +6,14 @@ from math import inf
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.local.coded_means import common_point, restart_mean, tracked_mean
+from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean
 
 
 @registered
@@ -105,7 +105,7 @@ class EASGD(Strategy):
 
     def check(self, size: int) -> None:
         """Refuse pulls under which no learning rate is stable, and a biased codec without error feedback."""
-        check_feedback(self.codec)
+        check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(
                 f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate for ever; "

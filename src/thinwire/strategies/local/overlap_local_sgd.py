@@ -6,14 +6,14 @@ from math import inf
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec
 from thinwire.comm.work import completed
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import common_point, restart_mean, tracked_mean
+from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean
 
 
 @registered
@@ -123,7 +123,7 @@ class OverlapLocalSGD(Strategy):
 
     def check(self, size: int) -> None:
         """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        check_tracked(self.codec)
 
     def start(self, r: Replica) -> None:
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""

@@ -1,0 +1,150 @@
+"""Plain means within nodes and coded ones between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.oracles import codecs as oracles
+from tests.pool import run_processes
+from tests.problems import Regression, distance, flat, together, train
+from thinwire import (
+    AllReduce,
+    BetweenNodes,
+    Bf16,
+    ChunkedTopK,
+    Codec,
+    Comm,
+    ConfigError,
+    DiLoCo,
+    ErrorFeedback,
+    Fp32,
+    Gathered,
+    LocalSGD,
+    Nearest,
+    OneBit,
+    PowerSGD,
+    Quantize,
+    Strategy,
+)
+from thinwire.comm.group import comm_for
+from thinwire.comm.members import Members
+from thinwire.plan import explain
+from thinwire.reduce.compressed_all_reduce import compressed_mean_
+
+RATES = [0.1] * 8
+
+
+def drawn(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("use", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: DiLoCo(period=2, codec=c)])
+def test_without_loss_it_is_the_plain_mean(use: Any) -> None:
+    problem = Regression(4, 8, torch.float32)
+    nodes, plain = (together(4, use(codec), problem, RATES) for codec in (BetweenNodes(Fp32()), Fp32()))
+    assert distance(nodes, plain) < 1e-5
+    assert torch.equal(nodes, nodes[:1].expand_as(nodes))
+
+
+def test_nodes_of_one_are_the_codec_itself() -> None:
+    problem, codec = Regression(3, 8, torch.float32), ErrorFeedback(OneBit(8))
+    nodes, plain = (together(3, AllReduce(each), problem, RATES) for each in (BetweenNodes(codec, 1), codec))
+    assert torch.equal(nodes, plain)
+
+
+def test_it_is_the_coded_mean_of_the_nodes_means() -> None:
+    """Parts of the vector are coded by different ranks, in the blocks of the whole."""
+    problem, n = Regression(4, 8, torch.float32), 34
+    found = together(4, LocalSGD(2, codec=BetweenNodes(ErrorFeedback(OneBit(8)))), problem, RATES)
+    # Each node's two parts, of three blocks and of the rest, and within them the pieces of two servers.
+    parts = oracles.TwoStages(oracles.signs(8), 8, [24, n - 24])
+
+    def mean(rows: Tensor) -> Tensor:
+        return parts(rows.view(2, 2, -1).mean(1))
+
+    expected = oracles.coded_local_sgd(problem.gradient, problem.start.expand(4, -1), RATES, mean, 2)
+    assert distance(found, expected) < 2e-5
+    assert torch.equal(found, found[:1].expand_as(found))
+
+
+CODECS: list[Codec] = [
+    *(Bf16(), Quantize(4, 8), ErrorFeedback(Nearest(2, 8)), ErrorFeedback(Gathered(ChunkedTopK(2, 16)), 0.9)),
+    ErrorFeedback(thinwire.RandomK(0.3, unbiased=False)),
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_vector_that_is_not_finite_is_nan_on_all_ranks_and_changes_no_residual(codec: Codec) -> None:
+    codec = BetweenNodes(codec)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor, bool]:
+        state: dict[str, Tensor] = {}
+        good = compressed_mean_(comm, drawn(70, comm.rank), codec, state).wait()
+        before, bad = {name: x.clone() for name, x in state.items()}, drawn(70, comm.rank)
+        bad[66] = torch.inf if comm.rank == 1 else 0.0
+        bad = compressed_mean_(comm, bad, codec, state).wait()
+        return good, bad, all(torch.equal(x, state[name]) for name, x in before.items())
+
+    found = thinwire.run_threads(4, body, timeout=20)
+    for good, bad, same in found:
+        assert torch.equal(good, found[0][0])
+        assert bad.isnan().all()
+        assert same
+
+
+def test_bytes_between_nodes_are_those_of_the_codec_for_a_part() -> None:
+    n, m, nodes = 1 << 20, 4, 2
+    card = explain(AllReduce(BetweenNodes(ErrorFeedback(OneBit()), m)), parameters=[n], workers=m * nodes)
+    within = 2 * (m - 1) / m * 4 * n + (m - 1) * 4
+    between = 2 * (nodes - 1) * (16 + OneBit().nbytes(n // m // nodes))
+    assert card.sent_bytes_per_step == within + between
+
+
+def test_members_reduce_and_gather_among_themselves() -> None:
+    def body(comm: Comm) -> tuple[list[float], list[float], list[float], float]:
+        odd = Members(comm, range(comm.rank % 2, 6, 2))
+        x = torch.tensor([float(comm.rank), 1.0])
+        return (
+            odd.all_reduce_(x.clone()).wait().tolist(),
+            [row[0].item() for row in odd.all_gather(x).wait()],
+            odd.broadcast_(x.clone(), 1).wait().tolist(),
+            odd.all_reduce_(x.clone(), op="min").wait()[0].item(),
+        )
+
+    found = thinwire.run_threads(6, body)
+    assert found[2] == ([6.0, 3.0], [0.0, 2.0, 4.0], [2.0, 1.0], 0.0)
+    assert found[5] == ([9.0, 3.0], [1.0, 3.0, 5.0], [3.0, 1.0], 1.0)
+
+
+RECIPES: list[Strategy] = [AllReduce(BetweenNodes(codec)) for codec in CODECS]
+
+
+def on_processes() -> list[list[float]]:
+    comm, problem = comm_for(), Regression(4, 4, torch.float32)
+    return [flat(train(comm, strategy, problem, RATES[:4]).model).tolist() for strategy in RECIPES]
+
+
+def test_processes_train_as_threads_do() -> None:
+    problem = Regression(4, 4, torch.float32)
+    found = run_processes(4, on_processes)
+    for place, strategy in enumerate(RECIPES):
+        expected = together(4, strategy, problem, RATES[:4])
+        assert [each[place] for each in found] == expected.tolist(), strategy
+
+
+def test_wrong_nodes_are_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="node_size=0: must be at least 1"):
+        BetweenNodes(node_size=0)
+    with pytest.raises(ConfigError, match="the shapes of tensors are not known here"):
+        BetweenNodes(PowerSGD())
+    with pytest.raises(ConfigError, match="put ErrorFeedback inside"):
+        ErrorFeedback(BetweenNodes(OneBit()))
+    with pytest.raises(ConfigError, match="nodes within nodes"):
+        BetweenNodes(BetweenNodes())
+    with pytest.raises(ConfigError, match=r"with 3 workers: ranks do not fill whole nodes; use a divisor of 3"):
+        explain(AllReduce(BetweenNodes(Bf16())), parameters=[100], workers=3)
