@@ -194,7 +194,7 @@ CASES: dict[str, Sequence[Case]] = {
         Case(DiLoCo(period=3)),
         Case(DiLoCo(period=4, codec=Quantize(4))),
         Case(DiLoCo(period=4, fragments=2, delay=3, mixing=0.5, codec=ErrorFeedback(OneBit()))),
-        Case(DiLoCo(period=4, fragments=3, cut="layers", delay=1, mixing=0.5, weights="samples")),
+        Case(DiLoCo(period=4, fragments=3, delay=1, mixing=0.5, weights="samples")),
     ],
     "Sharded": [Case(Sharded(SlowMo(period=3))), Case(Sharded(DiLoCo(PushSum(), period=3)))],
     "Offloaded": [Case(Offloaded(SlowMo(period=3)))],
