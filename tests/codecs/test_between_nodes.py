@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain means within nodes and coded ones between them."""
 
 from __future__ import annotations

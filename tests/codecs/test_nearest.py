@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nearest levels, the largest of chunks, decaying residuals, and means in one round."""
 
 from __future__ import annotations

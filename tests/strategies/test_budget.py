@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget of bytes: what is sent stays within it and uses it, alike on all ranks."""
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ def test_rounds_that_cannot_be_paid_for_go_on_and_training_converges() -> None:
         (lambda: Budget(budget="0B/s"), "such as 2MB/s"),
         (lambda: Budget(LocalSGD(8)), "there are no bits"),
         (lambda: Budget(LocalSGD(8, codec=ErrorFeedback(TopK()))), "there are no bits"),
+        (lambda: Budget(DiLoCo(period=4, codec=CODEC, delay=1)), "DiLoCo.. without fragments"),
         (lambda: Budget(AllReduce(CODEC)), "there are no bits"),
     ],
 )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A codec for what travels between nodes, beside plain means within them."""
 
 from __future__ import annotations

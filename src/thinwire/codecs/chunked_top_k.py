@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements of every chunk, in few bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payloads that go to all workers as they are, in one round."""
 
 from __future__ import annotations

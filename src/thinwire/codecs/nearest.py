@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few bits an element: rounding to the nearest level, for use with error feedback."""
 
 from __future__ import annotations

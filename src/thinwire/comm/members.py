@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Some of the ranks as a comm of their own; all ranks make the same calls, each among its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements of each chunk of a vector, with packed places and values of a few bits."""
 
 from __future__ import annotations

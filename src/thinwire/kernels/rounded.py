@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to the nearest of a few levels on either side of zero.
 
 A payload is all scales in fp32, then one bit plane after the other, as in `quantized`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mean that is plain within nodes and coded between them."""
 
 from __future__ import annotations

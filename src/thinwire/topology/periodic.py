@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any graph, at every few steps only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The largest elements of each chunk of a vector, with their places and codes of a few bits.
 
    A record for each chunk: its scale in fp32, the places in ascending order, and the codes, each packed into whole

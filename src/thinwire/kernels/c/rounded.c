@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Codes of one to eight bits, each the nearest of 2^bits levels, and the scale that fits them best. */
 
 /* Of the mean absolute value: half the distance of levels that is best for normal numbers. From five bits on the levels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements of each chunk, by torch."""
 
 from __future__ import annotations

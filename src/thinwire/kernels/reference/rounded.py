@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to the nearest of a few levels, by torch."""
 
 from __future__ import annotations

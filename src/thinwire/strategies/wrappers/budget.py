@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spend a given number of bytes: the bits of each message follow from what is left."""
 
 from __future__ import annotations
@@ -82,10 +83,13 @@ class Budget(Wrapper):
                 f"budget={self.budget!r}: a number of bytes per second or step; such as 2MB/s, 500kB/step"
             )
         codec = getattr(self.base, "codec", None)
-        if period_of(self.base) is None or not isinstance(codec, Codec) or with_bits(codec, 1) is None:
+        period = period_of(self.base)
+        ends = period is not None and self.base.averages_at(period)
+        if not ends or not isinstance(codec, Codec) or with_bits(codec, 1) is None:
             raise ConfigError(
-                f"base={self.base}: there are no bits of a round's message to choose; use LocalSGD(), SlowMo() or "
-                "DiLoCo() with a codec that has bits, such as LocalSGD(8, codec=ErrorFeedback(Nearest()))"
+                f"base={self.base}: there are no bits of a round's message to choose; use LocalSGD(), SlowMo(), or "
+                "DiLoCo() without fragments, delay and mixing, with a codec that has bits, such as "
+                "LocalSGD(8, codec=ErrorFeedback(Nearest()))"
             )
 
     @property
