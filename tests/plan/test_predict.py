@@ -23,9 +23,12 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.plan import explain
+from thinwire.plan.candidates import CANDIDATES
 from thinwire.plan.predict import ModelTime, own_work, predict
 from thinwire.simulate import Network, Special
 from thinwire.simulate.wires import PAYLOAD_SHARE
+from thinwire.strategies.recipe import parse
 
 SHAPES = [(250, 1000)] * 4  # 4 MB in fp32
 TIME = ModelTime(forward=0.02, backward=0.03, update=0.01)
@@ -153,3 +156,12 @@ def test_memory_is_that_of_the_vectors_that_a_worker_keeps() -> None:
         for each in (Local(), AllReduce(), DiLoCo(period=8))
     ]
     assert found == [1, 2, 3]
+
+
+@pytest.mark.parametrize("recipe", CANDIDATES)
+def test_predicted_bytes_are_those_of_explain_which_are_those_of_real_runs(recipe: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 150), torch.nn.LayerNorm(150), torch.nn.Linear(150, 7))
+    for workers in (2, 4):
+        found = predict(parse(recipe), parameters=model, workers=workers, network=FAST, model_time=TIME)
+        card = explain(parse(recipe), parameters=model, workers=workers)
+        assert found.busiest_bytes == pytest.approx(card.sent_bytes_per_step, abs=1e-6)
