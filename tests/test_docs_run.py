@@ -279,6 +279,7 @@ LONG = {page for page, size in PROCESSES.items() if size > 4} | {
     "docs/coresets/selection.md",
     "docs/coresets/training.md",
     "docs/fusion/sweeps.md",
+    "docs/how-to/trainers.md",
 }
 
 
@@ -295,7 +296,9 @@ def fragments_of(page: Path) -> list[str]:
     ],
 )
 def test_every_fragment_of_code_runs(page: Path, tmp_path: Path) -> None:
-    processes = run_processes(PROCESSES.get(str(page), 1), run_fragments, str(page), fragments_of(page), str(tmp_path))
+    codes, seconds = fragments_of(page), 110.0 if str(page) in LONG else 60.0
+    size = PROCESSES.get(str(page), 1)
+    processes = run_processes(size, run_fragments, str(page), codes, str(tmp_path), seconds=seconds)
     if processes[0]:
         pytest.skip("; ".join(processes[0]))
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of what a switch keeps, from switching every strategy of the battery to one of its own class.
 
 `python -m tests.battery.switch_table` writes it into `docs/reference/switching.md`.

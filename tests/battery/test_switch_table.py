@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page on switching says what switches do."""
 
 from tests.battery.switch_table import PAGE, written

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds in which workers take different numbers of steps: all in one tensor, the worker on the leading axis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that take different numbers of steps in a round."""
 
 from __future__ import annotations

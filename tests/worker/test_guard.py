@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy that is slower than promised gives way, on all ranks at the same step."""
 
 from __future__ import annotations

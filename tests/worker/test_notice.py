@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank is asked to leave by a signal: all save after the same step and exit, and go on when started again."""
 
 from __future__ import annotations

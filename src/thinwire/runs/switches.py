@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategies that a run goes on with, and after which steps."""
 
 from __future__ import annotations

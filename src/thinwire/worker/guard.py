@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep a recommended strategy only if it is as fast as promised: measured on the first steps, decided together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leave with notice: a signal on one rank stops all ranks after the same step, so that they save and exit together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Let every worker take as many steps of a round as its speed allows."""
 
 from dataclasses import dataclass
