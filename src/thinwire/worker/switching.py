@@ -48,6 +48,13 @@ class Switched:
         after: the recipe from then on.
         kept: names of the old strategy's state with which the new one goes on; an anchor among it has moved.
         dropped: names of state that the new strategy has no use for; what it keeps itself begins anew.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(1, 1)
+        >>> worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.AllReduce())
+        >>> worker.switch("SlowMo(period=12)").before, worker.strategy.period
+        ('AllReduce()', 12)
     """
 
     step: int

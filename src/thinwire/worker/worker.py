@@ -270,13 +270,6 @@ class Worker(ElasticState):
             ConfigError: the strategy cannot serve this model, optimizer or number of workers, or a gradient is waiting
                 for `optimizer.step()`; on all ranks, and nothing has changed.
             MismatchError: ranks name different strategies, or are at different steps.
-
-        Example:
-            >>> import torch, thinwire
-            >>> model = torch.nn.Linear(1, 1)
-            >>> worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.AllReduce())
-            >>> worker.switch("SlowMo(period=12)").before, worker.strategy.period
-            ('AllReduce()', 12)
         """
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
