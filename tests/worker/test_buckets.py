@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, drawn, flat, momentum
-from thinwire import AllReduce, Comm, ConfigError, CountingComm, run_threads
+from thinwire import AllReduce, Comm, ConfigError, CountingComm, Quantize, run_threads
 from thinwire.comm.work import Work, completed
 from thinwire.replica.flat import lay_out, views
 from thinwire.replica.replica import Replica
@@ -156,7 +156,7 @@ def test_ranks_whose_layers_run_in_opposite_orders_exchange_the_same_buckets() -
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_reentrant_checkpoints_send_once_or_are_refused(outside: bool) -> None:
+def test_reentrant_checkpoints_code_gradients_once_or_are_refused(outside: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Again(nn.Module):
@@ -174,7 +174,7 @@ def test_reentrant_checkpoints_send_once_or_are_refused(outside: bool) -> None:
     def train(comm: Comm, reentrant: bool) -> tuple[float, Tensor]:
         model = drawn(Again(reentrant))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        worker = attach(comm, AllReduce(), model=model, optimizer=lambda _: optimizer)
+        worker = attach(comm, AllReduce(codec=Quantize(8)), model=model, optimizer=lambda _: optimizer)
         before = comm.meter.payload_bytes
         model(torch.ones(3, 4) + comm.rank).square().mean().backward()
         optimizer.step()

@@ -110,11 +110,12 @@ class Session:
         self._held = ExitStack()
         self._holding = False
         self.figures = figures_of(self.worker)
-        backward = self.worker.backward
-        if syncs is not None and backward is not None:
+        if syncs is not None:
 
             def follow(module: nn.Module, _: object) -> None:
-                if module.training and torch.is_grad_enabled():
+                # The exchange is another one after `worker.switch`.
+                backward = self.worker.backward
+                if backward is not None and module.training and torch.is_grad_enabled():
                     backward.syncing = syncs()
 
             self.worker.undo.callback(self.worker.model.register_forward_pre_hook(follow).remove)

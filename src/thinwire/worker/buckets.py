@@ -194,6 +194,7 @@ class Backward:
         skips_steps: a rank may leave out a pass, and no others wait for it.
         raises_own: with `skips_steps`, a gradient of this rank that is not finite is an error before it is sent, as
             ranks that are not in step cannot ask each other whose it was.
+        coded: gradients are compressed, so that a pass in several parts would not give what one pass gives.
         syncing: False while gradients accumulate locally.
         unused: parameters that had no gradient on this rank in the last pass.
         exchanged: gradients were exchanged since the last step, in the last pass.
@@ -208,6 +209,7 @@ class Backward:
     find_unused: bool = False
     skips_steps: bool = False
     raises_own: bool = False
+    coded: bool = False
     syncing: bool = True
     unused: list[Tensor] = field(default_factory=list[Tensor])
     exchanged: bool = False
@@ -244,10 +246,11 @@ class Backward:
 
     def _begin(self) -> None:
         self.end_failed()
-        if _in_reentrant_checkpoint():
+        # A mean of means is the same mean; a code of a code is not.
+        if self.coded and _in_reentrant_checkpoint():
             raise ConfigError(
                 f"{self._here}: the first gradient of the backward pass is from within checkpoint(use_reentrant=True), "
-                "which runs a pass of its own, so that gradients would be sent once for each such part; pass "
+                "which runs a pass of its own, so that gradients would be coded and sent once for each such part; pass "
                 "use_reentrant=False"
             )
         self._launched = 0

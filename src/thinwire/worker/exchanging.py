@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from thinwire.strategies.base import nested
 from thinwire.worker.buckets import Backward, cut
 from thinwire.worker.state import WorkerState
 
@@ -34,6 +35,7 @@ def watch_gradients(worker: WorkerState) -> None:
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
         skips_steps=strategy.skips_steps,
+        coded=any(getattr(each, "codec", None) is not None for each in nested(strategy)),
         raises_own=worker.nonfinite == "raise",
     )
     worker.backward.survives = worker.survives
