@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ import torch
 import thinwire
 from examples.own_strategy import InTurn
 from examples.own_strategy import run as run_own
+from tests.browser import BROWSER, QUIET
 from thinwire.emulate.rendezvous import free_port
 from thinwire.registry import recipe_classes
 from thinwire.runs.recipes import BASELINES, parse_recipe
@@ -124,8 +126,8 @@ def test_every_command_line_is_understood(page: Path) -> None:
     shell = "\n".join(body for _, body in blocks(page, "sh")).replace("\\\n", " ")
     lines = [line for line in shell.split("\n") if line.startswith("thinwire ")]
     for line in lines:
-        # A configuration is written by an earlier command of the page.
-        words = shlex.split(re.sub(r"--config \S+", "", line), comments=True)[1:]
+        # A configuration is written by an earlier command of the page, and a shell takes what is redirected.
+        words = shlex.split(re.sub(r"--config \S+|> \S+$", "", line), comments=True)[1:]
         assert is_dataclass(commands.parse(words)), line
         for flag, value in pairwise(words):
             for recipe in value.split(";") if flag in ("--strategy", "--strategies") else ():
@@ -215,8 +217,6 @@ def test_every_class_that_recipes_name_is_in_the_reference(name: str) -> None:
 
 
 def test_the_notebook_runs_without_jupyter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     notebook = json.loads(text(Path("docs/tutorials/notebook.ipynb")))
@@ -273,8 +273,6 @@ def test_the_words_by_which_an_error_is_found_are_in_it() -> None:
 
 
 def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
-    import json
-
     from thinwire.runs import resolve, work
 
     asked = {"task": "digits", "strategy": "LocalSGD(period=2)", "steps": 4, "eval_every": 2, "save_every": 4}
@@ -404,7 +402,7 @@ def test_the_tutorials_strategy_is_as_short_as_it_says() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    for library in ("sphinx", "furo", "myst_parser"):
+    for library in ("sphinx", "furo", "myst_nb"):
         pytest.importorskip(library, reason="the docs group is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", tmp_path / "trees", DOCS, tmp_path / "site"],
@@ -416,3 +414,45 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.search(r'<(script|link|img)[^>]+(src|href)="https?://', page.read_text(encoding="utf-8")), page
+    if BROWSER:
+        assert wider_pages(tmp_path / "site", tmp_path / "profile", width=400) == []
+
+
+SITE_PROBE = """<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
+const pages = PAGES, wide = [];
+const look = number => {
+  if (number === pages.length) {
+    document.getElementById("found").textContent = JSON.stringify({looked: number, wide});
+    return;
+  }
+  const frame = document.createElement("iframe");
+  frame.style = "border:0; width:WIDTHpx; height:800px";
+  frame.src = pages[number];
+  frame.onload = () => {
+    const page = frame.contentDocument;
+    const boxes = [...page.querySelectorAll(".table-wrapper")].filter(box => box.scrollWidth > box.clientWidth + 1);
+    // A table that is wider says so.
+    const silent = boxes.some(box => !box.classList.contains("scrolls"));
+    if (page.documentElement.scrollWidth > WIDTH || silent) wide.push(pages[number]);
+    frame.remove();
+    look(number + 1);
+  };
+  document.body.appendChild(frame);
+};
+look(0);
+</script>"""
+
+
+def wider_pages(site: Path, profile: Path, *, width: int) -> list[str]:
+    """The pages of a site that are wider than a screen of so many pixels, or whose wide tables do not say so."""
+    pages = sorted(str(page.relative_to(site)) for page in site.rglob("*.html") if "_modules" not in page.parts)
+    probe = site / "probe.html"
+    probe.write_text(SITE_PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(width)), encoding="utf-8")
+    done = subprocess.run(
+        [BROWSER, *QUIET, "--allow-file-access-from-files", f"--user-data-dir={profile}", "--window-size=1400,1000",
+         "--virtual-time-budget=120000", "--dump-dom", probe.as_uri()],
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    found = json.loads(re.findall(r'<pre id="found">(\{.*?\})</pre>', done.stdout, re.DOTALL)[0])
+    assert found["looked"] == len(pages)
+    return found["wide"]

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.browser import BROWSER, QUIET
 from tests.report.samples import SAMPLES, write_comparison
 from thinwire.report import write_report
 
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium is installed")
-QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars")
 # Written into a copy of the page: a report itself has no script. A frame is as narrow as a telephone; the window of a
 # headless browser is not always.
 PROBE = """<!doctype html><meta charset="utf-8"><body style="margin:0">
@@ -53,7 +49,7 @@ def seen(page: Path, folder: Path, *, width: int, dark: bool = False) -> dict[st
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     profile = folder / f"profile-{width}-{dark}"
     done = subprocess.run(
-        [BROWSER, *QUIET, "--disable-background-networking", f"--user-data-dir={profile}", scheme,
+        [BROWSER, *QUIET, f"--user-data-dir={profile}", scheme,
          "--window-size=1400,1000", "--virtual-time-budget=5000", "--dump-dom", probe.as_uri()],
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip

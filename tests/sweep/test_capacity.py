@@ -156,7 +156,7 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--optimizer adamw --beta1 0.5:1.5", "beta1=1.5: must lie in [0, 1)"),
         ("--momentum 0:-1", "--momentum range linear:0:-1: its ends must be finite and rise"),
         ("--model-size small,huge", "model_size="),
-        ("--optimizer sgd,lion", "optimizer='lion': a sweep has sgd and adamw"),
+        ("--optimizer sgd,lion", "optimizer='lion': a sweep has sgd, adam, adamw, lamb"),
         ("--batch-size 0,8", "batch_size=0"),
         ("--trials 0", "trials=0: a sweep has at least 1"),
         ("--together 0", "together=0: an array has at least 1 model"),
@@ -167,7 +167,7 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--eval-limit 0", "eval_limit=0: at least 1 held-out example"),
         ("--threads 0", "--threads 0: must lie in 1..4096"),
         ("--batch-size 8:64", "batch_size=linear:8:64: examples are whole"),
-        ("--beta1 0.5:0.9", "sgd has no such hyperparameter; leave it out, or use adamw"),
+        ("--beta1 0.5:0.9", "sgd has no such hyperparameter; leave it out, or use adam or adamw"),
         (
             "--optimizer adamw --momentum 0.9",
             "momentum=0.9: adamw has no such hyperparameter; leave it out, or use sgd",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -257,6 +256,10 @@ def peak_memory(device: str) -> int:
     peak = next((line for line in lines if line.startswith("VmHWM:")), None)
     if peak is not None:
         return 1024 * int(peak.split()[1])
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows
+        return 0
     # In kibibytes on Linux, in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

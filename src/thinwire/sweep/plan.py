@@ -75,7 +75,9 @@ class Plan:
         size = str(hyperparameters.get("model_size", self.task.default_size))
         if size not in self.task.sizes:
             raise ConfigError(f"model_size={size!r}: {self.task.name} has {', '.join(self.task.sizes)}")
-        rest = {name: usual for name, usual in kind.hyperparameters.items() if name != "momentum"}
+        # Those of other optimizers too: `check` says that they have no effect, and a wrong value is wrong anyway.
+        others = {each.name: each.default for each in fields(Setting) if isinstance(each.default, float)}
+        rest = {name: kind.hyperparameters.get(name, usual) for name, usual in others.items()}
         return Setting(
             lr=_number(hyperparameters, "lr", rate),
             momentum=_number(hyperparameters, "momentum", momentum),
