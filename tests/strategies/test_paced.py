@@ -90,14 +90,15 @@ class Clock:
         return self.now
 
 
-def taken(comm: Comm, seconds: list[float], stall: int | None = None) -> list[int]:
+def taken(comm: Comm, seconds: list[float], stall: int | None = None, pause: float = 0.0) -> list[int]:
     """The steps that a rank takes in each of six rounds."""
     clock, counts, model = Clock(), [0], None
     comm.runtime = replace(comm.runtime, clock=clock)
     worker = attach(comm, Paced(LocalSGD(period=12)), model=model)
     while worker.step < 6 * 12:
         before = worker.step
-        clock.now += seconds[comm.rank] * (20 if stall == len(counts) and comm.rank == 0 and not counts[-1] else 1)
+        clock.now += seconds[comm.rank] * (20 if stall == len(counts) and comm.rank == 0 and counts[-1] == 1 else 1)
+        clock.now += pause if before % 12 == 0 else 0.0
         x, y = batch(comm.rank, worker.step)
         worker.optimizer.zero_grad()
         (worker.model(x) - y).square().mean().backward()
@@ -115,8 +116,13 @@ def test_workers_take_as_many_steps_as_their_speeds_allow() -> None:
 
 def test_a_stall_ends_the_round_of_the_worker_that_stalls_and_of_no_other() -> None:
     rows = thinwire.run_threads(2, lambda comm: taken(comm, [1.0, 2.0], stall=3), timeout=20)
-    assert rows[0] == [4, 12, 1, 12, 12, 12]
+    assert rows[0] == [4, 12, 2, 12, 12, 12]
     assert rows[1] == [4, 6, 6, 6, 6, 6]
+
+
+def test_a_pause_between_rounds_is_no_time_of_a_step() -> None:
+    rows = thinwire.run_threads(2, lambda comm: taken(comm, [1.0, 4.0], pause=100.0), timeout=20)
+    assert rows == [[4] + [12] * 5, [4] + [3] * 5]
 
 
 def test_equal_steps_are_the_base_bit_for_bit() -> None:

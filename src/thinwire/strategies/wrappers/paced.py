@@ -20,6 +20,7 @@ from thinwire.strategies.wrapper import Wrapper, period_of
 
 _FIRST_STEPS = 4
 _TIMED_STEPS = 9
+_PAUSE = 4.0
 
 
 @dataclass
@@ -130,13 +131,11 @@ class Paced(Wrapper):
             now = r.comm.runtime.clock()
             clock.seconds = None if clock.mark is None else now - clock.mark
             clock.mark, clock.step = now, r.step
-        if clock.seconds is not None:
-            state["elapsed"] += clock.seconds
-            state["step_seconds"] = state["step_seconds"].roll(1)
-            state["step_seconds"][0] = clock.seconds
-        state["samples"] += r.samples
         period = period_of(self.base) or 1
         count = (r.step - 1) % period + 1
+        if clock.seconds is not None:
+            self._time(r, clock.seconds, first=count == 1)
+        state["samples"] += r.samples
         if not self._ends(r, count, period):
             return
         r.step += period - count
@@ -150,6 +149,17 @@ class Paced(Wrapper):
             state[name].zero_()
         # The wait for others is no step's.
         clock.mark = r.comm.runtime.clock()
+
+    def _time(self, r: Replica, seconds: float, *, first: bool) -> None:
+        """Count the time of a step."""
+        state, pace = r.state, _pace(r)
+        # Between rounds a loop may evaluate or save, and that is no step's time.
+        if first and seconds > _PAUSE * pace:
+            state["elapsed"] += pace
+            return
+        state["elapsed"] += seconds
+        state["step_seconds"] = state["step_seconds"].roll(1)
+        state["step_seconds"][0] = seconds
 
     def _ends(self, r: Replica, count: int, period: int) -> bool:
         """Whether this worker's round is over."""
