@@ -310,7 +310,7 @@ WRAPPERS: dict[type, Callable[[Any], Strategy]] = {
     Offloaded: lambda base: Offloaded(with_outer_step(base)),
     NodeAverage: lambda base: NodeAverage(base, period=1, node_size=1),
     Streaming: lambda base: Streaming(base, fragments=2),
-    Paced: lambda base: Paced(base, steps=(1,)),
+    Paced: lambda base: Paced(base, steps=(3,)),
     Budget: lambda base: Budget(with_bits(base), "1MB/step"),
     Probe: lambda base: Probe(base, every=2),
 }

@@ -32,7 +32,7 @@ def names_of(each: Case) -> tuple[list[str], list[str], list[str]]:
         before = {name: x.clone() for name, x in worker.replicas[0].state.items()}
         done = worker.switch(each.strategy)
         after = worker.replicas[0].state
-        same = [name for name in done.kept if torch.equal(after[name], before[name])]
+        same = [name for name in done.kept if name in after and torch.equal(after[name], before[name])]
         worker.detach()
         return same, [name for name in done.kept if name not in same], list(done.dropped)
 

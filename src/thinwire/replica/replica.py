@@ -122,8 +122,8 @@ class Replica:
         """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
-    def override_lr(self, lr: float) -> None:
-        """Let this part's learning rate be this number from now on, equal on all ranks, and not the optimizer's."""
+    def override_lr(self, lr: float | Tensor) -> None:
+        """Let this part's learning rate be this one from now on, and not the optimizer's."""
         self._lr = lambda: lr
 
     @property

@@ -2,7 +2,6 @@
 """Let every worker take as many steps of a round as its speed allows."""
 
 from dataclasses import dataclass
-from math import isnan, nan
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -49,7 +48,7 @@ class Paced(Wrapper):
     `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
-    be measured. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve numbers.
+    be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve numbers.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
@@ -111,10 +110,10 @@ class Paced(Wrapper):
     def start(self, r: Replica) -> None:
         """Start the base; nothing is known of speeds."""
         super().start(r)
-        for name, value in (("round_seconds", nan), ("elapsed", 0.0), ("samples", 0.0)):
-            r.state[name] = torch.tensor(value, dtype=torch.float64)
-        # Of the last steps, across rounds: a stall is one of several.
-        r.state["step_seconds"] = torch.full((_TIMED_STEPS,), nan, dtype=torch.float64)
+        for name in ("round_seconds", "elapsed", "samples"):
+            r.state[name] = torch.zeros((), dtype=torch.float64)
+        # Of the last steps, across rounds: a stall is one of several. Zero is not known.
+        r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64)
 
     def restart(self, r: Replica) -> None:
         """As the base."""
@@ -133,7 +132,7 @@ class Paced(Wrapper):
             clock.mark, clock.step = now, r.step
         period = period_of(self.base) or 1
         count = (r.step - 1) % period + 1
-        if clock.seconds is not None:
+        if clock.seconds is not None and not self.steps:
             self._time(r, clock.seconds, first=count == 1)
         state["samples"] += r.samples
         if not self._ends(r, count, period):
@@ -154,7 +153,7 @@ class Paced(Wrapper):
         """Count the time of a step."""
         state, pace = r.state, _pace(r)
         # Between rounds a loop may evaluate or save, and that is no step's time.
-        if first and seconds > _PAUSE * pace:
+        if first and 0 < _PAUSE * pace < seconds:
             state["elapsed"] += pace
             return
         state["elapsed"] += seconds
@@ -166,34 +165,38 @@ class Paced(Wrapper):
         if self.steps or r.comm.size == 1 or r.x.is_meta:
             return count >= (self.steps[r.comm.rank % len(self.steps)] if self.steps else period)
         seconds, elapsed, pace = float(r.state["round_seconds"]), float(r.state["elapsed"]), _pace(r)
-        if isnan(seconds):
+        if not seconds:
             return count >= min(_FIRST_STEPS, period)
         # Another step must not bring it further from the end than it is now.
-        return count >= period or elapsed + (0.0 if isnan(pace) else pace / 2) >= seconds
+        return count >= period or elapsed + pace / 2 >= seconds
 
     def _share(self, r: Replica, period: int) -> float:
         """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
         rate: Any = r.lr
-        if isinstance(rate, Tensor) and rate.ndim:
-            raise ConfigError(
-                f"{self}: parameter groups with different learning rates, which workers at different steps cannot "
-                "agree on; use one rate for all"
-            )
-        mine = torch.tensor([_pace(r), float(r.state["samples"]), float(rate)], dtype=torch.float64)
+        own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
+        mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64)
         # Of the parameters' device, as NCCL sends no other.
         found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
         if found.is_meta:
             return 1.0
         rows: list[list[float]] = found.tolist()
-        paces = [row[0] for row in rows if not isnan(row[0])]
+        paces = [row[0] for row in rows if row[0]]
         if paces:
             r.state["round_seconds"].fill_(period * min(paces))
-        # The rate of the step is that of rank 0, which outer steps may divide by.
-        self.inner(r).override_lr(rows[0][2])
+        if any(row[2] != rows[0][2] for row in rows):
+            if isinstance(rate, Tensor) and rate.ndim:
+                raise ConfigError(
+                    f"{self}: groups with different learning rates that change between a round's steps, on which "
+                    "workers cannot agree; use one rate for all, or change the rates at multiples of the period"
+                )
+            # Outer steps may divide by the rate, and all must take the same one.
+            rate = rows[0][2]
+        self.inner(r).override_lr(rate)
         total = sum(row[1] for row in rows)
         return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * len(rows) / total
 
 
 def _pace(r: Replica) -> float:
-    """The median of the last steps' times, in seconds; NaN where none was measured."""
-    return float(r.state["step_seconds"].nanmedian())
+    """The median of the last steps' times, in seconds; zero where none was measured."""
+    times = r.state["step_seconds"]
+    return float(times[times > 0].median()) if bool((times > 0).any()) else 0.0
