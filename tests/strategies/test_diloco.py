@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.battery import adapters as to
-from tests.oracles.codecs import TwoStages, signs
+from tests.oracles.codecs import Agreed, TwoStages, signs
 from tests.oracles.common import Descent
 from tests.oracles.diloco import Outer, descent, streaming_diloco
 from tests.pool import run_processes
@@ -55,21 +55,22 @@ def outer_of(outer: OuterOptimizer) -> Callable[[], Outer]:
     return descent(0.7, 0.6, nesterov=True) if outer == NESTEROV else descent(outer.lr)
 
 
+def in_signs() -> Agreed:
+    """Means of a fragment in signs, with the errors kept."""
+    stages: list[TwoStages] = []
+
+    def agree(rows: Tensor, _: int) -> Tensor:
+        stages[:] = stages or [TwoStages(signs(8), 8, [rows.shape[1]])]
+        return stages[0](rows)
+
+    return agree
+
+
+MEANS: dict[Codec, Callable[[], Agreed]] = {SIGNS: in_signs, LEVELS: to.in_levels(8, 8)}
+
+
 def expected(n: int, strategy: DiLoCo, dtype: torch.dtype = DOUBLE, samples: Any = (), **settings: Any) -> Tensor:
     problem = Regression(n, STEPS, dtype)
-    mean: Any = None
-    if strategy.codec == SIGNS:
-
-        def mean() -> Any:
-            stages: list[TwoStages] = []
-
-            def agree(rows: Tensor, _: int) -> Tensor:
-                stages[:] = stages or [TwoStages(signs(8), 8, [rows.shape[1]])]
-                return stages[0](rows)
-
-            return agree
-    elif strategy.codec == LEVELS:
-        mean = to.in_levels(8, 8)
     return streaming_diloco(
         problem.gradient,
         problem.start.expand(n, -1),
@@ -80,7 +81,7 @@ def expected(n: int, strategy: DiLoCo, dtype: torch.dtype = DOUBLE, samples: Any
         edges=even(strategy.fragments),
         delay=strategy.delay,
         mixing=strategy.mixing,
-        mean=mean,
+        mean=MEANS[strategy.codec] if strategy.codec else None,
         feedback=strategy.codec == SIGNS,
         samples=samples,
     )

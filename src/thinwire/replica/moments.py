@@ -125,7 +125,7 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
     Raises:
         ConfigError: such a step fails.
     """
-    return tuple(sorted(set().union(*(_moment_names(each) for each in parts_of(optimizer)))))
+    return tuple(sorted(set[str]().union(*(_moment_names(each) for each in parts_of(optimizer)))))
 
 
 def _moment_names(optimizer: Optimizer) -> set[str]:
