@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -79,7 +79,7 @@ def attach(
         with worker.consensus() as agreed:
             for i, each in enumerate(models):
                 if plain_model(each) is agreed and i < len(weights):
-                    state: Mapping[str, Any] = accelerator.get_state_dict(each, unwrap=False)
+                    state = cast(dict[str, Any], accelerator.get_state_dict(each, unwrap=False))
                     weights[i] = {name: x.detach().clone() for name, x in state.items()}
         session.save(folder)
 
