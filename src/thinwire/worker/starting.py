@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
 """Where workers start: with which strategy, and from flat vectors with rank 0's parameters and buffers."""
-=======
-"""Where workers start: flat vectors, with rank 0's parameters and buffers."""
->>>>>>> b2572c0 (Docs say what elastic workers and trainers' integrations do now; licences of new files)
 
 from __future__ import annotations
 
