@@ -48,7 +48,8 @@ class Paced(Wrapper):
     `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
-    be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve numbers.
+    be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes
+    to each other worker per round. State: twelve numbers.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
