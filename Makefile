@@ -9,7 +9,7 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test test-all gpu coverage check format bench reproduce docs dist clean help
+.PHONY: demo test test-all gpu coverage check types layout format bench reproduce docs dist clean help
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -23,8 +23,9 @@ $(VENV)/ok: pyproject.toml constraints.txt
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
 	$(BIN)/thinwire demo
 
+# `check` has run the tests of the architecture already.
 test: $(VENV)/ok check  ## set-up, checks and the core tests; at most 8 minutes on two cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=10
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/test_architecture.py --durations=10
 
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too
 	$(BIN)/python -m pip install --quiet --group docs
@@ -40,7 +41,12 @@ check: $(VENV)/ok ## format, lint, types, architecture
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/python tools/spdx.py --check
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 types layout
+
+types: $(VENV)/ok
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layout: $(VENV)/ok
 	$(BIN)/python -m pytest tests/test_architecture.py -p no:randomly --no-cov
 
 format: $(VENV)/ok  ## let ruff write
