@@ -209,7 +209,7 @@ def work(task: dict[str, Any]) -> None:
         middle = torch.stack(rows).median(0).values.tolist()
         slowest = torch.stack(rows).amax(0).tolist()
         count = len(step.ready)
-        figures = {
+        figures: dict[str, Any] = {
             "recipe": recipe,
             **asdict(group),
             "cores": len(os.sched_getaffinity(0)),
