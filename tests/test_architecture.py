@@ -73,6 +73,7 @@ MADE_OF = {
     ("strategies.local.streaming", "strategies.local.overlap_local_sgd"),
     ("strategies.wrappers.outer_state", "strategies.local.slow_momentum"),
     ("strategies.wrappers.node_average", "strategies.local.local_sgd"),
+    ("strategies.wrappers.paced", "strategies.local.local_sgd"),
     ("strategies.wrappers.budget", "strategies.local.local_sgd"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
