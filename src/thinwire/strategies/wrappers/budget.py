@@ -172,7 +172,8 @@ def with_bits(codec: Codec, bits: int) -> Codec | None:
 
 @lru_cache(maxsize=1024)
 def _cost(codec: Codec, n: int, size: int) -> float:
-    """The bytes that a worker sends in a mean of n elements."""
-    comm = CountingComm(0, size)
+    """The most bytes that any worker sends in a mean of n elements."""
+    # The last rank, which keeps the shortest piece, sends the most.
+    comm = CountingComm(size - 1, size)
     compressed_mean_(comm, torch.empty(n, device="meta"), codec, {}).wait()
     return comm.meter.payload_bytes
