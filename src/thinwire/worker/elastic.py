@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -27,6 +28,7 @@ from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLo
 from thinwire.membership.elastic_comm import Connector, ElasticComm
 from thinwire.membership.fleet import Fleet, fleet_from_environment
 from thinwire.membership.membership import Membership, StoreLostError
+from thinwire.membership.patience import Patience
 from thinwire.membership.view import Progress, View, outcome
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded
@@ -80,6 +82,8 @@ class Elastic:
         self._size = 0 if self.view.progress else self.view.size  # of the last view that was opened; 0 of none yet
         self._opens_at: int | None = None
         self._worker: WorkerState | None = None
+        self._patience = Patience(comm.timeout)
+        self._round_ended = time.monotonic()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +238,10 @@ class Elastic:
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
         mine = torch.tensor([self._round, self._membership.requests()], device=self._comm.check_device)
-        rows = self._comm.comm._all_gather(mine).wait()  # pyright: ignore[reportPrivateUsage]
+        rows = self._comm.comm._all_gather(mine).wait()
+        now = time.monotonic()
+        self._patience.record(now - self._round_ended)
+        self._round_ended, self._comm.timeout = now, self._patience.seconds
         self._requests = max(int(row[1]) for row in rows)
 
     def _may_send(self, step: int) -> bool:
@@ -291,7 +298,7 @@ class Elastic:
             view.epoch,
             rank,
             view.size,
-            self._comm.timeout,
+            self._membership.timeout,
             lambda: any(self._membership.state(each) is State.ENDED for each in view.members),
         )
         self._comm.use(comm)
