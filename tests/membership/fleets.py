@@ -120,7 +120,7 @@ def run_fleet(
             if number >= size:
                 started[joins[number - size]].wait(30)
             model = net(number)
-            options = {"bucket_bytes": 48, **settings}
+            options: dict[str, Any] = {"bucket_bytes": 48, **settings}
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=timeout, **options)
             end.epochs.append((worker.view.epoch, worker.view.members))
             worker.on_view(lambda view: end.epochs.append((view.epoch, view.members)))

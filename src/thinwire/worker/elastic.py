@@ -238,7 +238,7 @@ class Elastic:
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
         mine = torch.tensor([self._round, self._membership.requests()], device=self._comm.check_device)
-        rows = self._comm.comm._all_gather(mine).wait()
+        rows = self._comm.confirm(mine).wait()
         now = time.monotonic()
         self._patience.record(now - self._round_ended)
         self._round_ended, self._comm.timeout = now, self._patience.seconds

@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def _send(comm: Comm, content: Tensor, dst: int) -> None:
     comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
     sent: deque[Work[list[Tensor]]] = deque()
     for chunk in content.split(_CHUNK_BYTES):
-        checksum = torch.tensor([zlib.crc32(chunk.numpy().tobytes())])
+        checksum = torch.tensor([_checksum(chunk)])
         sent.append(comm.send_recv(torch.cat([chunk, checksum.view(torch.uint8)]).to(device), [dst], []))
         if len(sent) > _AHEAD:
             sent.popleft().wait()
@@ -91,8 +92,12 @@ def _receive(comm: Comm, src: int) -> Tensor:
         like = torch.empty(len(part) + 8, dtype=torch.uint8, device=device)
         received = comm.send_recv(like, [], [src]).wait()[0].cpu()
         part.copy_(received[:-8])
-        if zlib.crc32(part.numpy().tobytes()) != int(received[-8:].clone().view(torch.int64)):
+        if _checksum(part) != int(received[-8:].clone().view(torch.int64)):
             raise CommError(
                 f"rank {comm.rank}: what rank {src} sent of its state was damaged on the way; start this worker again"
             )
     return content
+
+
+def _checksum(chunk: Tensor) -> int:
+    return zlib.crc32(cast(Any, chunk.numpy()))
