@@ -127,20 +127,27 @@ class Membership:
         return self._accept(self._read(0))
 
     def _join(self) -> View:
-        number = self._ask(lambda store: store.add("joins", 1))
-        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self._row])))
+        number = self._request()
         epoch, end = self._hint(), time.monotonic() + self.timeout
         while True:
             while self._ask(lambda store, key=f"view/{epoch}": store.check([key])):
                 view, epoch = self._read(epoch), epoch + 1
                 if view.rank(self.worker) is not None:
                     return self._accept(view)
+                if view.requests >= number:
+                    number = self._request()  # the others were faster than this worker could give its name
             if time.monotonic() > end:
                 raise CommTimeoutError(
                     f"the run in this store did not take this worker in within {self.timeout:g} s: it has ended, or "
                     "its steps take longer; to begin a new run in the same store, name it with THINWIRE_RUN"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _request(self) -> int:
+        """Ask to join; returns the number of the request."""
+        number = self._ask(lambda store: store.add("joins", 1))
+        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self._row])))
+        return number
 
     # -- a change of view ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,11 +26,13 @@ class Progress:
         ready: False for one that has joined, and has not got the others' state yet.
 
     Example:
-        >>> from thinwire.membership.view import Progress, outcome
-        >>> outcome([Progress(7, True, 3), Progress(7, False, 3)], round=7), outcome([Progress(7, True, 3)], round=7)
-        (False, True)
-        >>> outcome([Progress(8, False, 3), Progress(7, True, 3)], round=7)  # somebody is in the next round already
-        True
+        >>> from thinwire.membership.view import Progress, settled
+        >>> settled([Progress(7, True, 3), Progress(7, True, 3)])
+        7
+        >>> settled([Progress(7, True, 3), Progress(7, False, 3)])
+        6
+        >>> settled([Progress(8, False, 3), Progress(7, True, 3)])  # somebody is in the next round already
+        7
     """
 
     round: int
@@ -39,10 +41,11 @@ class Progress:
     ready: bool = True
 
 
-def outcome(workers: list[Progress], *, round: int) -> bool:
-    """Whether all survivors keep the result of a round that one of them is in; else all repeat it."""
+def settled(workers: Collection[Progress]) -> int:
+    """The last round whose result all survivors keep; they repeat the next one, as far as they have begun it."""
     last = max(each.round for each in workers)
-    return round < last or all(each.done for each in workers if each.round == last)
+    # Who is a round behind may have put it back already, in a view that ended before all had connected.
+    return last if all(each.round == last and each.done for each in workers) else last - 1
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from thinwire.membership.elastic_comm import Connector, ElasticComm
 from thinwire.membership.fleet import Fleet, fleet_from_environment
 from thinwire.membership.membership import Membership, StoreLostError
 from thinwire.membership.patience import Patience
-from thinwire.membership.view import Progress, View, outcome
+from thinwire.membership.view import Progress, View, settled
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, nested
@@ -137,10 +137,10 @@ class Elastic:
             type(each).before_step not in (Strategy.before_step, Wrapper.before_step) for each in nested(strategy)
         )
 
-        self._undo = worker.undo.callback(self.close)
+        worker.undo.callback(self.close)
         if self.view.progress:
             # Of a run that has begun: its state comes from one of its workers.
-            self._round = max(each.round for each in self.view.ready.values())
+            self._round = settled(self.view.ready.values())
             self._open_again()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
@@ -262,8 +262,8 @@ class Elastic:
             requests: of workers that ask to join, how many are to be taken in; None is nobody.
         """
         self._next_view(problem, requests)
-        others = list(self.view.ready.values())
-        keep = repeats and self._done and outcome(others, round=self._round)
+        others = self.view.ready.values()
+        keep = repeats and self._round <= settled(others)
         if not keep:
             if repeats:
                 self._round, self._done = self._round - 1, True
@@ -465,6 +465,7 @@ def _silent(strategy: Strategy) -> bool:
     return type(strategy).after_step in hooks
 
 
+@torch.no_grad()
 def _put_back(r: Replica, before: _Kept) -> None:
     if before.x is not None:
         r.x.copy_(before.x)
