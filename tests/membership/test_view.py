@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views and the rule by which survivors keep a round or repeat it; agreement in one store."""
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.comm.base import Comm
 from thinwire.comm.liveness import State
 from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
@@ -417,6 +418,18 @@ def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
     views = Elastic(fleet.membership, fleet.connector, ElasticComm(timeout=timeout))
     views.connect()
     return views
+
+
+def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.device) -> None:
+    """Check that all ranks are started alike, and that who joins an elastic run is started as it was.
+
+    Raises:
+        MismatchError: with the first difference.
+    """
+    if views is None:
+        agree(comm, facts, device)
+    else:
+        views.agree(facts, device)
 
 
 def check_elastic(

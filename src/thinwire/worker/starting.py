@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
+from thinwire.worker.compatibility import check_start
+from thinwire.worker.handshake import equal_on_all
 from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
 
@@ -40,6 +43,20 @@ def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) 
     """What "auto" stands for on these ranks; they have agreed that all ask for it."""
     # By name, because plans lie above this package: to predict a strategy, they attach workers.
     return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
+
+
+def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:
+    """The parameters of the first step, and the strategy's state."""
+    if init == "broadcast":
+        broadcast(worker)
+    else:
+        equals = [equal_on_all(worker.comm, replica.x) for replica in worker.replicas]
+        check_start(worker.strategy, equal=all(equals))
+        for replica in worker.replicas:
+            replica.equal_start = all(equals)
+    with torch.no_grad():
+        for replica in worker.replicas:
+            worker.strategy.start(replica)
 
 
 def broadcast(worker: WorkerState) -> None:

@@ -33,16 +33,15 @@ from thinwire.worker.compatibility import (
     check_compatible,
     check_mesh,
     check_skipped_steps,
-    check_start,
     several_evaluations,
 )
-from thinwire.worker.elastic import ElasticState, check_elastic, enter
+from thinwire.worker.elastic import ElasticState, agree_with, check_elastic, enter
 from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
-from thinwire.worker.handshake import agree, equal_on_all, facts_of, fingerprint
+from thinwire.worker.handshake import agree, facts_of, fingerprint
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
-from thinwire.worker.starting import average_buffers, broadcast, check_named, choose, make_replicas
+from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start
 from thinwire.worker.state import Policy
 from thinwire.worker.switching import Switched
 
@@ -550,10 +549,7 @@ def attach(
     facts = facts_of(model, optimizer, named, settings)
     # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
     # waiting for a rank that has raised.
-    if views is None:
-        agree(comm, facts, device)
-    else:
-        views.agree(facts, device)
+    agree_with(views, comm, facts, device)
     if automatic:
         strategy = choose(optimizer, named, comm)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
@@ -571,20 +567,8 @@ def attach(
         agree(mesh.block.whole, facts, device)
         worker.block = mesh.folder
     make_replicas(worker, named, mesh)
-    if views is not None and views.joins:
-        init = "broadcast"  # its state comes from another worker
-    elif init == "broadcast":
-        broadcast(worker)
-    else:
-        equals = [equal_on_all(comm, replica.x) for replica in worker.replicas]
-        equal = all(equals)
-        check_start(strategy, equal=equal)
-        for replica in worker.replicas:
-            replica.equal_start = equal
-    if views is None or not views.joins:
-        with torch.no_grad():
-            for replica in worker.replicas:
-                strategy.start(replica)
+    if views is None or not views.joins:  # who joins gets parameters and state from another worker
+        start(worker, init)
     worker.nonfinite = nonfinite
     if views is not None:
         worker.elastic, worker.survives = views, views.gradients
