@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire import DiLoCo, OuterOptimizer, Streaming
+from thinwire import DiLoCo, OuterOptimizer
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
 
 STEPS = 22
 # The values before each step in torchft's test_diloco_mocked_failure_recovery_0.json.
 FIRST = (1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59, -61, -63, -65, -67, -69, -83)
 SECOND = (1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53, -55, -57, -71, -73, -75, -77)
-RECIPE = Streaming(DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=2.0)), fragments=2)
+RECIPE = DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=2.0), fragments=2)
 
 
 class Two(nn.Module):

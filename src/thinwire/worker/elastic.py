@@ -229,10 +229,10 @@ class Elastic:
 
     def _end_round(self, sent: bool) -> None:
         self._done = True
-        if not sent:
-            self._round -= 1  # so it was on all ranks
-        elif self._comm.size == 1:
+        if self._comm.size == 1:
             self._requests = self._membership.requests()
+        elif not sent:
+            self._round -= 1  # so it was on all ranks
         else:
             self.confirm()
 
@@ -249,7 +249,11 @@ class Elastic:
         """Whether a hook after so many steps may communicate; where it cannot, nothing has to be kept for it."""
         if self.worker.strategy.averages_at(step):
             return True
-        return any(not each.has_period or step % getattr(each, "period", 1) == 0 for each in self._parts)
+        return any(
+            # Fragments of the parameters are averaged at steps between.
+            not each.has_period or getattr(each, "fragments", 1) > 1 or step % getattr(each, "period", 1) == 0
+            for each in self._parts
+        )
 
     # -- a change of view ------------------------------------------------------------------------------------------
 
