@@ -27,12 +27,12 @@ RECIPE = DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=2.0), fragments=2)
 
 
 class Two(nn.Module):
-    """The fragment that is sent first is the last of the vector."""
+    """A fragment for each of two numbers, which are sent in their order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.second = nn.Parameter(torch.ones(1, 1))
         self.first = nn.Parameter(torch.ones(1, 1))
+        self.second = nn.Parameter(torch.ones(1, 1))
 
 
 def test_the_survivor_and_the_recovered_replica_have_the_published_values() -> None:
