@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.battery.cases import STRATEGIES
 from tests.battery.runs import Case, ended, together
-from tests.battery.test_processes import FAMILIES
+from tests.battery.test_processes import KINDS
 from tests.pool import run_processes
 from tests.problems import distance, flat
 from tests.simulate.helpers import setting_of, simulated
@@ -20,7 +20,7 @@ from thinwire import Comm, Strategy, simulate
 from thinwire.simulate import Network
 
 DETERMINISTIC = [each for each in STRATEGIES if each.reproducible]
-FIRST = [next(each for each in DETERMINISTIC if type(each.strategy) is kind) for kind in FAMILIES]
+FIRST = [next(each for each in DETERMINISTIC if type(each.strategy) is kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("each", DETERMINISTIC, ids=str)
