@@ -173,7 +173,7 @@ def shell(wheel: Path, tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_every_command_is_run_or_only_checked() -> None:
-    known = ("thinwire ", "python ", "torchrun ", "#!/bin/bash")
+    known = ("thinwire ", "python ", "torchrun ", "srun ", "#!/bin/bash")
     assert not [line for _, line in commands() if not line.startswith((*known, *CHECKED))]
     assert len(RUN) > 10
 

@@ -15,6 +15,7 @@ import thinwire
 from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from thinwire import Comm
+from thinwire.plan.traffic import topologies
 from thinwire.strategies.recipe import brief
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "switching.md"
@@ -44,6 +45,8 @@ def table() -> str:
     """All rows, as Markdown."""
     rows = ["| Strategy | Kept | Set to where workers are | Begun anew |", "|---|---|---|---|"]
     for each in STRATEGIES:
+        if not all(type(topology).__module__.startswith("thinwire.") for topology in topologies(each.strategy)):
+            continue  # a graph that only tests have
         columns = names_of(each)
         if not is_first(each) and not any(columns):
             continue

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from reproductions.shared import claims, command
-from reproductions.shared.claims import MODULES, Result, claim, last_result, write_result
+from reproductions.shared.claims import MODULES, Result, claim, judged, last_result, write_result
 from thinwire import __version__
 from thinwire.cli import commands, main
 from thinwire.cli.demo import conclusions
@@ -191,7 +191,8 @@ def test_an_unknown_reproduction_is_refused_with_the_nearest(capsys):
 
 
 def result(holds=True):
-    return Result(holds, "8 times less", 8.0, 7.9, 8.1, {"link": None})
+    parts = dict.fromkeys(claim("local-sgd-bytes").parts, judged(holds))
+    return Result(parts, "8 times less", 8.0, 7.9, 8.1, {"link": None})
 
 
 def test_outside_a_checkout_reproduce_says_so(tmp_path, monkeypatch, capsys):
@@ -207,7 +208,7 @@ def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
     write_result(folder, claim("local-sgd-bytes"), result(), quick=True, when="2026-01-01")
     found = last_result("made-up")
     assert found is not None and found["measured"] == "8 times less"
-    assert "It holds." in (folder / "report.md").read_text()
+    assert "**Verdict: holds.**" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])

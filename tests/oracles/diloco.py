@@ -12,13 +12,13 @@ from torch import Tensor
 from tests.oracles.codecs import Agreed, Update
 from tests.oracles.common import Gradient
 
-Outer = Callable[[Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, Tensor], Tensor]
 
 
-def descent(lr: float, momentum: float = 0.0, *, nesterov: bool = False) -> Callable[[], Outer]:
+def descent(lr: float, momentum: float = 0.0, *, nesterov: bool = False) -> Callable[[], Rule]:
     """Makes SGD as an outer optimizer: from the common point and the outer gradient to the next point."""
 
-    def begin() -> Outer:
+    def begin() -> Rule:
         velocity: Tensor | float = 0.0
 
         def step(point: Tensor, gradient: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Fragment:
         tracks: each says how far it has come since it last spoke.
     """
 
-    def __init__(self, x: Tensor, outer: Outer, mean: Agreed | None, *, tracks: bool) -> None:
+    def __init__(self, x: Tensor, outer: Rule, mean: Agreed | None, *, tracks: bool) -> None:
         self.point, self.outer, self.mean, self.tracks = x.mean(0), outer, mean, tracks
         self.said, self.known = x, x.mean(0)
         self.seen = torch.zeros(len(x), dtype=x.dtype)
@@ -74,7 +74,7 @@ def streaming_diloco(
     steps: int,
     *,
     period: int,
-    outer: Callable[[], Outer],
+    outer: Callable[[], Rule],
     edges: Sequence[int] = (),
     delay: int = 0,
     mixing: float = 0.0,

@@ -431,7 +431,7 @@ def test_a_worker_waits_if_and_only_if_a_message_is_later_than_the_staleness(sta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DOUBLE, marks=pytest.mark.slow)])
-def test_mass_is_conserved_for_thousands_steps_of_random_delays(dtype: torch.dtype) -> None:
+def test_mass_is_conserved_for_thousands_of_steps_of_random_delays(dtype: torch.dtype) -> None:
     n, count = 3, 10_000 if dtype is DOUBLE else 1_000
     strategy, x = EagerPushSum(staleness=3), scattered(n, 4, dtype)
     delays = torch.randint(1, 6, (count, n, n), generator=torch.Generator().manual_seed(0)).tolist()

@@ -26,6 +26,7 @@ from thinwire import (
     AllReduce,
     AsyncLeaderSGD,
     BackupWorkers,
+    Budget,
     Choco,
     CoCoD,
     Comm,
@@ -46,10 +47,12 @@ from thinwire import (
     LocalSGD,
     MinibatchLocalSGD,
     MultiLeaderSGD,
+    Nearest,
     NodeAverage,
     Offloaded,
     OuterOptimizer,
     OverlapLocalSGD,
+    Paced,
     ParameterServer,
     Probe,
     PushSum,
@@ -307,6 +310,22 @@ BASES: dict[str, list[Case]] = {
             Offloaded(SlowMo(period=5, momentum=0.5, lr=0.9)),
             lambda n, a: SlowMomentum(Machine(a), 5),
             {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "Paced": [
+        Case(
+            Paced(LocalSGD(2), steps=(2,)),
+            lambda n, a: compositions.Means(2, a),
+            dict.fromkeys((*WRAPPER_NAMES, "Streaming"), "a late worker leaves out steps|has no period|plain means"),
+        )
+    ],
+    "Budget": [
+        # With eight bits a round, a mean that is nearly exact.
+        Case(
+            Budget(LocalSGD(2, codec=ErrorFeedback(Nearest(block=8))), "1MB/step"),
+            lambda n, a: compositions.Means(2, a),
+            {**NOT_MEASURED, **IN_FLIGHT},
+            tolerance=2e-2,
         )
     ],
     "NodeAverage": [

@@ -17,7 +17,7 @@ import thinwire
 from tests.battery import adapters as to
 from tests.oracles.codecs import Agreed, TwoStages, signs
 from tests.oracles.common import Descent
-from tests.oracles.diloco import Outer, descent, streaming_diloco
+from tests.oracles.diloco import Rule, descent, streaming_diloco
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, together, train
 from thinwire import (
@@ -51,7 +51,7 @@ def even(fragments: int, n: int = 34) -> list[int]:
     return [f * n // fragments for f in range(fragments + 1)]
 
 
-def outer_of(outer: OuterOptimizer) -> Callable[[], Outer]:
+def outer_of(outer: OuterOptimizer) -> Callable[[], Rule]:
     return descent(0.7, 0.6, nesterov=True) if outer == NESTEROV else descent(outer.lr)
 
 

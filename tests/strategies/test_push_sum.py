@@ -371,7 +371,7 @@ def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: 
         again.load_state_dict(state)
         steps(again, batches(comm.rank, 7, 6))
         again.detach()
-        return flat(whole.model), flat(again.model), len(state["replicas"][0]["inflight"])
+        return flat(whole.model), flat(again.model), len(next(iter(state.values()))[0]["replicas"][0]["inflight"])
 
     plain = thinwire.run_threads(4, lambda comm: flat(finished(comm, strategy).model))
     for (uninterrupted, resumed, kept), never_saved in zip(thinwire.run_threads(4, body), plain, strict=True):

@@ -38,7 +38,7 @@ class Nearest(Codec):
         >>> import torch
         >>> from thinwire import Nearest
         >>> codec, x = Nearest(bits=2, block=8), torch.tensor([3.0, -1.0, 1.0, -3.0])
-        >>> codec.decode(codec.encode(x, {}), x).tolist(), codec.nbytes(2048)
+        >>> codec.decode(codec.encode(x, {}), x).round(decimals=4).tolist(), codec.nbytes(2048)
         ([3.0, -1.0, 1.0, -3.0], 1536)
     """
 

@@ -28,7 +28,7 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
     Example:
         >>> from thinwire.emulate import parse_links
         >>> from thinwire.plan.networks import network_of_links
-        >>> network = network_of_links(parse_links("100mbit+5ms,2:10mbit", 3))
+        >>> network = network_of_links(parse_links("100mbit+5ms,2:10mbit+5ms", 3))
         >>> network.bits_per_second, network.specials[0].ranks, network.specials[0].bits_per_second
         (100000000.0, (2,), 10000000.0)
     """

@@ -137,7 +137,8 @@ def _moment_names(optimizer: Optimizer) -> set[str]:
             sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device=device))
             sample.grad = torch.zeros_like(sample)
             samples.append(sample)
-        groups.append({**group, "params": samples})
+        # A variance that is frozen admits no new parameter.
+        groups.append({**group, "params": samples, **({"frozen": False} if "frozen" in group else {})})
     tried = fresh_optimizer(optimizer, groups)
     try:
         tried.step()

@@ -66,8 +66,9 @@ class Wrapper(Strategy):
     meets_every = trait(lambda self: self.base.meets_every)
     lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
-    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing` and
-    # `restarts_on_resize` speak of a class's own state; who asks for them looks at the base, too.
+    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`,
+    # `restarts_on_resize` and `inelastic` speak of a class itself; who asks for them looks at the base, too. So does
+    # `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these do.
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""

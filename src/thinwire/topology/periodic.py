@@ -29,7 +29,7 @@ class Periodic(Topology):
     Example:
         >>> from thinwire import Periodic, Ring
         >>> [Periodic(Ring(), every=3).peers(rank=0, size=4, step=step).dst for step in range(4)]
-        [(), (), (3, 1), ()]
+        [(), (), (1, 3), ()]
     """
 
     topology: Topology = OnePeerExponential()

@@ -450,7 +450,7 @@ def check_elastic(
     Raises:
         ConfigError: with the reason and what to use instead.
     """
-    for each in nested(strategy):
+    for each in reversed(list(nested(strategy))):
         if each.inelastic:
             raise ConfigError(f"elastic=True with {type(each).__name__}: {each.inelastic}")
     if any(other is not None for other in others):

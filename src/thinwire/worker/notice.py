@@ -16,6 +16,8 @@ from thinwire.worker.worker import Worker
 
 LEFT_WITH_NOTICE = 75
 """The exit code of a program that has saved and wants to be started again (EX_TEMPFAIL)."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Those that give notice: of spot machines and Kubernetes, and of Slurm; Windows has not both."""
 
 
 class Notice:
@@ -61,7 +63,7 @@ class Notice:
         worker: Worker,
         *,
         every: int = 20,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1 step; 20 is usual")

@@ -63,7 +63,7 @@ class Budget(Wrapper):
         ...         optimizer.step()
         ...     return worker.replicas[0].metrics["bits"]
         >>> thinwire.run_threads(2, train)
-        [3.0, 3.0]
+        [4.0, 4.0]
     """
 
     base: Strategy = LocalSGD(period=8, codec=ErrorFeedback(Nearest()))
