@@ -147,10 +147,11 @@ def _overlap(finish: Finish) -> str:
 
 
 def _scaled(row: Row) -> str:
-    sent, held, most = row.payload_bytes, row.peak_bytes, row.most_tokens
+    sent, inferred, held, most = row.payload_bytes, row.inference_bytes, row.peak_bytes, row.most_tokens
     return (
         f"sent a step {sent['1d'] / 1e9:.2f} GB in one dimension, {sent['2d'] / 1e9:.2f} in two "
-        f"({sent['2d, paper'] / 1e9:.2f} in the paper's storage); held {held['1d'] / 1e9:.1f}, with the sequence split "
+        f"({sent['2d, paper'] / 1e9:.2f} in the paper's storage), for inference {inferred['1d'] / 1e9:.2f} and "
+        f"{inferred['2d'] / 1e9:.2f}; held {held['1d'] / 1e9:.1f}, with the sequence split "
         f"{held['1d+sequence'] / 1e9:.1f}, in two {held['2d'] / 1e9:.1f} GB; largest batch in "
         f"{LIMIT_BYTES / 2**30:.0f} GiB {most['1d']}, {most['1d+sequence']}, {most['2d']} tokens: "
         f"{row.batch_ratio:.1f}x"

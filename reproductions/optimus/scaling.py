@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
-from thinwire.tensor2d.costs import Layer, layer_elements, most_tokens, one_dimensional_elements, step_peak
+from thinwire.tensor2d.costs import Direction, Layer, layer_elements, most_tokens, one_dimensional_elements, step_peak
 
 # The model grows with the ranks, as in the paper's weak scaling: parameters per rank and tokens per feature stay.
 RANKS = (4, 16, 36, 64, 256, 1024)
@@ -25,7 +25,8 @@ class Row:
     Args:
         ranks: p, of a square mesh.
         hidden: features of the stream, which grow with the mesh's side.
-        payload_bytes: of a step, by scheme; beside thinwire's storage the paper's, as "2d, paper".
+        payload_bytes: of a step of training, by scheme; beside thinwire's storage the paper's, as "2d, paper".
+        inference_bytes: of a forward pass alone, by the same.
         peak_bytes: of a step's tensors, by scheme.
         most_tokens: the largest batch that fits the limit, by scheme.
     """
@@ -33,6 +34,7 @@ class Row:
     ranks: int
     hidden: int
     payload_bytes: dict[str, float]
+    inference_bytes: dict[str, float]
     peak_bytes: dict[Scheme, float]
     most_tokens: dict[Scheme, int]
 
@@ -53,17 +55,22 @@ def _row(ranks: int, limit_nbytes: float) -> Row:
     hidden = HIDDEN_PER_SIDE * side
     layer = Layer(tokens=TOKENS_PER_HIDDEN * hidden, hidden=hidden, rows=side, columns=side)
     heads = hidden // HEAD_SIZE
-    # The paper keeps every weight in one storage, of which no gather serves two products.
-    elements = {
-        "1d": one_dimensional_elements(layer),
-        "1d+sequence": one_dimensional_elements(layer, sequence_parallel=True, keeps_gathered=True),
-        "2d": layer_elements(layer),
-        "2d, paper": layer_elements(layer, layout="AB"),
-    }
+
+    def nbytes(direction: Direction) -> dict[str, float]:
+        # The paper keeps every weight in one storage, of which no gather serves two products.
+        elements = {
+            "1d": one_dimensional_elements(layer, direction),
+            "1d+sequence": one_dimensional_elements(layer, direction, sequence_parallel=True, keeps_gathered=True),
+            "2d": layer_elements(layer, direction),
+            "2d, paper": layer_elements(layer, direction, layout="AB"),
+        }
+        return {name: 4 * LAYERS * each for name, each in elements.items()}
+
     return Row(
         ranks,
         hidden,
-        {name: 4 * LAYERS * each for name, each in elements.items()},
+        nbytes("both"),
+        nbytes("forward"),
         {scheme: 4 * step_peak(layer, LAYERS, heads, scheme=scheme) for scheme in SCHEMES},
         {scheme: most_tokens(layer, LAYERS, heads, limit_nbytes, scheme=scheme) for scheme in SCHEMES},
     )
