@@ -351,6 +351,7 @@ def test_an_example_runs_under_torchrun() -> None:
     assert done.stdout.startswith("workers 2, ")
 
 
+@pytest.mark.slow
 def test_an_example_that_is_resumed_ends_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     path, folder, size = ROOT / "examples" / "resume.py", str(tmp_path / "stopped"), 2
     run_example(path, tmp_path / "a", "--folder", folder, "--steps", "10", size=size)

@@ -106,6 +106,7 @@ def test_every_module_is_imported_and_a_model_trains_elsewhere(system: str) -> N
 
 
 @pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_needs_linux_says_so_elsewhere(system: str) -> None:
     printed = elsewhere(
         system,

@@ -311,6 +311,7 @@ def thinwire(*arguments):
 
 
 @pytest.mark.usefixtures("own_folder")
+@pytest.mark.slow
 def test_explain_and_topology_take_classes_of_the_current_folder():
     assert "sent        nothing" in thinwire("explain", "quiet_methods:Quiet(parts=3)", "--parameters", "100").stdout
     done = thinwire("topology", "quiet_methods:Pairs", "--json")

@@ -40,6 +40,7 @@ def steps_of(folder: str) -> list[float]:
     return [line["loss"] for line in RunFolder(Path(folder)).lines("metrics.jsonl") if "loss" in line]
 
 
+@pytest.mark.slow
 def test_own_functions_are_trained_resumed_and_repeated_from_the_saved_configuration() -> None:
     train(*OWN, *LOSS, *SHORT, "--strategy", "LocalSGD(period=4)", "--out", "whole")
     summary = json.loads(Path("whole/summary.json").read_text())
@@ -124,6 +125,7 @@ def test_model_needs_data_and_loss_needs_model(capsys) -> None:
 # -- --config ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_override_the_configuration() -> None:
     Path("run.toml").write_text('task = "digits"\nsteps = 5\nlr = 0.2\nbatch_size = 8\nworkers = 2\n')
     train("--config", "run.toml", "--steps", "2", "--lr=0.1", "--out", "run")

@@ -209,7 +209,11 @@ KEEPING: list[Any] = [
 """Methods whose workers do not all return to the mean."""
 
 
-@pytest.mark.parametrize("codec", [ErrorFeedback(OneBit(24)), ErrorFeedback(TopK(0.1))], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [ErrorFeedback(OneBit(24)), pytest.param(ErrorFeedback(TopK(0.1)), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("make", KEEPING)
 def test_coded_means_of_workers_that_stay_apart_converge_where_exact_ones_do(codec: Codec, make: Any) -> None:
     """Residuals of differences from the anchor or the centre would make it overshoot ever further."""

@@ -143,6 +143,7 @@ def test_a_policy_that_a_method_does_not_have_is_refused(tmp_path):
         resolve(fields_of(nonfinite="zero"))
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_is_bitwise_the_run_that_did_not_stop(tmp_path):
     train_pair(tmp_path / "whole", save_every=6, eval_every=6)
     train_pair(tmp_path / "parts", save_every=6, eval_every=6, steps=6)

@@ -162,6 +162,7 @@ def _as_tensors(found: Any) -> Any:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 1)])
+@pytest.mark.slow
 def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns: int) -> None:
     found = run_processes(4, in_processes, rows, columns)
     for k, recipe in enumerate(RECIPES):
