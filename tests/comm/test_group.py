@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,12 +31,37 @@ def results_of_calls() -> tuple[dict[str, Any], dict[str, Any], dict[str, float]
     return own, shared, figures(metered)
 
 
-def test_processes_return_what_the_calls_promise_and_count_as_threads_do() -> None:
-    for rank, (own, shared, counted) in enumerate(run_processes(3, results_of_calls)):
-        expected = {name: value(rank, 3) for name, (_, value) in CALLS.items()}
+# Of two, an all-gather takes another way than of three.
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_return_what_the_calls_promise_and_count_as_threads_do(size: int) -> None:
+    for rank, (own, shared, counted) in enumerate(run_processes(size, results_of_calls)):
+        expected = {name: value(rank, size) for name, (_, value) in CALLS.items()}
         assert own == expected
         assert shared == expected
-        assert counted == figures(CountingComm(rank, 3))
+        assert counted == figures(CountingComm(rank, size))
+
+
+class Noted:
+    """A group that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def send(self, xs: list[torch.Tensor], peer: int, tag: int) -> object:
+        self.calls.append(("send", peer, xs[0].numel()))
+        return object()
+
+    def recv(self, xs: list[torch.Tensor], peer: int, tag: int) -> object:
+        self.calls.append(("receive", peer, xs[0].numel()))
+        return object()
+
+
+def test_a_rank_is_ready_to_receive_before_it_sends() -> None:
+    # Word of it would wait behind the data otherwise, and the directions of a link would take turns.
+    noted = Noted()
+    parts, into = torch.zeros(6).split([1, 2, 0, 3]), torch.zeros(8).split([4, 2, 1, 1])
+    assert len(_Connections(cast(Any, noted), timed=True).exchange(parts, into, 1, tag=7)) == 5
+    assert noted.calls == [("receive", 0, 4), ("receive", 3, 1), ("receive", 2, 1), ("send", 3, 3), ("send", 0, 1)]
 
 
 def apart() -> dict[str, Any]:

@@ -84,7 +84,7 @@ class GroupComm(Comm):
         self._inflight: dict[int, Handles] = {}
         self._fault: ThinwireError | None = None
         self._gloo_devices = gloo_devices
-        self._chains = 0
+        self._tag = 0
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
         if self._gloo_devices and self.size > 1:
@@ -129,30 +129,42 @@ class GroupComm(Comm):
 
         def launch(group: _Connections) -> Handles:
             if group.timed and self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES:
-                # Tags keep the chunks of broadcasts that are in flight together apart.
-                # Odd, as those of `send_recv` are even.
-                self._chains = (self._chains + 2) % _TAGS
                 position = (self.rank - src) % self.size
-                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._chains + 1)
+                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._next_tag())
             return group.broadcast(x, src)
 
         return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
-        return self._start(
-            "all_gather", x, lambda group: group.all_gather(flat, rows), lambda: [r.view(x.shape) for r in rows]
-        )
+
+        def launch(group: _Connections) -> Handles:
+            if group.timed and self.size == 2 and x.device.type == "cpu":
+                # Gloo's ring of two sends before it receives; see `exchange`.
+                rows[self.rank].copy_(flat)
+                return group.exchange([flat, flat], rows, self.rank, tag=self._next_tag())
+            return group.all_gather(flat, rows)
+
+        return self._start("all_gather", x, launch, lambda: [r.view(x.shape) for r in rows])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         sent, received = torch.cat(list(xs)), xs[0].new_empty(sum(sizes))
         counts = [x.numel() for x in xs]
-        return self._start(
-            "all_to_all",
-            sent,
-            lambda group: group.all_to_all(sent, counts, received, list(sizes)),
-            lambda: list(received.split(list(sizes))),
-        )
+
+        def launch(group: _Connections) -> Handles:
+            if not group.timed or sent.device.type != "cpu":
+                return group.all_to_all(sent, counts, received, list(sizes))
+            parts, into = sent.split(counts), received.split(list(sizes))
+            into[self.rank].copy_(parts[self.rank])
+            return group.exchange(parts, into, self.rank, tag=self._next_tag())
+
+        return self._start("all_to_all", sent, launch, lambda: list(received.split(list(sizes))))
+
+    def _next_tag(self) -> int:
+        """Of the messages of one collective call, so that those of several in flight are kept apart."""
+        # Odd, as those of `send_recv` are even.
+        self._tag = (self._tag + 2) % _TAGS
+        return self._tag + 1
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         received = [torch.empty_like(x) for _ in src]
@@ -346,6 +358,17 @@ class _Connections:
 
     def all_gather(self, x: Tensor, rows: list[Tensor]) -> Handles:
         return [self._group.allgather([rows], [x])]
+
+    def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], rank: int, *, tag: int) -> Handles:
+        """An all-to-all on Gloo: a part to each other rank, and one from each.
+
+        Gloo's own sends before it receives. The word that a rank is ready to receive then waits behind what it sends,
+        and the two directions of a link carry data one after the other.
+        """
+        # First from whoever sends to this rank first. Nobody waits for a part of no bytes.
+        others = [(rank + offset) % len(parts) for offset in range(1, len(parts))]
+        receives = [self._group.recv([into[j]], j, tag) for j in reversed(others) if into[j].numel()]
+        return [*receives, *(self._group.send([parts[j]], j, tag) for j in others if parts[j].numel())]
 
     def all_to_all(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
         return [self._group.alltoall_base(received, sent, sizes, counts)]
