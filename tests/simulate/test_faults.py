@@ -7,7 +7,7 @@ import pytest
 
 from tests.battery.runs import Case
 from tests.simulate.faults import CASES, PRESERVING, Seen, try_mass, try_seed
-from thinwire import Strategy
+from thinwire import BackupWorkers, Strategy
 
 
 def test_invariants_hold_under_random_faults_and_rare_events_are_seen() -> None:
@@ -18,6 +18,15 @@ def test_invariants_hold_under_random_faults_and_rare_events_are_seen() -> None:
     assert not seen.wrong
     for event in ("late drop", "stale message", "dead peer", "silent death", "pause", "late message"):
         assert seen.events[event], event
+
+
+def test_a_coordinator_that_too_few_ranks_are_left_to_says_who_is_lost() -> None:
+    # It used to wait for its timeout, and named nobody.
+    (case,) = (each for each in CASES if each.strategy == BackupWorkers(backups=1, reduction="all_reduce"))
+    seen = Seen()
+    try_seed(case, 170, seen)
+    assert not seen.wrong
+    assert seen.events["dead peer"]
 
 
 @pytest.mark.parametrize("strategy", PRESERVING, ids=str)

@@ -48,6 +48,7 @@ _CAPACITY = 64  # messages on one edge: a whole state in chunks beside the contr
 _MIN_STATE_CHUNK_BYTES = 4096
 _MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the coordinator is still there
 _MIN_WAIT_SECONDS = 0.001
+_PATIENCE_SECONDS = 1.0  # after which the coordinator looks whether enough ranks are left
 
 
 def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
@@ -240,8 +241,19 @@ class Participant:
                 self._perform(self._member.acknowledge(reduction, self._clock()))
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
-        """Wait under the comm's timeout; the coordinator's loss ends the wait at once, another rank's does not."""
-        member = self._member
+        """Wait under the comm's timeout; the coordinator's loss ends the wait, and that of more ranks than backups."""
+        member, start = self._member, self._clock()
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+
+        def missing() -> list[int]:
+            if ready():
+                return []
+            # Others hear of it from the coordinator, which fails.
+            if member.coordinator is not None and self._clock() - start > _PATIENCE_SECONDS:
+                gone = self._box.lost_among(others)
+                if self._comm.size - len(gone) < member.coordinator.rule.least:
+                    return gone
+            return [member.coordinator_rank]
 
         def meanwhile() -> float:
             self._perform(member.time_passed(self._clock()))
@@ -250,7 +262,7 @@ class Participant:
 
         with self._box.changed:
             self._box.wait_until(
-                lambda: [] if ready() else [member.coordinator_rank],
+                missing,
                 f"{waiting_for} (all ranks must train until the same worker.step)",
                 meanwhile=meanwhile,
             )

@@ -258,6 +258,16 @@ class Mailbox(ABC):
         if threading.get_ident() == self._owner_thread:
             self._flush_meter()
 
+    def lost_among(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these ranks are gone."""
+        found: list[int] = []
+        for rank in ranks:
+            try:
+                self._check_peers([rank])
+            except PeerLostError:
+                found.append(rank)
+        return found
+
     def tell_failure(self) -> None:
         """Let the other ranks know that this one has failed, where they would not notice by themselves."""
 
