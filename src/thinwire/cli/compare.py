@@ -17,7 +17,9 @@ from thinwire.cli.progress import Watch, show_summaries
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from thinwire.plan.predict import ModelTime
     from thinwire.runs import Comparison, Settings
+    from thinwire.runs.comparison import Start
 
 
 _SINGLE_RUN_ONLY = [
@@ -30,6 +32,9 @@ _SINGLE_RUN_ONLY = [
     "timeline_steps",
     "tensorboard",
 ]
+
+
+_STEP_BUDGET = 4.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
             given here override it.
         strategies: recipes separated by semicolons; torch's own methods are ddp, ddp+bf16, ddp+powersgd and
             post-local-sgd.
+        simulate: run the strategies' own code on simulated workers, with real gradients, in virtual time instead of on
+            processes: times are those of the links alone, whatever this machine is. Torch's own methods cannot be.
+        step_seconds: with --simulate, what a training step takes without communication, instead of timing it here; a
+            third is taken as the forward pass.
+        network: with --simulate, a network file (see thinwire simulate) instead of --link.
         rounds: how many times each strategy is run; round i has the seed --seed plus i. With more than one, the table
             shows the round with the median time per step, and the spread is printed.
         out: the comparison's folder; runs/TASK-compare-TIME unless given.
@@ -60,6 +70,9 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         "ddp; LocalSGD(period=8); LocalSGD(period=8, codec=Quantize(4)); OverlapLocalSGD(period=8); PushSum()"
     )
     workers: int = 4
+    simulate: bool = False
+    step_seconds: float | None = None
+    network: Path | None = None
     rounds: int = 1
     out: Path | None = None
     markdown: bool = False
@@ -67,31 +80,97 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
 
     def __call__(self) -> int:
         """Run every strategy; returns 0."""
-        from thinwire.runs import resolve
+        from thinwire.runs import launch, resolve
         from thinwire.runs.configuration import without_decided
         from thinwire.runs.recipes import split_recipes
 
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be at least 1")
-        recipes = split_recipes(self.strategies)
-        settings = resolve({**self.given(), "strategy": recipes[0]})
+        self._check_simulation()
+        recipes = split_recipes(self._recipes())
+        settings = resolve({**self.given(), "strategy": recipes[0]}, emulated=not self.simulate)
+        start = self._simulated(settings, recipes) if self.simulate else launch
         folder = self.out or default_folder(settings.task, "compare")
-        values = {**without_decided(settings), "strategies": "; ".join(recipes), "rounds": self.rounds}
+        own = ("rounds", "simulate", "step_seconds", "network")
+        values = {name: getattr(self, name) for name in own}
+        values = {**without_decided(settings), "strategies": "; ".join(recipes), **values}
         done = run(
             settings,
             recipes,
             folder,
             rounds=self.rounds,
-            title=title(settings, len(recipes)),
+            title=title(settings, len(recipes), simulated=self.simulate, network=self.network),
             save=lambda: save_config(folder, Compare, "compare", values),
+            start=start,
         )
         page = report(folder)
         if self.json:
             out.print(json_text.dumps(done.summaries), markup=False)
             return 0
         show(done, markdown=self.markdown)
+        if self.simulate:
+            out.print("all times are virtual: of simulated workers on a simulated network", markup=False)
         out.print(str(page or folder), markup=False)
         return 0
+
+    def _check_simulation(self) -> None:
+        """Refuse options of a simulation without --simulate, and those that exclude each other."""
+        if not self.simulate:
+            for name, value in (("--step-seconds", self.step_seconds), ("--network", self.network)):
+                if value is not None:
+                    raise ConfigError(f"{name} {value}: is about simulated runs; add --simulate, or leave it out")
+        if self.network is not None and self.link is not None:
+            raise ConfigError(
+                f"--network {self.network} and --link {self.link}: both say what the network is; give one"
+            )
+        if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
+            raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
+
+    def _recipes(self) -> str:
+        """The recipes; without --strategies, a simulation has AllReduce() in place of torch's own method."""
+        unchanged = self.strategies == Compare.strategies
+        return self.strategies.replace("ddp;", "AllReduce();") if self.simulate and unchanged else self.strategies
+
+    def _simulated(self, settings: Settings, recipes: Sequence[str]) -> Start:
+        """Makes runs in virtual time."""
+        from thinwire.plan.predict import ModelTime
+        from thinwire.runs.simulated import SimulatedRuns, check_simulated
+        from thinwire.simulate import load_network
+
+        check_simulated(settings, recipes)
+        network = None if self.network is None else load_network(self.network)
+        if network is not None:
+            network.check(settings.workers)
+        if self.step_seconds is None:
+            err.print("the model's training step, here", markup=False)
+            step = _time_step(settings)
+        else:
+            forward = self.step_seconds / 3
+            step = ModelTime(forward, self.step_seconds - forward)
+        return SimulatedRuns(step, network)
+
+
+def _time_step(settings: Settings) -> ModelTime:
+    """The training step of the settings' model on this machine, timed without communication."""
+    import torch
+
+    from thinwire.doctor.speeds import time_steps
+    from thinwire.plan.predict import ModelTime
+    from thinwire.runs.optimizer import make_optimizer
+    from thinwire.runs.own_functions import load_task
+
+    task = load_task(settings)
+    model = task.model(settings.model, seed=settings.seed)
+    shard = task.shards(settings.copies, split=settings.split, seed=settings.seed)[0]
+    batch = task.batch(shard, 0, batch_size=settings.batch_size, seed=settings.seed, rank=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        optimizer = make_optimizer(model, settings)
+        step = time_steps(settings.task, model, optimizer, lambda: task.loss(model, batch), budget=_STEP_BUDGET)
+    finally:
+        torch.set_num_threads(threads)
+    return ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
 
 
 def run(
@@ -102,9 +181,10 @@ def run(
     rounds: int,
     title: str,
     save: Callable[[], None] = lambda: None,
+    start: Start | None = None,
 ) -> Comparison:
     """Run a comparison and show its progress; `save` is called when the folder is there."""
-    from thinwire.runs import compare
+    from thinwire.runs import compare, launch
 
     with ExitStack() as contexts:
         watches: list[Watch] = []
@@ -125,12 +205,14 @@ def run(
             title=title,
             listener=lambda event: watches[0](event),
             begin=begin,
+            start=start or launch,
         )
 
 
-def title(settings: Settings, count: int) -> str:
+def title(settings: Settings, count: int, *, simulated: bool = False, network: Path | None = None) -> str:
     """The comparison's title: how many strategies, the task, the workers and the links."""
-    link = f" over {settings.link}" if settings.link else ""
+    link = f" over {settings.link or network}" if settings.link or network else ""
+    link += ", simulated" * simulated
     size = "" if settings.own_model is not None else f" ({settings.model})"
     return f"{count} strategies on {settings.task}{size}, {settings.workers} workers{link}"
 

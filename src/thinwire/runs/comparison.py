@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from thinwire.errors import ConfigError
 from thinwire.runs.defaults import check_nonfinite, check_recipe
@@ -15,6 +16,14 @@ from thinwire.runs.launcher import Listener, ignore_event, launch
 from thinwire.runs.optimizer import check_optimizer
 from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
+
+
+class Start(Protocol):
+    """Makes one run in a new folder, and returns its summary."""
+
+    def __call__(self, settings: Settings, folder: Path, *, listener: Listener) -> Fields:
+        """Run."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ def compare(
     title: str = "",
     listener: Listener = ignore_event,
     begin: Callable[[str, int], None] = lambda strategy, place: None,
+    start: Start = launch,
 ) -> Comparison:
     """Run each strategy, once per round, in folders beneath one.
 
@@ -65,6 +75,7 @@ def compare(
         title: of the report.
         listener: called with each step and evaluation as they happen.
         begin: called before each run with its strategy and its number among all runs, from 0.
+        start: makes one run; on processes of this machine unless given.
 
     Raises:
         ConfigError: a recipe cannot be read, or does not serve this number of workers or this optimizer; before any
@@ -88,7 +99,7 @@ def compare(
         for place, (recipe, name) in enumerate(zip(recipes, names, strict=True)):
             begin(recipe, number * len(recipes) + place)
             own_settings = replace(settings, strategy=recipe, seed=settings.seed + number)
-            summaries[place].append(launch(own_settings, folder / _round_name(name, number), listener=listener))
+            summaries[place].append(start(own_settings, folder / _round_name(name, number), listener=listener))
             # After every run: a comparison that is interrupted can still be reported.
             _write_comparison(home, names, summaries, title)
     return Comparison(folder, tuple(recipes), tuple(tuple(each) for each in summaries))

@@ -29,11 +29,12 @@ _TARGET_SECONDS = 900.0
 _EVALUATIONS = 10
 
 
-def resolve(asked: Mapping[str, Any]) -> Settings:
+def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     """Make settings from the fields that were given; the task's defaults fill in the others.
 
     Args:
         asked: fields of `Settings` by name; None leaves a field open.
+        emulated: whether this machine is to emulate the links; a simulation needs nothing of it.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -44,7 +45,7 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     check_nonfinite(given["strategy"], given.get("nonfinite", "raise"))
     if "switch" in given:
         given["switch"] = check_switches(given["switch"], given["strategy"], given.get("workers", 1))
-    _check_environment(given)
+    _check_environment(given, emulated=emulated)
     task = _task(given)
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task)
@@ -94,14 +95,14 @@ def check_nonfinite(strategy: str, policy: str) -> None:
         )
 
 
-def _check_environment(given: Mapping[str, Any]) -> None:
+def _check_environment(given: Mapping[str, Any], *, emulated: bool) -> None:
     """Check links, stragglers, libraries and GPUs, before the task's data are loaded."""
     workers = given.get("workers", 1)
     parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
     parse_stops(given.get("stop"), workers=workers)
     if given.get("link") is not None:
         parse_links(given["link"], workers)
-        reason = available()
+        reason = available() if emulated else None
         if reason is not None:
             raise ConfigError(f"link {given['link']!r}: this machine cannot emulate a network: {reason}")
     if given.get("tensorboard") and find_spec("tensorboard") is None:

@@ -46,6 +46,7 @@ class RunContext:
         emit: sends events to the launcher.
         coreset: selects and weights examples of the shard; None trains on all of them.
         tensor_parallel: how the model is split over a mesh of workers; None if it is not.
+        clock: of training time, and of the engine's intervals; in a simulation it is the virtual one.
     """
 
     settings: Settings
@@ -60,6 +61,7 @@ class RunContext:
     emit: Callable[[dict[str, Any]], None]
     coreset: ChosenData | None = None
     tensor_parallel: TensorParallel | None = None
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def data_rank(self) -> int:
@@ -80,6 +82,7 @@ class Training:
             context.coreset.load_state_dict(resumed["coreset"])
         self.context = context
         self.engine = context.engine
+        self._clock = context.clock
         self.seconds: float = resumed["seconds"]
         self.payload_bytes: float = resumed["payload_bytes"]
         self.seconds_to_target: float | None = None
@@ -109,7 +112,7 @@ class Training:
             CommError: another rank was lost, or does not answer.
         """
         self._barrier()
-        self._timeline.origin = time.perf_counter()
+        self._timeline.origin = self._clock()
         over = self._schedule.is_over(self.engine.step, self.seconds)
         self._evaluate()
         while not over:
@@ -117,7 +120,7 @@ class Training:
             # The barrier comes first, so that no worker's clock counts another's evaluation or saving.
             self._barrier()
             self._counter.start()
-            self._clock_start = self._step_end = time.perf_counter()
+            self._clock_start = self._step_end = self._clock()
             self._switch()
             while self.engine.step < next_sync:
                 self._take_step()
@@ -156,7 +159,7 @@ class Training:
         if context.settings.device == "cuda":
             torch.cuda.synchronize()
         # A step begins where the one before it ended, so that their times add up to the training time.
-        end = self._step_end = time.perf_counter()
+        end = self._step_end = self._clock()
         exposed = engine.exposed_seconds - exposed
         self.payload_bytes += engine.payload_bytes - sent
         self._compute_seconds = end - start - exposed - paused - (self._selection_seconds - selection)
@@ -219,9 +222,9 @@ class Training:
 
     def _wait_pending(self) -> None:
         """Wait for messages in flight while the clock still runs: their time belongs to the last step."""
-        exposed, start = self.engine.exposed_seconds, time.perf_counter()
+        exposed, start = self.engine.exposed_seconds, self._clock()
         self.engine.wait_pending()
-        taken, exposed = time.perf_counter() - start, self.engine.exposed_seconds - exposed
+        taken, exposed = self._clock() - start, self.engine.exposed_seconds - exposed
         last = self._records[-1]
         self._records[-1] = replace(
             last,

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
-from thinwire.emulate import Straggler
+from thinwire.emulate import Straggler, parse_stragglers
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.plan.predict import ModelTime
 from thinwire.runs.baselines import Baseline
 from thinwire.runs.coreset import ChosenData, parse_policy
 from thinwire.runs.engine import Engine, ThinwireEngine
@@ -31,7 +32,9 @@ from thinwire.runs.settings import Settings
 from thinwire.runs.switches import in_force
 from thinwire.runs.tensor import TensorParallel, tensor_parallel_engine
 from thinwire.runs.training import RunContext, Training
+from thinwire.runs.virtual import VirtualEngine
 from thinwire.runs.writer import Writer
+from thinwire.simulate import SimulatedComm
 from thinwire.strategies.base import Strategy
 from thinwire.worker.handshake import agree, gather_texts
 from thinwire.worker.resizing import saved_step
@@ -76,7 +79,30 @@ def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bo
         torch.set_num_threads(threads)
 
 
-def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Emit, resume: bool) -> Fields | None:
+def work_virtually(
+    settings: Settings, folder: Path, comm: SimulatedComm, step: ModelTime, *, emit: Emit = no_events
+) -> Fields | None:
+    """Train as one rank of a simulation; `work` on a virtual clock.
+
+    Args:
+        settings: equal on all ranks.
+        folder: of the run.
+        comm: this rank's.
+        step: how long a training step takes without communication.
+        emit: called on rank 0 with each step and evaluation as they happen.
+    """
+    return _train(settings, folder, comm, comm.duplicate(), emit, False, (comm, step))
+
+
+def _train(
+    settings: Settings,
+    folder: Path,
+    comm: Comm,
+    control: Comm,
+    emit: Emit,
+    resume: bool,
+    virtual: tuple[SimulatedComm, ModelTime] | None = None,
+) -> Fields | None:
     task = load_task(settings)
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
     agree(control, [*facts, ("the data", task.fingerprint())], _CPU)
@@ -88,8 +114,12 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
     # Counted before a mesh splits them.
     parameters = sum(p.numel() for p in model.parameters())
     engine, tensor_parallel = _engine(recipe, model.to(settings.device), settings, comm, control)
+    if virtual is not None and isinstance(engine, ThinwireEngine):
+        slow = parse_stragglers(settings.slow, settings.stall, workers=comm.size, seed=settings.seed)[comm.rank]
+        engine = VirtualEngine(engine.worker, engine.optimizer, *virtual, slow)
     extra = engine.load(home.checkpoints) if resume else None
-    writer = Writer(home, settings, task, engine.step) if comm.rank == 0 else None
+    simulated = virtual is not None
+    writer = Writer(home, settings, task, engine.step, simulated=simulated) if comm.rank == 0 else None
     if writer is not None:
         writer.write_config(parameters, recipe.paper)
         emit({"event": "start", "parameters": parameters, "step": engine.step})
@@ -113,14 +143,15 @@ def _train(settings: Settings, folder: Path, comm: Comm, control: Comm, emit: Em
         shard=shard,
         engine=engine,
         control=control,
-        straggler=Straggler.from_environment(),
+        straggler=Straggler() if simulated else Straggler.from_environment(),
         # Only behind an emulated link is the interface this worker's alone.
-        interface=os.environ.get("GLOO_SOCKET_IFNAME") if settings.link else None,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME") if settings.link and not simulated else None,
         checkpoints=home.checkpoints,
         writer=writer,
         emit=emit,
         coreset=coreset,
         tensor_parallel=tensor_parallel,
+        clock=comm.runtime.clock,
     )
     training = Training(context, extra)
     training.run()
@@ -154,7 +185,8 @@ def _finish(training: Training) -> Fields | None:
     known = [each.sent for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     context.writer.write_links(every, [row[2] for row in rows])
-    more: Fields = {"peak_memory_bytes": max(row[3] for row in rows)}
+    # One process holds all simulated workers.
+    more: Fields = {"peak_memory_bytes": None if context.writer.simulated else max(row[3] for row in rows)}
     more |= {} if context.coreset is None else context.coreset.summary()
     more |= {} if context.tensor_parallel is None else context.tensor_parallel.summary()
     summary = context.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)

@@ -25,6 +25,7 @@ from thinwire.topology.analysis import matrices
 # Larger graphs, and longer periods, are no drawing that says anything.
 _MOST_DRAWN = 32
 _MOST_STEPS = 8
+_WIRE = "interface counters of each worker's namespace, while training"
 
 
 class Writer:
@@ -35,12 +36,16 @@ class Writer:
         settings: of the run.
         task: the model's task.
         step: steps done before; what the folder holds of later ones is dropped.
+        simulated: whether all times are virtual.
     """
 
-    def __init__(self, folder: RunFolder, settings: Settings, task: Task, step: int) -> None:
+    def __init__(
+        self, folder: RunFolder, settings: Settings, task: Task, step: int, *, simulated: bool = False
+    ) -> None:
         self.folder = folder
         self.settings = settings
         self.task = task
+        self.simulated = simulated
         self.totals = Totals(folder.rewind(step))
         self._scalars = Scalars(folder.path / "tensorboard") if settings.tensorboard else None
 
@@ -55,7 +60,8 @@ class Writer:
             "data": self.task.title,
             "metric": self.task.metric,
             "exposed": _exposed(self.settings),
-            "wire": "interface counters of each worker's namespace, while training" if self.settings.link else None,
+            "wire": _WIRE if self.settings.link and not self.simulated else None,
+            "simulated": self.simulated,
             "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
             "parameters": parameters,
             "paper": paper,
