@@ -56,6 +56,7 @@ from thinwire.strategies.gossip.decentlam import DecentLaM as DecentLaM
 from thinwire.strategies.gossip.double_averaging import DoubleAveraging as DoubleAveraging
 from thinwire.strategies.gossip.exact_diffusion import ExactDiffusion as ExactDiffusion
 from thinwire.strategies.gossip.gossip import Gossip as Gossip
+from thinwire.strategies.gossip.noloco import NoLoCo as NoLoCo
 from thinwire.strategies.gossip.quasi_global import QuasiGlobal as QuasiGlobal
 from thinwire.strategies.gradients.all_reduce import AllReduce as AllReduce
 from thinwire.strategies.gradients.bit_rules import BitBudget as BitBudget

@@ -19,7 +19,7 @@ from tests.strategies.leader_runs import losses_of
 from tests.strategies.test_dynamic import share_of, two_stages
 from tests.strategies.test_server import run_in_order
 from tests.strategies.test_sketched import matrix
-from thinwire import ADPSGD, DQSGD, ParameterServer
+from thinwire import ADPSGD, DQSGD, ParameterServer, RandomMatching
 from thinwire.codecs.base import draw_key
 from thinwire.kernels import uniform
 from thinwire.strategies.gradients.bit_rules import BitLedger, Step
@@ -35,6 +35,11 @@ def stacked(method: Callable[..., Tensor], **words: Any) -> Oracle:
 def on_graph(method: Callable[..., Tensor], graph: Graph, **words: Any) -> Oracle:
     """One that also takes the mixing matrices of a graph."""
     return lambda s: stacked(method, mixing=graph(s.size, s.dtype), **words)(s)
+
+
+def matching(graph: RandomMatching) -> Graph:
+    """The pairs that are drawn for each step, who share evenly."""
+    return lambda n, dtype: lambda k: torch.tensor(graph.matrix(n, k), dtype=dtype)
 
 
 def led(method: Callable[..., Tensor], **words: Any) -> Oracle:

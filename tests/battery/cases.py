@@ -62,6 +62,7 @@ from thinwire import (
     Natural,
     Nearest,
     NodeAverage,
+    NoLoCo,
     Offloaded,
     OneBit,
     OneBitAdam,
@@ -235,6 +236,14 @@ STRATEGIES: list[Case] = [
         to.with_own_momentum(gossip.exact_diffusion, common.ring, momentum=0.5),
         *PLAIN,
         "bf16",
+    ),
+    case(
+        NoLoCo(period=2),
+        to.on_graph(gossip.noloco, to.matching(RandomMatching()), period=2, lr=0.7, momentum=0.5, pull=0.7),
+    ),
+    case(
+        NoLoCo(Ring(), 3, lr=0.6, momentum=0.4, pull=0.9),
+        to.on_graph(gossip.noloco, common.ring, period=3, lr=0.6, momentum=0.4, pull=0.9),
     ),
     case(Choco(codec=OneBit(8)), to.choco(8, 0.3, common.ring), **CODED),
     case(ADPSGD(), to.pairs(ADPSGD()), 1, 3, 5, real=to.pairs_in_order(ADPSGD()), reproducible=False),

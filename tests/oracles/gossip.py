@@ -7,7 +7,7 @@ subtracts, before momentum, is (gradient + decay * x) * rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -150,3 +150,26 @@ def directed_exponential(n: int, dtype: torch.dtype) -> Mixing:
 def alone(n: int, dtype: torch.dtype) -> Mixing:
     """No worker sends anything."""
     return lambda k: torch.eye(n, dtype=dtype)
+
+
+def noloco(
+    gradient: Gradient,
+    x: Tensor,
+    descend: Callable[[Tensor, Tensor, int], Tensor],
+    steps: int,
+    *,
+    mixing: Mixing,
+    period: int,
+    lr: float,
+    momentum: float,
+    pull: float,
+) -> Tensor:
+    """NoLoCo: a momentum of what a pair has come on average, and of the way between the points where they began."""
+    point, delta = x, torch.zeros_like(x)
+    for k in range(steps):
+        x = x + descend(x, gradient(x, k), k)
+        if (k + 1) % period == 0:
+            share = mixing((k + 1) // period - 1)
+            delta = momentum * delta + lr * (share @ (x - point)) - pull * (point - share @ point)
+            point = x = point + delta
+    return x

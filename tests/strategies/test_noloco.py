@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NoLoCo: what pairs exchange, that workers come together, and what is refused. The battery has its oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire
+from tests.problems import quadratic, together, watched
+from thinwire import Comm, ConfigError, DiLoCo, NoLoCo, OnePeerExponential, OuterOptimizer, RandomMatching, Replica
+
+DOUBLE = torch.float64
+
+
+def test_workers_under_noloco_that_start_apart_come_together() -> None:
+    starts = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    seen = watched(5, NoLoCo(period=1), quadratic(5, DOUBLE), [0.0] * 150, lambda r: r.x, starts=starts)
+    # What they have in common stays, and all of them end there.
+    assert torch.allclose(seen[-1], starts.mean(0).expand(5, -1), rtol=0, atol=1e-8)
+
+
+def test_the_mean_of_workers_under_noloco_moves_as_under_diloco_with_heavy_ball_momentum() -> None:
+    # Gradients that do not depend on the parameters, as the workers' differ.
+    outer = OuterOptimizer("SGD", lr=0.7, momentum=0.5)
+    starts = torch.zeros(4, 6)
+    means = list[torch.Tensor]()
+    for strategy in (NoLoCo(period=3), DiLoCo(period=3, outer=outer)):
+
+        def body(comm: Comm, strategy: thinwire.Strategy = strategy) -> torch.Tensor:
+            r = Replica(starts[comm.rank].clone(), torch.empty(0), comm, lr=lambda: 0.1)
+            strategy.start(r)
+            draw = torch.Generator().manual_seed(comm.rank)
+            for _ in range(12):
+                r.x += torch.randn(6, generator=draw)
+                r.step += 1
+                strategy.after_step(r)
+            return r.x.clone()
+
+        means.append(torch.stack(thinwire.run_threads(4, body)).mean(0))
+    assert torch.allclose(*means, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pull", "vectors"), [(None, 1), (0.7, 1), (0.9, 2)])
+def test_noloco_sends_one_vector_a_round_and_two_with_a_pull_of_its_own(pull: float | None, vectors: int) -> None:
+    def body(comm: Comm) -> float:
+        strategy = NoLoCo(period=2, pull=pull)
+        r = Replica(torch.zeros(100), torch.empty(0), comm, lr=lambda: 0.1)
+        strategy.start(r)
+        for _ in range(6):
+            r.step += 1
+            strategy.after_step(r)
+        return comm.meter.payload_bytes
+
+    assert thinwire.run_threads(2, body) == [3 * vectors * 400.0] * 2
+
+
+def test_a_worker_without_a_partner_takes_its_outer_step_alone() -> None:
+    found = together(3, NoLoCo(period=1, momentum=0.0), quadratic(3, DOUBLE), [0.1])
+    alone = next(rank for rank in range(3) if not RandomMatching().peers(rank, 3, 0).dst)
+    own = together(3, DiLoCo(period=100), quadratic(3, DOUBLE), [0.1])
+    start = together(3, DiLoCo(period=100), quadratic(3, DOUBLE), [])
+    assert torch.allclose(found[alone] - start[alone], 0.7 * (own[alone] - start[alone]), rtol=0, atol=1e-15)
+
+
+def test_noloco_is_refused_where_workers_would_drift_apart() -> None:
+    with pytest.raises(ConfigError, match="differences between workers would grow by"):
+        NoLoCo(pull=3.2).check(2)
+    with pytest.raises(ConfigError, match="nothing ever travels"):
+        NoLoCo(RandomMatching(draws=1)).check(4)
+    NoLoCo(OnePeerExponential()).check(6)
+    for make, words in (
+        (lambda: NoLoCo(period=0), "period=0: must be at least 1"),
+        (lambda: NoLoCo(lr=0.0), "lr=0.0: the outer step must be positive"),
+        (lambda: NoLoCo(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
+        (lambda: NoLoCo(pull=0.0), "pull=0.0: must be positive, as nothing else keeps workers together"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make()
