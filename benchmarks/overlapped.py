@@ -1,56 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coded means that travel while workers go on: step times against steps without communication, and losses; the 6 M GPT.
 
-python -m benchmarks.overlapped [--quick] [--links 35mbit,100mbit] [--steps 240] [--rounds 3]
+python -m benchmarks.overlapped --times [--links 35mbit,100mbit] [--rounds 4]
+python -m benchmarks.overlapped --losses FOLDER [--steps 240] [--rounds 3]
 
-Every round has a seed of its own. A row's ratio of times is the median over rounds, and its spread their range; losses
-are held-out losses after the same number of steps, relative to the same recipe without a codec. The bars are 1.06 and
-1.01. On a machine that does other things meanwhile the times say nothing. Needs network namespaces.
+Times: all recipes take turns in the same worker processes, so that a machine that slows down slows both sides of a
+ratio. A turn is one period that is not counted, two that are, and then a wait for what is in flight, so that nothing
+of it travels in another recipe's turn: the counted periods begin and end with the same messages under way. A row's
+ratio is the median over rounds, and its spread their range. The bar is 1.06.
+
+Losses: held-out losses after the same number of steps, relative to the same recipe without a codec and to `LocalSGD` of
+the same period; each round has a seed of its own. They do not depend on the link, so that none is emulated. Every run
+is kept in the folder, and the command goes on with those that are missing. The bars are 1.01.
+
+On a machine that does other things meanwhile the times say nothing. Times need network namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from thinwire.emulate import available
-from thinwire.runs.comparison import Comparison, compare
+import torch
+import torch.distributed as dist
+
+import thinwire
+from benchmarks.paired import start, together
+from thinwire import tasks
+from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.runs.comparison import short_name
 from thinwire.runs.defaults import resolve
+from thinwire.runs.folder import RunFolder
+from thinwire.runs.launcher import launch
 
-WORKERS = 4
-ALONE, LOCAL = "Local()", "LocalSGD(period=8)"
-OVERLAPPED = ("OverlapLocalSGD(period=8{})", "DiLoCo(period=8, delay=6, mixing=0.5{})")
+WORKERS, PERIOD = 4, 8
+ALONE, LOCAL = "Local()", f"LocalSGD(period={PERIOD})"
+OVERLAPPED = (f"OverlapLocalSGD(period={PERIOD}{{}})", f"DiLoCo(period={PERIOD}, delay=6, mixing=0.5{{}})")
 CODEC = ", codec=Quantize(4)"
-Row = tuple[str, ...]
+CODED = tuple(recipe.format(CODEC) for recipe in OVERLAPPED)
+UNCODED = tuple(recipe.format("") for recipe in OVERLAPPED)
 
 
-def comparison(link: str, steps: int, rounds: int) -> Comparison:
-    """All recipes over one link, with and without the codec."""
-    coded = [recipe.format(codec) for recipe in OVERLAPPED for codec in ("", CODEC)]
-    asked = {"task": "text", "model": "6m", "workers": WORKERS, "link": link, "strategy": ALONE}
-    settings = resolve({**asked, "steps": steps, "batch_size": 4, "eval_limit": 8})
-    folder = Path(tempfile.mkdtemp(prefix="thinwire-bench-")) / "comparison"
-    return compare(settings, [ALONE, LOCAL, *coded], folder, rounds=rounds)
+class Contender(NamedTuple):
+    """One training step, and the wait for what it has left in flight."""
+
+    step: Callable[[], None]
+    wait: Callable[[], None]
 
 
-def ratios(found: Comparison, key: str, strategy: str, base: str) -> list[float]:
-    """A figure of one recipe relative to that of another, in every round."""
-    pair = (found.rounds[found.strategies.index(name)] for name in (strategy, base))
-    return [float(one[key]) / float(other[key]) for one, other in zip(*pair, strict=True)]
+def contender(task: Any, recipe: str) -> Contender:
+    """Training steps on one batch of 4 windows."""
+    rank = int(os.environ["RANK"])
+    batch = task.batch(task.shards(WORKERS, split="iid", seed=0)[rank], 0, batch_size=4, seed=0, rank=rank)
+    model = task.model("6m", seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    worker = thinwire.attach(model, optimizer, recipe)
+
+    def once() -> None:
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+
+    return Contender(once, worker.wait_pending)
 
 
-def rows(found: Comparison, link: str) -> Iterator[Row]:
-    """One line for each recipe that overlaps."""
-    for recipe in OVERLAPPED:
-        plain, coded = recipe.format(""), recipe.format(CODEC)
-        for name in (plain, coded):
-            times = ratios(found, "seconds_per_step", name, ALONE)
-            losses = [ratios(found, "eval_loss", name, base) for base in (plain, LOCAL)]
-            yield (link, name, with_range(times), *(with_range(each) for each in losses))
+def work(rounds: int) -> None:
+    """One worker: run all contenders in alternation; rank 0 writes seconds a step, round by round, as JSON."""
+    start()
+    task = tasks.load("text")
+    contenders = {recipe: contender(task, recipe) for recipe in (ALONE, *CODED)}
+    seconds: dict[str, list[float]] = {recipe: [] for recipe in contenders}
+    for turn in range(rounds):
+        names = list(contenders) if turn % 2 == 0 else list(reversed(contenders))
+        for name in names:
+            seconds[name].append(one_turn(contenders[name]))
+            if dist.get_rank() == 0:
+                print(f"round {turn + 1}, {name}: {seconds[name][-1]:.3f} s a step", file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(seconds) + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def one_turn(one: Contender, *, periods: int = 2) -> float:
+    """Seconds a step of some periods in the midst of others."""
+    for _ in range(PERIOD):
+        one.step()
+    together()
+    begun = time.perf_counter()
+    for _ in range(periods * PERIOD):
+        one.step()
+    together()
+    found = (time.perf_counter() - begun) / (periods * PERIOD)
+    one.wait()
+    together()
+    return found
+
+
+def times(link: str, rounds: int) -> Iterator[str]:
+    """A line for each recipe over one link."""
+    lines: list[str] = []
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and stream == "stdout":
+            lines.append(line)
+        elif stream == "stderr":
+            print(line, file=sys.stderr, flush=True)
+
+    with Network(parse_links(link, WORKERS)) as network:
+        command = [sys.executable, "-m", "benchmarks.overlapped", "--work", str(rounds)]
+        run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
+    seconds: dict[str, list[float]] = json.loads("".join(lines))
+    alone = seconds[ALONE]
+    for recipe in CODED:
+        each = [one / base for one, base in zip(seconds[recipe], alone, strict=True)]
+        medians = " against ".join(f"{statistics.median(found):.3f} s" for found in (seconds[recipe], alone))
+        yield f"| {link} | `{recipe}` | {with_range(each)} | {medians} |"
+
+
+def losses(folder: Path, steps: int, rounds: int) -> Iterator[str]:
+    """A line for each recipe, from runs that are made unless they are in the folder."""
+    asked = {"task": "text", "model": "6m", "workers": WORKERS, "steps": steps, "batch_size": 4, "eval_limit": 64}
+
+    def loss(recipe: str, seed: int) -> float:
+        # Two recipes may have one short name.
+        kind = "coded" if recipe in CODED else "uncoded"
+        home = folder / f"{short_name(recipe)}-{kind}-{steps}-{seed}"
+        if (summary := RunFolder(home).summary()) is None:
+            shutil.rmtree(home, ignore_errors=True)
+            summary = launch(resolve({**asked, "strategy": recipe, "seed": seed}), home)
+            print(f"{recipe}, seed {seed}: {summary['eval_loss']:.4f}", file=sys.stderr, flush=True)
+        return float(summary["eval_loss"])
+
+    recipes = (LOCAL, *UNCODED, *CODED)
+    # Round by round, so that an interrupted comparison has whole rounds.
+    found = [{recipe: loss(recipe, seed) for recipe in recipes} for seed in range(rounds)]
+    for coded, uncoded in zip(CODED, UNCODED, strict=True):
+        ratios = ([each[coded] / each[base] for each in found] for base in (uncoded, LOCAL))
+        mean = statistics.mean(each[coded] for each in found)
+        yield f"| `{coded}` | {mean:.4f} | {' | '.join(with_range(each) for each in ratios)} |"
 
 
 def with_range(values: Sequence[float]) -> str:
@@ -59,21 +155,31 @@ def with_range(values: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    """Print Markdown tables, or run one worker."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--losses", type=Path, metavar="FOLDER")
     parser.add_argument("--links", default="35mbit,100mbit")
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    if (reason := available()) is not None:
-        sys.exit(f"links are not emulated: {reason}")
-    steps, rounds = (16, 1) if chosen.quick else (chosen.steps, chosen.rounds)
-    print("| link | recipe | step / step alone | loss / uncoded | loss / LocalSGD(8) |")
-    print("|---|---|---|---|---|", flush=True)
-    for link in chosen.links.split(","):
-        for row in rows(comparison(link, steps, rounds), link):
-            print(f"| {' | '.join(row)} |", flush=True)
+    if chosen.work is not None:
+        work(chosen.work)
+        return
+    if not chosen.times and chosen.losses is None:
+        parser.error("give --times, --losses FOLDER, or both")
+    if chosen.times:
+        if (reason := available()) is not None:
+            sys.exit(f"links are not emulated: {reason}")
+        print("| link | recipe | step / step alone | seconds |\n|---|---|---|---|", flush=True)
+        for link in chosen.links.split(","):
+            for line in times(link, chosen.rounds or 4):
+                print(line, flush=True)
+    if chosen.losses is not None:
+        print("| recipe | held-out loss | / uncoded | / LocalSGD |\n|---|---|---|---|", flush=True)
+        for line in losses(chosen.losses, chosen.steps, chosen.rounds or 3):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
