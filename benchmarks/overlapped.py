@@ -7,7 +7,8 @@ python -m benchmarks.overlapped --losses FOLDER [--steps 240] [--rounds 3]
 Times: all recipes take turns in the same worker processes, so that a machine that slows down slows both sides of a
 ratio. A turn is one period that is not counted, two that are, and then a wait for what is in flight, so that nothing
 of it travels in another recipe's turn: the counted periods begin and end with the same messages under way. A row's
-ratio is the median over rounds, and its spread their range. The bar is 1.06.
+ratio is the median over rounds, and its spread their range; the ratio of processor time, of rank 0, says what of it is
+work and not waiting. The bar is 1.06.
 
 Losses: held-out losses after the same number of steps, relative to the same recipe without a codec and to `LocalSGD` of
 the same period; each round has a seed of its own. They do not depend on the link, so that none is emulated. Every run
@@ -77,32 +78,35 @@ def work(rounds: int) -> None:
     start()
     task = tasks.load("text")
     contenders = {recipe: contender(task, recipe) for recipe in (ALONE, *CODED)}
-    seconds: dict[str, list[float]] = {recipe: [] for recipe in contenders}
+    seconds: dict[str, list[tuple[float, float]]] = {recipe: [] for recipe in contenders}
+    for one in contenders.values():
+        one_turn(one, periods=0)
     for turn in range(rounds):
         names = list(contenders) if turn % 2 == 0 else list(reversed(contenders))
         for name in names:
-            seconds[name].append(one_turn(contenders[name]))
+            seconds[name].append(found := one_turn(contenders[name]))
             if dist.get_rank() == 0:
-                print(f"round {turn + 1}, {name}: {seconds[name][-1]:.3f} s a step", file=sys.stderr, flush=True)
+                print(f"round {turn + 1}, {name}: {found[0]:.3f} s a step", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(seconds) + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
 
 
-def one_turn(one: Contender, *, periods: int = 2) -> float:
-    """Seconds a step of some periods in the midst of others."""
+def one_turn(one: Contender, *, periods: int = 2) -> tuple[float, float]:
+    """Seconds a step, of the clock and of the processor, of some periods in the midst of others."""
     for _ in range(PERIOD):
         one.step()
     together()
-    begun = time.perf_counter()
-    for _ in range(periods * PERIOD):
+    wall, cpu, steps = time.perf_counter(), time.process_time(), periods * PERIOD
+    for _ in range(steps):
         one.step()
+    cpu = time.process_time() - cpu
     together()
-    found = (time.perf_counter() - begun) / (periods * PERIOD)
+    wall = time.perf_counter() - wall
     one.wait()
     together()
-    return found
+    return wall / max(steps, 1), cpu / max(steps, 1)
 
 
 def times(link: str, rounds: int) -> Iterator[str]:
@@ -118,12 +122,12 @@ def times(link: str, rounds: int) -> Iterator[str]:
     with Network(parse_links(link, WORKERS)) as network:
         command = [sys.executable, "-m", "benchmarks.overlapped", "--work", str(rounds)]
         run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
-    seconds: dict[str, list[float]] = json.loads("".join(lines))
-    alone = seconds[ALONE]
+    seconds: dict[str, list[tuple[float, float]]] = json.loads("".join(lines))
     for recipe in CODED:
-        each = [one / base for one, base in zip(seconds[recipe], alone, strict=True)]
-        medians = " against ".join(f"{statistics.median(found):.3f} s" for found in (seconds[recipe], alone))
-        yield f"| {link} | `{recipe}` | {with_range(each)} | {medians} |"
+        pairs = [list(zip(*turns, strict=True)) for turns in zip(seconds[recipe], seconds[ALONE], strict=True)]
+        walls, cpus = ([one / base for one, base in clock] for clock in zip(*pairs, strict=True))
+        medians = (f"{statistics.median(wall for wall, _ in seconds[name]):.3f} s" for name in (recipe, ALONE))
+        yield f"| {link} | `{recipe}` | {with_range(walls)} | {with_range(cpus)} | {' against '.join(medians)} |"
 
 
 def losses(folder: Path, steps: int, rounds: int) -> Iterator[str]:
@@ -172,7 +176,7 @@ def main(arguments: Sequence[str]) -> None:
     if chosen.times:
         if (reason := available()) is not None:
             sys.exit(f"links are not emulated: {reason}")
-        print("| link | recipe | step / step alone | seconds |\n|---|---|---|---|", flush=True)
+        print("| link | recipe | step / step alone | processor time | seconds |\n|---|---|---|---|---|", flush=True)
         for link in chosen.links.split(","):
             for line in times(link, chosen.rounds or 4):
                 print(line, flush=True)

@@ -23,6 +23,7 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.worker.handover import hand_over
 
 STRATEGIES: list[Strategy] = [
     AllReduce(),
@@ -98,6 +99,24 @@ def test_a_worker_joins_with_the_state_of_the_others(strategy: Strategy) -> None
     assert 0 < ends[2].steps < 24
 
 
+def test_a_joiner_gets_the_residual_of_a_worker_and_none_of_a_server() -> None:
+    def body(comm: thinwire.Comm) -> tuple[list[str], torch.Tensor]:
+        model = torch.nn.Linear(40, 2)
+        strategy = AllReduce(codec=ErrorFeedback(OneBit(8)))
+        worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, comm=comm)
+        model(torch.full((1, 40), 1.0 + comm.rank)).sum().backward()
+        worker.optimizer.step()
+        state = worker.replicas[0].state
+        if comm.rank == 2:
+            state.clear()
+        hand_over(worker, [2], 0)
+        return [name.partition("/")[0] for name in state], state["error"].clone()
+
+    (there, error), _, (joined, copy) = thinwire.run_threads(3, body)
+    assert "server_error" in there and set(joined) == {"error"}
+    assert torch.equal(copy, error)
+
+
 def test_a_worker_joins_after_another_was_lost() -> None:
     ends = survivors(run_fleet(3, SlowMo(period=3), kills=(Kill(0, 4),), joins=(9,), steps=24))
     agree(ends)
@@ -123,6 +142,11 @@ def test_a_joiner_with_another_optimizer_is_refused_and_the_others_go_on() -> No
         (thinwire.BackupWorkers(), "own pace"),
         (thinwire.Sharded(SlowMo()), "part of the outer state"),
         (thinwire.NodeAverage(), "neighbouring ranks"),
+        (
+            LocalSGD(codec=thinwire.BetweenNodes(ErrorFeedback(OneBit()))),
+            r"with BetweenNodes: its nodes are neighbouring ranks.*; use the codec inside it",
+        ),
+        (SlowMo(codec=thinwire.BetweenNodes()), "with BetweenNodes"),
     ],
     ids=str,
 )

@@ -40,6 +40,8 @@ class Codec(ABC):
     """Whether every element is encoded by itself, so that one vector may hold several models."""
     growing: ClassVar[tuple[str, ...]] = ()
     """Names in the codec's state, or how they begin, of tensors whose size the vectors' sizes do not determine."""
+    inelastic: ClassVar[str] = ""
+    """Why workers cannot go on with it when one of them is lost, under `attach(elastic=True)`; empty where they can."""
 
     @property
     def linear(self) -> bool:

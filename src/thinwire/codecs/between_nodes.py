@@ -43,6 +43,8 @@ class BetweenNodes(Codec):
     codec: Codec = Bf16()
     node_size: int = 2
 
+    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use the codec inside it"
+
     def __post_init__(self) -> None:
         """Check the codec and the range."""
         if self.node_size < 1:

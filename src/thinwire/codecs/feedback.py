@@ -183,6 +183,17 @@ def server_residual_of(state: State, x: Tensor, own: slice, offset: int, size: i
     return state[name]
 
 
+def of_server(name: str) -> bool:
+    """Whether the state of that name is the residual of the piece that one rank adds up as a server.
+
+    Example:
+        >>> of_server("base/server_error/0-8"), of_server("error")
+        (True, False)
+    """
+    match = _RESIDUAL_NAME.fullmatch(name)
+    return match is not None and match[2] is not None
+
+
 def residual_sizes(name: str, sizes: Sequence[int]) -> list[int] | None:
     """The sizes that the state of that name may have; None if it is no residual.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import resize_alike
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
@@ -246,6 +247,16 @@ class Strategy(ABC):  # noqa: B024
             r.x.copy_(mean_(r.comm, r.x.clone()).wait())
             self.restart(r)
         return dropped
+
+
+def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
+    """The codecs of a strategy, but for those of its base, and those inside them; or those inside a codec."""
+    if is_dataclass(part):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, Codec):
+                yield value
+                yield from codecs_of(value)
 
 
 def nested(strategy: Strategy) -> Iterator[Strategy]:

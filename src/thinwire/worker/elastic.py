@@ -33,7 +33,7 @@ from thinwire.membership.patience import Patience
 from thinwire.membership.view import Progress, View, settled
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.handover import hand_over
@@ -451,8 +451,9 @@ def check_elastic(
         ConfigError: with the reason and what to use instead.
     """
     for each in reversed(list(nested(strategy))):
-        if each.inelastic:
-            raise ConfigError(f"elastic=True with {type(each).__name__}: {each.inelastic}")
+        for part in (each, *codecs_of(each)):
+            if part.inelastic:
+                raise ConfigError(f"elastic=True with {type(part).__name__}: {part.inelastic}")
     if any(other is not None for other in others):
         raise ConfigError(
             "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"

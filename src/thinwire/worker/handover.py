@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from thinwire.codecs.feedback import of_server
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work, completed
 from thinwire.errors import CommError
@@ -47,7 +48,8 @@ def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
 def _packed(worker: WorkerState) -> Tensor:
     """All replicas' states, each behind its length; then what is not trained."""
     others = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values()]
-    parts = [pack(r, list(r.state)) for r in worker.replicas]
+    # A server's residual is of a piece that one rank alone adds up: a copy would enter the mean a second time.
+    parts = [pack(r, [name for name in r.state if not of_server(name)]) for r in worker.replicas]
     parts += [torch.cat(others) if others else torch.empty(0, dtype=torch.uint8)]
     in_flight = sum(len(r.inflight) for r in worker.replicas)
     lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)])
