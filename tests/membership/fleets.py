@@ -16,6 +16,7 @@ from torch import Tensor
 import thinwire
 from tests.engine import batch, momentum, net
 from thinwire import Strategy, Worker
+from thinwire.membership.membership import RunEndedError
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
 
 
@@ -161,8 +162,8 @@ def run_fleet(
 
 
 def survivors(ends: list[End]) -> list[End]:
-    """Those that were not killed, all of which must have reached the end."""
-    alive = [end for end in ends if not isinstance(end.error, KilledError)]
+    """Those that were not killed, all of which must have reached the end; who came too late was none of them."""
+    alive = [end for end in ends if not isinstance(end.error, KilledError | RunEndedError)]
     for end in alive:
         if end.error is not None:
             raise end.error

@@ -90,6 +90,7 @@ class Membership:
         self._beat_seconds = beat_seconds
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._requests = 0
+        self._history: list[View] = []
         self._ended = threading.Event()
 
     # -- entering --------------------------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ class Membership:
     def _join(self) -> View:
         number = self._request()
         epoch, end = self._hint(), time.monotonic() + self.timeout
+        last: View | None = None
         while True:
             while self._ask(lambda store, key=f"view/{epoch}": store.check([key])):
                 view, epoch = self._read(epoch), epoch + 1
@@ -136,6 +138,12 @@ class Membership:
                     return self._accept(view)
                 if view.requests >= number:
                     number = self._request()  # the others were faster than this worker could give its name
+                last = view
+            if last is not None and all(self._state(each, row) is State.ENDED for each, row in last.rows.items()):
+                raise RunEndedError(
+                    f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone; to begin "
+                    "a new run in the same store, name it with THINWIRE_RUN"
+                )
             if time.monotonic() > end:
                 raise CommTimeoutError(
                     f"the run in this store did not take this worker in within {self.timeout:g} s: it has ended, or "
@@ -154,6 +162,9 @@ class Membership:
     def change(self, progress: Progress, *, requests: int | None = None, timeout: float | None = None) -> View:
         """Agree on the next view with all other survivors.
 
+        Who has joined and has no state yet is not in it: the others may be in the middle of a round, in which nobody
+        can enter. It asks again, and comes in at the end of a round.
+
         Args:
             progress: of this worker.
             requests: take in those that have asked to join, up to this number; None takes nobody in.
@@ -161,6 +172,7 @@ class Membership:
 
         Raises:
             PeerLostError: the others go on without this worker; or the store cannot be reached.
+            CommTimeoutError: this worker has no state yet, and was not taken in again within the timeout.
         """
         before = self.view
         assert before is not None, "enter() comes first"
@@ -179,6 +191,8 @@ class Membership:
             time.sleep(_POLL_SECONDS)
         view = self._read(epoch)
         if view.rank(self.worker) is None:
+            if not progress.ready:
+                return self._join()
             raise PeerLostError(
                 f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
                 "time; start it again to let it join"
@@ -196,12 +210,13 @@ class Membership:
                 worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
                 if self._state(worker, row) is not State.ENDED:
                     joined[worker] = row
-        rows = {each: before.rows[each] for each in here} | joined
+        progress = {each: found for each, found in progress.items() if found.ready}
+        rows = {each: before.rows[each] for each in progress} | joined
         return View(
             before.epoch + 1,
             tuple(rows),
             joined=tuple(joined),
-            lost=tuple(each for each in before.members if each not in here),
+            lost=tuple(each for each in before.members if each not in progress),
             progress=progress,
             rows=rows,
             requests=max(before.requests, requests or 0),
@@ -209,6 +224,13 @@ class Membership:
 
     def _has_registered(self, worker: str, epoch: int) -> bool:
         return self._ask(lambda store: store.check([f"next/{epoch}/{worker}"]))
+
+    def history(self) -> list[View]:
+        """All views so far, from the first to this worker's."""
+        assert self.view is not None, "enter() comes first"
+        while len(self._history) <= self.view.epoch:
+            self._history.append(self._read(len(self._history)))
+        return self._history
 
     def requests(self) -> int:
         """How many workers have asked to join so far, as the store said half a second ago."""
@@ -296,6 +318,10 @@ class Membership:
             f"worker {self.worker}: the store that holds the list of workers cannot be reached ({problem}); this "
             "worker stops, since the others may go on without it"
         )
+
+
+class RunEndedError(PeerLostError):
+    """There is nobody left whom a worker could join."""
 
 
 class StoreLostError(PeerLostError):

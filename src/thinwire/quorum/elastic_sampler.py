@@ -5,12 +5,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from thinwire.errors import ConfigError
 from thinwire.quorum.log import memberships
 from thinwire.replica.replica import Replica
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers that take part from some step on.
+
+    Attributes:
+        begins: the first step whose batches are dealt to them.
+        members: their ids, in the order of ranks.
+    """
+
+    begins: int
+    members: tuple[str, ...]
+
+
+class Dealt(Protocol):
+    """What the sampler asks of a worker of `attach(elastic=True)`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def crews(self) -> list[Crew]:
+        """Who took part from which step on, the same on all workers."""
+        ...
+
+    @property
+    def worker_id(self) -> str:
+        """Of this worker among the members."""
+        ...
 
 
 class ElasticSampler:
@@ -65,6 +99,47 @@ class ElasticSampler:
         self._queue.extendleft(reversed(assigned))
         return assigned[r.comm.rank]
 
+    def share(self, worker: Dealt) -> int:
+        """The number of the batch, from 0, for the next gradient of a worker of `attach(elastic=True)`.
+
+        Every step the members of the view get the next batches. What a lost worker was dealt last returns to the
+        front of the queue: it is used again. Nothing is sent: who joins deals the whole run anew, by the list of views.
+
+        Args:
+            worker: that `attach` returned.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> crews = [Crew(0, ("a", "b")), Crew(2, ("a",))]  # b is lost in step 1
+            >>> def dealt_to(worker_id, steps):
+            ...     sampler = ElasticSampler(batches=4)
+            ...     worker = lambda step: SimpleNamespace(step=step, crews=crews, worker_id=worker_id)
+            ...     return [sampler.share(worker(step)) for step in steps]
+            >>> a, b = dealt_to("a", range(3)), dealt_to("b", range(2))
+            >>> sorted({*a, *b[:1]}), a[2] == b[1]
+            ([0, 1, 2, 3], True)
+        """
+        crews = worker.crews
+        if self._step > worker.step or crews[: len(self._dealt)] != self._dealt:
+            self._restart()
+        while self._step < worker.step:
+            assigned = self._next(len(self._at(crews, self._step)))
+            members, later = self._at(crews, self._step), self._at(crews, self._step + 1)
+            self._queue.extendleft(
+                reversed([batch for each, batch in zip(members, assigned, strict=True) if each not in later])
+            )
+            self._step += 1
+        self._dealt = [crew for crew in crews if crew.begins <= worker.step]
+        members = self._at(crews, worker.step)
+        assigned = self._next(len(members))
+        self._queue.extendleft(reversed(assigned))
+        # One that is not a member of this step's crew any more has been left out, and hears of it in its next round.
+        return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
+
+    @staticmethod
+    def _at(crews: list[Crew], step: int) -> tuple[str, ...]:
+        return next(crew.members for crew in reversed(crews) if crew.begins <= step)
+
     def until(self, r: Replica, steps: int) -> Iterator[int]:
         """The batches of a run: one for each step that this worker takes, until the replica has done `steps`.
 
@@ -75,6 +150,7 @@ class ElasticSampler:
 
     def _restart(self) -> None:
         self._queue, self._epoch, self._step = deque[int](), 0, 0
+        self._dealt: list[Crew] = []
 
     def _next(self, count: int) -> list[int]:
         while len(self._queue) < count:

@@ -31,6 +31,7 @@ from thinwire.membership.fleet import Fleet, fleet_from_environment
 from thinwire.membership.membership import Membership, StoreLostError
 from thinwire.membership.patience import Patience
 from thinwire.membership.view import Progress, View, settled
+from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, codecs_of, nested
@@ -288,6 +289,8 @@ class Elastic:
                 requests = self._membership.requests()
             progress = Progress(self._round, self._done, self.worker.step, ready=self._size > 0)
             view = self._membership.change(progress, requests=requests)
+            if not self._size:
+                self._round = settled(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
             try:
                 self._connect(view)
@@ -345,6 +348,20 @@ class Elastic:
         hand_over(self.worker, new, self.view.members.index(source))
 
     @property
+    def worker_id(self) -> str:
+        """Of this worker, among the members of views."""
+        return self._membership.worker
+
+    def crews(self) -> list[Crew]:
+        """Who took part from which step on; the same list on all workers, those that joined later too."""
+        crews = [Crew(0, self._membership.history()[0].members)]
+        for view in self._membership.history()[1:]:
+            step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
+            # Where a worker was lost, the others may be in the middle of this step, with batches that they had before.
+            crews.append(Crew(step if view.joined else step + 1, view.members))
+        return crews
+
+    @property
     def worker(self) -> WorkerState:
         """The worker that is watched over."""
         assert self._worker is not None
@@ -377,6 +394,17 @@ class ElasticState(WorkerState):
         return self.elastic.view
 
     @property
+    def worker_id(self) -> str:
+        """This worker's id among `view.members`, under `attach(elastic=True)`; unlike the rank it never changes.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError("worker_id: only workers of attach(elastic=True) have views; use worker.comm.rank")
+        return self.elastic.worker_id
+
+    @property
     def rank(self) -> int:
         """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
         return self.comm.rank
@@ -385,6 +413,19 @@ class ElasticState(WorkerState):
     def size(self) -> int:
         """How many workers train together; under `elastic=True` it changes with views."""
         return self.comm.size
+
+    @property
+    def crews(self) -> list[Crew]:
+        """Who took part from which step on, under `attach(elastic=True)`; by it `ElasticSampler.share` deals the data.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError(
+                "crews: only workers of attach(elastic=True) have views; all ranks take part in all steps"
+            )
+        return self.elastic.crews()
 
     def on_view(self, call: Callable[[View], None]) -> None:
         """Call a function with each new view, on every worker in it, between two steps or in a step that is repeated.
@@ -450,10 +491,7 @@ def check_elastic(
     Raises:
         ConfigError: with the reason and what to use instead.
     """
-    for each in reversed(list(nested(strategy))):
-        for part in (each, *codecs_of(each)):
-            if part.inelastic:
-                raise ConfigError(f"elastic=True with {type(part).__name__}: {part.inelastic}")
+    check_survives(strategy)
     if any(other is not None for other in others):
         raise ConfigError(
             "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
@@ -475,6 +513,18 @@ def check_elastic(
             f"elastic=True with a GradScaler and {type(strategy).__name__}: workers would have to agree on skipped "
             "steps; train in bf16, which needs no scaler, or use AllReduce()"
         )
+
+
+def check_survives(strategy: Strategy) -> None:
+    """Refuse a strategy that cannot go on when a worker is lost.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    for each in reversed(list(nested(strategy))):
+        for part in (each, *codecs_of(each)):
+            if part.inelastic:
+                raise ConfigError(f"elastic=True with {type(part).__name__}: {part.inelastic}")
 
 
 def _silent(strategy: Strategy) -> bool:
