@@ -39,6 +39,7 @@ class Watch:
         self._live: Progress | None = None
         self._step: Fields = {}
         self._evaluation: Fields = {}
+        self._workers = 0  # of an elastic run
         self._printed_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -70,6 +71,10 @@ class Watch:
             self._step = event
         elif event["event"] == "evaluation":
             self._evaluation = event
+        elif event["event"] == "view":
+            self._workers = len(event["members"])
+            if event["epoch"]:
+                self._console.print(f"{self._label}: {view_in_words(event)}", markup=False)
         if self._live is not None:
             self._live.update(self._bar, completed=self._done(), words=self._words())
         elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
@@ -95,12 +100,22 @@ class Watch:
             f"{1e3 * step['seconds'] / step['step']:.0f} ms/step",
             f"{step['payload_bytes'] / 1e6:.1f} MB sent",
         ]
+        if self._workers:
+            words.insert(1, f"{self._workers} workers")
         if self._evaluation:
             words.insert(2, f"held-out {self._evaluation['eval_loss']:.3f}")
         if done > 0:
             left = int(step["seconds"] * (1 - done) / done)
             words.append(f"{left // 60}:{left % 60:02d} left")
         return ", ".join(words)
+
+
+def view_in_words(view: Fields) -> str:
+    """Who came and who went, such as `step 8: 2 workers go on, without 0-5e1f0b7c`."""
+    count = len(view["members"])
+    lost = f", without {', '.join(view['lost'])}" if view["lost"] else ""
+    joined = f", with {', '.join(view['joined'])}" if view["joined"] else ""
+    return f"step {view['step']}: {count} {'worker goes' if count == 1 else 'workers go'} on{lost}{joined}"
 
 
 def show_summaries(summaries: Sequence[Fields]) -> None:

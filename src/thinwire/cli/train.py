@@ -89,6 +89,11 @@ class Train(settings_as_options(without=["timeline_steps"])):
             raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}; leave it out")
         if given["link"] is not None:
             raise ConfigError(f"--link {given['link']}: under torchrun the links are real; leave it out")
+        if given["elastic"]:
+            raise ConfigError(
+                "--elastic under torchrun: its agent ends all workers with one; leave out torchrun, or call "
+                "attach(elastic=True) in a program of yours (docs/how-to/elastic.md)"
+            )
         settings, folder = self._prepare(size)
         if rank == 0:
             home = RunFolder(folder)

@@ -86,6 +86,7 @@ class Workers:
         on_line: called with the rank, `stdout` or `stderr`, and each line.
         grace_seconds: seconds the others have to end by themselves once a worker has failed.
         timeout: seconds after which the workers are stopped; None is no limit, for workers whose own waits have one.
+        survives: whether the others are left alone when one has failed, since they can go on without it.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -101,6 +102,7 @@ class Workers:
         on_line: OnLine = ignore_line,
         grace_seconds: float = 5.0,
         timeout: float | None = DAY_SECONDS,
+        survives: bool = False,
     ) -> None:
         _check(command, workers, network)
         self.workers = workers
@@ -112,6 +114,7 @@ class Workers:
         self._on_line = on_line if network is None else _without_name_warnings(on_line)
         self._grace_seconds = grace_seconds
         self._timeout = timeout
+        self._survives = survives
         self._all: list[Worker] = []
         self._running: list[Worker] = []
         self._stop_at = math.inf
@@ -244,7 +247,8 @@ class Workers:
         failed.sort(key=lambda record: record.signal is None)
         if failed and self.failure is None:
             self.failure = failed[0]
-            self.stop(self._grace_seconds)
+            if not self._survives:
+                self.stop(self._grace_seconds)
         self._running = [worker for worker in self._running if not self._is_done(worker)]
 
     def _reap(self) -> list[WorkerExit]:

@@ -21,6 +21,7 @@ from thinwire.report.runs import Collection
 from thinwire.report.timeline import timeline_pictures
 from thinwire.report.topologies import topology_pictures
 from thinwire.report.tradeoff import figure_pictures, pareto_picture
+from thinwire.report.views import views
 
 Shown = Callable[..., str]
 """Makes HTML of a picture, with the options of `figure`."""
@@ -103,6 +104,7 @@ def page(collection: Collection, styles: Sequence[Look], drawings: Drawings, sma
         ("time", "Time per step", untimed if drawings.times is None else shown(drawings.times)),
         ("timeline", "Timeline", _timelines(collection, drawings.timelines, shown)),
         ("links", "Links", _links(collection, drawings.links, shown)),
+        ("views", "Who came and went", views(collection)),
         ("topology", "Who sends to whom", "".join(shown(each, titled=True) for each in drawings.topologies)),
         ("details", "How it was run", details(collection, styles)),
     ]

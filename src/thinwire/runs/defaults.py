@@ -22,6 +22,7 @@ from thinwire.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.runs.switches import check_switches
 from thinwire.runs.tensor import check_tensor_parallel, size_for
 from thinwire.tasks import Task, load
+from thinwire.worker.elastic import check_survives
 
 _STEPS = 200
 # The limit of a run with only a target, which may never be reached.
@@ -51,6 +52,8 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
         given["coreset"] = check_policy(given["coreset"], task)
     settings = Settings(**_filled(given, task))
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
+    if settings.elastic:
+        check_recipe_survives(settings)
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
 
@@ -65,6 +68,18 @@ def _task(given: dict[str, Any]) -> Task:
             given["data"] = str(Path(given["data"]).absolute())
         return load(given.setdefault("task", "text"), data=Path(given["data"]) if "data" in given else None)
     return complete_own(given)
+
+
+def check_recipe_survives(settings: Settings) -> None:
+    """Refuse a recipe that cannot go on when a worker is lost.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    recipe = parse_recipe(settings.strategy)
+    if isinstance(recipe, Baseline):
+        raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker; use AllReduce()")
+    check_survives(recipe)
 
 
 def check_recipe(text: str, workers: int) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
-from thinwire.errors import PeerLostError, ThinwireError, error_named
+from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
+from thinwire.runs.elastic_record import ElasticRecord, hosted_store
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.own_functions import modules_of_functions
 from thinwire.runs.recipes import modules_of, parse_recipe
@@ -45,13 +46,16 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         ConfigError: the folder holds a run already or cannot be created, or the machine cannot emulate the links.
         ThinwireError: what ended the run; one error, however many workers it ended.
     """
+    if settings.elastic and resume:
+        raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints; start it anew in another folder")
     home = RunFolder(folder)
     recipes = [parse_recipe(settings.strategy, imports=False), *parse_switches(settings.switch, imports=False).values()]
     modules = sorted({module for recipe in recipes for module in modules_of(recipe)}) + modules_of_functions(settings)
     if not resume:
         home.create()
     home.write_settings(settings)
-    output = WorkerOutput(listener)
+    record = ElasticRecord(home, settings, listener) if settings.elastic else None
+    output = WorkerOutput(listener if record is None else record.add)
     environment = {
         "OMP_NUM_THREADS": str(settings.threads),
         **straggler_environment(settings.slow, settings.stall, seed=settings.seed),
@@ -62,6 +66,8 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
     options = ["--resume"] * resume + modules
     with ExitStack() as contexts:
         network = Network(parse_links(settings.link, settings.workers)) if settings.link is not None else None
+        if record is not None:
+            environment |= contexts.enter_context(hosted_store(settings.workers))
         if network is not None:
             contexts.enter_context(network)
         workers = contexts.enter_context(
@@ -73,11 +79,14 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
                 on_line=output.add_line,
                 grace_seconds=_GRACE_SECONDS,
                 timeout=None,  # a run may take weeks, and each of its workers' waits has a timeout
+                survives=settings.elastic,
             )
         )
         stops = parse_stops(settings.stop, workers=settings.workers)
         output.stopping = contexts.enter_context(Stopping(stops, workers.pids))
         workers.wait()
+    if record is not None and record.ended:
+        return record.finish()
     summary = home.summary()
     if workers.failure is None and summary is not None:
         return summary
@@ -110,7 +119,7 @@ class WorkerOutput:
             self.errors.setdefault(rank, event)
         else:
             self.step = max(self.step, int(event.get("step", 0)))
-            if self.stopping is not None and event["event"] == "step":
+            if self.stopping is not None and event["event"] in ("step", "rows"):
                 self.stopping.begin()
             self._listener(event)
 

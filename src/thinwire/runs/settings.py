@@ -84,6 +84,8 @@ class Settings:
         timeline_steps: number of early steps whose time intervals are recorded.
         timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
+        elastic: go on when a worker is lost. Such a run ends after steps, and every epoch's batches are dealt to the
+            workers that are left.
         tensorboard: write TensorBoard events too.
         command: the command line that started the run.
 
@@ -124,6 +126,7 @@ class Settings:
     keep: int = 3
     timeline_steps: int = 24
     timeout: float = 60.0
+    elastic: bool = False
     tensorboard: bool = False
     own_model: str | None = None
     own_loss: str | None = None
@@ -153,6 +156,8 @@ class Settings:
             raise ConfigError(f"switch={self.switch!r} with tensor_parallel: only whole copies switch; leave out one")
         if self.steps is None and self.seconds is None and self.target_loss is None:
             raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
+        if self.elastic:
+            _check_elastic(self)
         if self.schedule == "cosine" and self.steps is None:
             raise ConfigError("schedule='cosine': needs steps, to know when it ends; give steps or use 'constant'")
 
@@ -228,6 +233,30 @@ def read_settings(path: Path) -> Settings:
         raise CheckpointError(f"{path.parent} holds no run: {path.name} is missing; give a folder of `--out`") from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
+
+
+_INELASTIC = {
+    "switch": "a worker could be lost in the change",
+    "tensor_parallel": "every worker must hold the whole model",
+    "seconds": "workers have clocks of their own; use steps",
+    "target_loss": "workers have clocks of their own; use steps",
+    "coreset": "it is chosen from a worker's own share of the data",
+    "link": "the store of the workers lies outside the emulated network",
+    "save_every": "checkpoints are of a fixed number of workers",
+}
+
+
+def _check_elastic(settings: Settings) -> None:
+    """Refuse what an elastic run does not have."""
+    for name, reason in _INELASTIC.items():
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}; leave out one of them")
+    if settings.device != "cpu" or settings.split != "iid":
+        name = "split" if settings.device == "cpu" else "device"
+        raise ConfigError(
+            f"{name}={getattr(settings, name)!r} with elastic: batches of one data set are dealt to workers on the "
+            f"CPU; use {'iid' if name == 'split' else 'cpu'}"
+        )
 
 
 def _at_least(name: str, value: float | None, least: int) -> None:

@@ -21,6 +21,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.plan.predict import ModelTime
 from thinwire.runs.baselines import Baseline
 from thinwire.runs.coreset import ChosenData, parse_policy
+from thinwire.runs.elastic_worker import ElasticTraining
 from thinwire.runs.engine import Engine, ThinwireEngine
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.measure import WireBytes, peak_memory
@@ -205,7 +206,12 @@ def main(arguments: list[str]) -> int:
         for module in arguments[1:]:
             if module != "--resume":
                 import_module(module)
-        work(folder.settings(), folder.path, emit=print_event, resume="--resume" in arguments)
+        settings = folder.settings()
+        if settings.elastic:
+            torch.set_num_threads(settings.threads)
+            ElasticTraining(settings, print_event).run()
+        else:
+            work(settings, folder.path, emit=print_event, resume="--resume" in arguments)
     except ThinwireError as error:
         print_event({"event": "error", "kind": type(error).__name__, "message": str(error)})
         return 2 if isinstance(error, ConfigError) else 1

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`thinwire train --elastic`: real workers, one of which is killed, and what its folder and report say of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import descendants
+from thinwire.cli.progress import view_in_words
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.report.page import write
+from thinwire.runs import RunFolder, launch, resolve
+
+STEPS = 60
+QUICK = {"task": "digits", "workers": 3, "eval_limit": 64, "threads": 1, "steps": STEPS, "elastic": True}
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank that a process was started as."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["AllReduce()", "LocalSGD(period=4)"])
+def test_a_run_goes_on_when_rank_0_is_killed_and_its_report_names_it(strategy: str, tmp_path: Path) -> None:
+    folder, events = tmp_path / "run", list[dict[str, Any]]()
+
+    def kill_at_the_first_step(event: dict[str, Any]) -> None:
+        events.append(event)
+        if sum(each["event"] == "step" for each in events) == 1 and event["event"] == "step":
+            for pid in descendants():
+                if rank_of(pid) == 0:
+                    os.kill(pid, signal.SIGKILL)
+
+    # Slowed down, so that steps are left when the first ones have been told.
+    settings = resolve({**QUICK, "strategy": strategy, "stall": "1:20ms"})
+    summary = launch(settings, folder, listener=kill_at_the_first_step)
+    assert summary["steps"] == STEPS and summary["eval_loss"] < 2.3
+    first, second = summary["views"]
+    assert len(first["members"]) == 3 and len(second["members"]) == 2
+    lost = first["members"][0]
+    assert second["lost"] == [lost] and lost.startswith("0-")
+    assert 0 < summary["goodput"] < 1
+    rows = [row["step"] for row in RunFolder(folder).lines("metrics.jsonl") if "loss" in row]
+    assert rows == list(range(1, STEPS + 1))
+    page = write(folder).report.read_text()
+    assert "Who came and went" in page and lost in page and "Goodput" in page
+    assert any(each["event"] == "view" and each["lost"] == [lost] for each in events)
+
+
+@pytest.mark.slow
+def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path) -> None:
+    def kill_all(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            for pid in descendants():
+                if rank_of(pid) is not None:
+                    os.kill(pid, signal.SIGKILL)
+
+    settings = resolve({**QUICK, "workers": 2, "strategy": "AllReduce()", "stall": "1:20ms"})
+    with pytest.raises(ThinwireError, match="SIGKILL"):
+        launch(settings, tmp_path / "run", listener=kill_all)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"strategy": "ADPSGD()", "workers": 4}, "elastic=True with ADPSGD"),
+        ({"strategy": "ddp"}, "ddp with elastic: torch's own methods end with any worker"),
+        ({"link": "100mbit"}, "link='100mbit' with elastic"),
+        ({"save_every": 5}, "save_every=5 with elastic: checkpoints are of a fixed number"),
+        ({"steps": None, "seconds": 3.0}, "seconds=3.0 with elastic"),
+        ({"split": "label"}, "split='label' with elastic"),
+    ],
+)
+def test_what_an_elastic_run_cannot_do_is_refused_before_it_starts(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        resolve({**QUICK, **asked})
+
+
+def test_a_change_of_view_is_told_in_words() -> None:
+    view = {"step": 8, "members": ["1-a"], "lost": ["0-b"], "joined": []}
+    assert view_in_words(view) == "step 8: 1 worker goes on, without 0-b"
+    assert view_in_words({**view, "members": ["1-a", "2-c"], "lost": [], "joined": ["2-c"]}).endswith("go on, with 2-c")
