@@ -18,6 +18,7 @@ from tests.engine import batch, momentum, net
 from thinwire import Strategy, Worker
 from thinwire.membership.membership import RunEndedError
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
+from thinwire.quorum.elastic_sampler import ElasticSampler
 
 
 class KilledError(BaseException):
@@ -34,6 +35,7 @@ class End:
         epochs: of the views that it was in.
         told: what the changes of view have cost.
         steps: taken in all.
+        batches: the step and the number of each batch that it was dealt.
         error: what ended it.
     """
 
@@ -42,6 +44,7 @@ class End:
     epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list[tuple[int, tuple[str, ...]]])
     told: dict[str, float] = field(default_factory=dict[str, float])
     steps: int = 0
+    batches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     error: BaseException | None = None
 
 
@@ -95,6 +98,7 @@ def run_fleet(
     joins: tuple[int, ...] = (),
     timeout: float = 10.0,
     optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    epoch: int = 0,
     **settings: Any,
 ) -> list[End]:
     """Train on threads until every worker has taken its steps; returns how each ended.
@@ -107,6 +111,7 @@ def run_fleet(
         joins: for each worker that joins, the step of the run at which it is started.
         timeout: of waits, in seconds.
         optimizer: of the model.
+        epoch: batches in one, which an `ElasticSampler` deals; 0 deals none.
         settings: of `attach`.
     """
     network = ThreadNetwork()
@@ -128,6 +133,7 @@ def run_fleet(
             for kill in kills:
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
+            sampler = ElasticSampler(epoch) if epoch else None
             while worker.step < steps:
                 due = [at for at in joins if worker.step >= at]
                 for at in due:
@@ -136,6 +142,8 @@ def run_fleet(
                 limit = time.monotonic() + 20
                 while fleet.membership.requests() < len(due) and time.monotonic() < limit:
                     time.sleep(0.005)
+                if sampler is not None:
+                    end.batches.append((worker.step, sampler.share(worker)))
                 x, y = batch(number, worker.step)
                 worker.optimizer.zero_grad()
                 loss = (worker.model(x) - y).square().mean()

@@ -165,3 +165,37 @@ def test_a_store_that_dies_with_rank_0_is_refused(monkeypatch: pytest.MonkeyPatc
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="thinwire store"):
         thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), elastic=True)
+
+
+def test_push_sum_goes_on_when_one_that_was_left_alone_is_joined() -> None:
+    ends = run_fleet(2, PushSum(staleness=1), steps=16, kills=(Kill(0, 3),), joins=(6,))
+    alive = survivors(ends)
+    assert [len(members) for _, members in alive[0].epochs] == [2, 1, 2]
+    agree(alive)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)
+@pytest.mark.parametrize(
+    ("kills", "joins"),
+    [((), ()), ((Kill(1, 4),), ()), ((Kill(0, 3, 1),), ()), ((), (4,)), ((Kill(2, 7),), (2,))],
+    ids=["nobody", "one", "rank 0", "one joins", "one joins and one is lost"],
+)
+def test_an_epoch_is_dealt_to_whoever_is_there(
+    strategy: Strategy, kills: tuple[Kill, ...], joins: tuple[int, ...]
+) -> None:
+    epoch, steps = 60, 12
+    ends = run_fleet(3, strategy, steps=steps, kills=kills, joins=joins, epoch=epoch)
+    alive = survivors(ends)
+    used = [number for end in alive for _, number in end.batches]
+    # The survivors of a step that was repeated had its batches already, so that none is used twice by them.
+    assert len(used) == len(set(used))
+    dead = [end for end in ends if end.error is not None]
+    # Of what a lost worker was dealt, the last batch is dealt again; the others were used by it.
+    taken = {number for end in dead for _, number in end.batches}
+    assert len(taken & set(used)) <= len(dead)
+    assert sorted(taken | set(used)) == sorted(dealt_in(epoch, len(taken | set(used))))
+
+
+def dealt_in(epoch: int, count: int) -> list[int]:
+    """The first batches of the first epoch, in the order in which they are dealt."""
+    return torch.randperm(epoch, generator=torch.Generator().manual_seed(0)).tolist()[:count]

@@ -62,6 +62,7 @@ def _unpack(worker: WorkerState, content: Tensor) -> None:
     *states, rest = content[head:].split(lengths)
     with torch.no_grad():
         for r, state in zip(worker.replicas, states, strict=True):
+            r.state.clear()  # of an earlier view, which has ended before it was in step with the others
             unpack_(r, state)
             r.step = step
             if in_flight:

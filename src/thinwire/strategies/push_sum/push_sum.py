@@ -140,7 +140,7 @@ class PushSum(Strategy):
             return {}
         own = weight(r.state["mass"]) if before else weight(r.state["mass"]).zero_()
         held = r.comm.all_reduce_(own.view(1)).wait()
-        r.state.pop("debiased")
+        del r.state["mass"], r.state["debiased"]  # one that is alone needs neither
         self.start(r)
         return {"lost_weight": before - float(held)} if before else {}
 
