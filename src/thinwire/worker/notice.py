@@ -87,10 +87,14 @@ class Notice:
         if self._answer or step % self._every or step == self._asked_at:
             return self._answer
         self._asked_at = step
-        flag = torch.tensor([float(self.received is not None)], device=self._worker.replicas[0].x.device)
         self._worker.wait_pending()
-        self._answer = float(self._worker.comm.all_reduce_(flag).wait()) > 0
+        # Elastic workers ask again where one is lost meanwhile.
+        self._answer = self._worker._together(self._ask)  # pyright: ignore[reportPrivateUsage]
         return self._answer
+
+    def _ask(self) -> bool:
+        flag = torch.tensor([float(self.received is not None)], device=self._worker.replicas[0].x.device)
+        return float(self._worker.comm.all_reduce_(flag).wait()) > 0
 
     def close(self) -> None:
         """Put the process's own handlers back."""
