@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted step times against measured ones: eight groups of links, workers and models, eight recipes each.
 
+    python -m benchmarks.predicted --all                    measure all cells that are missing; about an hour in all
     python -m benchmarks.predicted --group N [--cell M]     measure what is missing of a group
     python -m benchmarks.predicted --report [--plot FILE]   all cells, and whether the rule holds
-    python -m benchmarks.predicted --quick                  one small group, in a folder of its own, as a trial
+    python -m benchmarks.predicted --quick [--plot FILE]    one small group as a trial, which counts for nothing
+    python -m benchmarks.predicted --plot FILE              draw the grid, or the trial where there is none
 
 The rule, which was written before any of the groups was run, and is not changed:
 
@@ -19,7 +21,9 @@ training, because more workers than cores share them: the model's step without c
 their medians), what the strategy computes itself (the same), and all-reduces of some sizes, which calibrate the link's
 rate and latency as `thinwire doctor` does. Nothing of the recipe's own communication is measured beforehand.
 
-Each cell is written to benchmarks/results/predicted/GROUP-CELL.json as soon as it is done, and is not repeated.
+Each cell is written to benchmarks/results/predicted/GROUP-CELL.json as soon as it is done, and is not repeated: an
+interrupted run is continued by the same command. Nothing else may run on the machine meanwhile. How long a group took
+is printed, and each cell holds its own `wall_seconds`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -53,6 +56,7 @@ from thinwire.storage.files import write_atomically
 from thinwire.strategies.recipe import parse
 
 RESULTS = Path(__file__).parent / "results" / "predicted"
+TRIAL = RESULTS.with_name("predicted-trial")
 RECIPES = (
     "AllReduce()",
     "AllReduce(codec=Quantize(8))",
@@ -97,6 +101,7 @@ QUICK = Group("100mbit", 2, 4, 250)
 def main() -> None:
     """Measure, report, or be one of the workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--group", type=int, choices=GROUPS)
     parser.add_argument("--cell", type=int, choices=range(len(RECIPES)))
     parser.add_argument("--quick", action="store_true")
@@ -110,14 +115,19 @@ def main() -> None:
     elif asked.report:
         report(cells(RESULTS), asked.plot)
     elif asked.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            run("quick", QUICK, range(len(RECIPES)), Path(folder), seconds=3.0)
-            report(cells(Path(folder)), asked.plot)
-    elif asked.group:
+        for path in TRIAL.glob("*.json"):
+            path.unlink()
+        run("quick", QUICK, range(len(RECIPES)), TRIAL, seconds=3.0)
+        report(cells(TRIAL), asked.plot)
+    elif asked.group or asked.all:
         places = range(len(RECIPES)) if asked.cell is None else [asked.cell]
-        run(str(asked.group), GROUPS[asked.group], places, RESULTS, seconds=_SECONDS)
+        for number in [asked.group] if asked.group else GROUPS:
+            run(str(number), GROUPS[number], places, RESULTS, seconds=_SECONDS)
+        report(cells(RESULTS), asked.plot)
+    elif asked.plot:
+        draw(cells(RESULTS) or cells(TRIAL), asked.plot)
     else:
-        parser.error("give --group, --report or --quick")
+        parser.error("give --all, --group, --report, --quick or --plot")
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -125,15 +135,19 @@ def main() -> None:
 
 def run(name: str, group: Group, places: Sequence[int], folder: Path, *, seconds: float) -> None:
     """Measure and predict the cells of a group that have no file."""
-    for place in places:
-        path = folder / f"{name}-{place}.json"
-        if path.exists():
-            continue
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [place for place in places if not (folder / f"{name}-{place}.json").exists()]
+    start = time.perf_counter()
+    for place in missing:
+        path, begin = folder / f"{name}-{place}.json", time.perf_counter()
         cell = measured(group, RECIPES[place], seconds) | {"group": name, "cell": place}
         cell["predicted_seconds"] = predicted(group, cell)
+        cell["wall_seconds"] = round(time.perf_counter() - begin, 1)
         write_atomically(path, (json.dumps(cell, indent=1) + "\n").encode())
         sys.stdout.write(_line(cell) + "\n")
         sys.stdout.flush()
+    if missing:
+        sys.stdout.write(f"group {name}: {len(missing)} cells in {time.perf_counter() - start:.0f} s\n")
 
 
 def measured(group: Group, recipe: str, seconds: float) -> dict[str, Any]:
@@ -314,7 +328,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     legend(figure, [key(look) for look in styles], list(RECIPES))
-    figure.savefig(path, dpi=160, facecolor=PAPER.light)
+    figure.savefig(path, dpi=110, facecolor=PAPER.light)
 
 
 if __name__ == "__main__":
