@@ -175,7 +175,7 @@ def _print(seen: Examination, findings: list[Finding], costs: list[Cost]) -> Non
         out.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), finding.text))
         out.print(Text.assemble("  → ", finding.fix))
     if not findings:
-        out.print("[green]nothing is wrong with these machines and links[/]")
+        out.print("[green]no fault was found in these machines and links[/]")
     if costs:
         out.print(_costs(costs))
     out.print(_verdict(seen, costs), markup=False)
@@ -215,7 +215,7 @@ def _links(seen: Examination) -> Table:
 def _all_reduces(seen: Examination) -> Table:
     from thinwire.report.units import nbytes, rate, seconds
 
-    table = Table("all-reduce of", "takes", "bytes sent per second", title="all-reduce over Gloo")
+    table = Table("all-reduce of", "takes", "rate of sending", title="all-reduce over Gloo")
     for size, taken in seen.all_reduces.items():
         sent = 2 * (seen.size - 1) / seen.size * size
         table.add_row(nbytes(size), seconds(taken), rate(8 * sent / taken))
@@ -254,5 +254,6 @@ def _verdict(seen: Examination, costs: list[Cost]) -> str:
     return (
         f"{words} These links make {seen.size} workers under DDP or AllReduce() {share} one of them alone. "
         f"{advised.recipe} would run at {advised.efficiency:.2f} of linear speed, {advised.speed:.2g} times one "
-        "worker; what it costs in accuracy, `thinwire compare` measures on your task."
+        "worker; what it costs in accuracy, `thinwire compare` measures on your task, and "
+        "`thinwire plan --doctor FILE` weighs it; --out FILE writes that file."
     )
