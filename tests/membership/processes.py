@@ -152,7 +152,7 @@ def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...],
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     worker = thinwire.attach(model, optimizer, recipe, elastic=True, timeout=20)
     outbox.send(("view", time.monotonic(), worker.view.epoch, worker.size))
     worker.on_view(lambda view: outbox.send(("view", time.monotonic(), view.epoch, view.size)))

@@ -109,7 +109,7 @@ def test_a_killed_worker_ends_the_run_with_one_message_that_names_it_and_the_ste
     messages = [line for line in capsys.readouterr().err.splitlines() if line.startswith("thinwire:")]
     assert len(messages) == 1
     assert "worker 1 was ended by SIGKILL after step" in messages[0]
-    assert "rank 0, step" in messages[0] and "rank 1" in messages[0]
+    assert messages[0].count(" step ") == 1, "each survivor noticed it at a step of its own"
     assert not (folder / "summary.json").exists()
 
 
