@@ -118,6 +118,26 @@ class Overlap(Machine):
         self.velocity = torch.zeros_like(self.anchor)
 
 
+class Pairs(Machine):
+    """NoLoCo (Kolehmainen et al., 2025): at the end of a period an outer step with the neighbours of that round."""
+
+    def __init__(self, mixing: Mixing, period: int, ahead: int = 0, *, lr: float, momentum: float) -> None:
+        super().__init__(ahead)
+        self.mixing, self.period, self.lr, self.momentum = mixing, period, lr, momentum
+        self.velocity: Tensor | float = 0.0
+
+    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+        x = x + move
+        if self.k % self.period == 0:
+            share = self.mixing(self.k // self.period - 1)
+            self.velocity = self.momentum * self.velocity + self.lr * (share @ x - self.point)
+            self.point = x = self.point + self.velocity
+        return x
+
+    def restart(self, x: Tensor) -> None:
+        self.point = x
+
+
 class Elastic(Machine):
     """EASGD and EAMSGD (Zhang, Choromanska and LeCun, 2015), Algorithms 1 and 2: `x` is where gradients are taken."""
 

@@ -47,6 +47,7 @@ from thinwire import (
     MultiLeaderSGD,
     Nearest,
     NodeAverage,
+    NoLoCo,
     Offloaded,
     OneBit,
     OneBitAdam,
@@ -152,6 +153,7 @@ CASES: dict[str, Sequence[Case]] = {
         Case(CompressedMomentum(warmup_steps=3, overlap=True), one_bit_adam),
         Case(CompressedMomentum(warmup_steps=None), quick_adam),
     ],
+    "NoLoCo": [Case(NoLoCo(Ring(), 3)), Case(NoLoCo(Ring(), 3, pull=0.9))],
     "DecentLaM": [Case(DecentLaM())],
     "DoubleAveraging": [Case(DoubleAveraging())],
     "DQSGD": [

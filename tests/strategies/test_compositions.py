@@ -49,6 +49,7 @@ from thinwire import (
     MultiLeaderSGD,
     Nearest,
     NodeAverage,
+    NoLoCo,
     Offloaded,
     OuterOptimizer,
     OverlapLocalSGD,
@@ -222,6 +223,13 @@ BASES: dict[str, list[Case]] = {
         Case(EagerPushSum(), lambda n, a: Machine(), {**NO_PERIOD, **IN_FLIGHT}, constant=True),
     ],
     "DecentLaM": [Case(DecentLaM(momentum=0.5), momentum_of(compositions.decentlam), NO_PERIOD)],
+    "NoLoCo": [
+        Case(
+            NoLoCo(Ring(), 2, lr=0.6, momentum=0.4),
+            lambda n, a: compositions.Pairs(ring(n), 2, a, lr=0.6, momentum=0.4),
+            {**NOT_MEASURED, **IN_FLIGHT},
+        )
+    ],
     "QuasiGlobal": [Case(QuasiGlobal(Ring(), momentum=0.5), momentum_of(compositions.quasi_global), NO_PERIOD)],
     "DoubleAveraging": [Case(DoubleAveraging(momentum=0.5), momentum_of(compositions.double_averaging), NO_PERIOD)],
     "ExactDiffusion": [
