@@ -37,6 +37,7 @@ def faults(mode: str) -> tuple[bool, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+@pytest.mark.slow
 def test_what_is_freed_is_used_again_without_asking_the_system() -> None:
     kept, few = faults("kept")
     _, many = faults("given back")

@@ -404,7 +404,13 @@ WRAPPERS: dict[str, Callable[[Case], tuple[Strategy, Oracle]]] = {
     "Probe": probed,
 }
 CASES = [
-    pytest.param(wrapper, case, id=f"{wrapper}({case.strategy})")
+    pytest.param(
+        wrapper,
+        case,
+        id=f"{wrapper}({case.strategy})",
+        # Where the state of slow momentum lies is nothing to its base.
+        marks=pytest.mark.slow if wrapper in ("Sharded", "Offloaded") else (),
+    )
     for wrapper in WRAPPERS
     for cases in BASES.values()
     for case in cases

@@ -177,6 +177,7 @@ def resting(n: int, momentum: float = 0.6) -> list[tuple[Strategy, float, Tensor
     ]
 
 
+@pytest.mark.slow
 def test_methods_converge_to_the_fixed_points_of_their_equations() -> None:
     problem = quadratic(5, DOUBLE)
     for strategy, own, wanted, count in resting(5):

@@ -88,6 +88,7 @@ def test_a_class_may_have_the_name_of_one_of_thinwire_s() -> None:
     assert isinstance(parse("SlowMo()"), SlowMo)
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_repr_and_prints_the_same(folder: Path) -> None:
     text = repr(parse("SlowMo(base=theirs.methods:Mine(period=3))"))
     code = "import sys, thinwire; print(repr(thinwire.parse(sys.argv[1])))"

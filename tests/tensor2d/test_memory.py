@@ -30,6 +30,7 @@ def counted() -> dict[str, dict[str, Any]]:
     return {scheme: asdict(counts) for scheme, counts in run(RACE).items()}
 
 
+@pytest.mark.slow
 def test_counted_bytes_and_memory_are_those_of_the_formulas_in_one_dimension_and_in_two() -> None:
     found = run_processes(4, counted)
     losses = [found[0][scheme]["loss"] for scheme in SCHEMES]

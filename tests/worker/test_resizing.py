@@ -214,6 +214,7 @@ def in_turn(folder: str, strategies: list[Strategy], resume: bool) -> list[bool]
     return found
 
 
+@pytest.mark.slow
 def test_processes_with_mailboxes_go_on_with_more_of_them(tmp_path: Path) -> None:
     for size, resume in ((2, False), (4, True)):
         assert run_processes(size, in_turn, str(tmp_path), MAILBOXES, resume) == [[True] * len(MAILBOXES)] * size
