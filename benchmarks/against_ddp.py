@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AllReduce() against torch's DistributedDataParallel, and attach on one worker against the bare loop.
 
-torchrun --nproc-per-node 4 -m benchmarks.against_ddp [ROUNDS [MILLIONS]]
+torchrun --nproc-per-node 4 -m benchmarks.against_ddp [ROUNDS [MILLIONS [elastic]]]
 thinwire emulate --workers 4 --link 1gbit -- python -m benchmarks.against_ddp
 python -m benchmarks.against_ddp
 """
@@ -26,7 +26,7 @@ from thinwire.tasks.models.gpt import GPT, GPTSize
 SIZES = {"0.5": GPTSize(4, 96, 3), "2": GPTSize(6, 160, 5), "6": GPTSize(8, 256, 4), "20": GPTSize(8, 448, 7)}
 
 
-def main(rounds: str = "10", size: str = "6", *, batch_size: int = 4, steps: int = 4) -> None:
+def main(rounds: str = "10", size: str = "6", elastic: str = "", *, batch_size: int = 4, steps: int = 4) -> None:
     """Run the pair that suits the number of workers."""
     start()
     task = tasks.load("text")
@@ -47,12 +47,13 @@ def main(rounds: str = "10", size: str = "6", *, batch_size: int = 4, steps: int
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if wrap == "ddp":
             model = DistributedDataParallel(model)
-        elif wrap == "thinwire":
-            thinwire.attach(model, optimizer, thinwire.AllReduce())
+        elif wrap != "bare":
+            thinwire.attach(model, optimizer, thinwire.AllReduce(), elastic=wrap == "elastic")
         return step(model, optimizer)
 
     baseline = "ddp" if workers > 1 else "bare"
-    seconds = take_turns({name: contender(name) for name in (baseline, "thinwire")}, rounds=int(rounds), steps=steps)
+    names = (baseline, "thinwire", "elastic")[: 3 if elastic else 2]
+    seconds = take_turns({name: contender(name) for name in names}, rounds=int(rounds), steps=steps)
     report(seconds, baseline=baseline)
     if dist.is_initialized():
         dist.destroy_process_group()
