@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from shutil import rmtree
+from functools import partial
 from typing import Any
 
-from thinwire.errors import ConfigError
-from thinwire.integrations.session import Session, needs
+from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
 
 with needs("lightning"):
@@ -37,16 +35,21 @@ class Callback(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, and let checkpoints hold every rank's state."""
-        if len(trainer.optimizers) != 1:
-            raise ConfigError(
-                f"{len(trainer.optimizers)} optimizers: a thinwire strategy in Lightning takes one; give it all "
-                "parameters as parameter groups, or attach to each in configure_optimizers"
-            )
+        optimizer = plain_optimizer(trainer.optimizers)
         options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
-        counts = trainer.fit_loop.epoch_loop
-        syncs = lambda: not counts._should_accumulate()  # noqa: E731
-        self.session = Session(pl_module, trainer.optimizers[0], self.strategy, options, syncs=syncs)
-        self._wrap(trainer.strategy)
+        loop = trainer.fit_loop.epoch_loop
+        syncs = lambda: not loop._should_accumulate()  # noqa: E731
+        self.session = session = Session(pl_module, optimizer, self.strategy, options, syncs=syncs)
+
+        def finish() -> None:
+            # After the last checkpoint, and before the module leaves its device.
+            self.session = None
+            session.finish()
+
+        before = partial(session.call_before, trainer.strategy)
+        before("save_checkpoint", lambda checkpoint, filepath, *_, **__: session.save(f"{filepath}.workers"))
+        before("remove_checkpoint", lambda path: session.remove(f"{path}.workers"))
+        before("teardown", finish)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where `fit` was given a checkpoint."""
@@ -66,8 +69,8 @@ class Callback(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log bytes and waits as often as the Trainer logs."""
         step = trainer.global_step
-        if self.session is not None and step and step % trainer.log_every_n_steps == 0:
-            figures = self.session.figures() if trainer.loggers else {}
+        if self.session is not None and trainer.loggers and step and step % trainer.log_every_n_steps == 0:
+            figures = self.session.figures()
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
 
@@ -82,35 +85,7 @@ class Callback(pl.Callback):
         """Wait for nobody: the other workers may have failed too."""
         if self.session is not None:
             self.session.worker.undo.close()
-            self._forget(trainer.strategy)
-
-    def _wrap(self, strategy: Any) -> None:
-        """Let the Trainer's strategy keep every rank's state with each checkpoint file, and end with one model."""
-        save, remove, end = strategy.save_checkpoint, strategy.remove_checkpoint, strategy.teardown
-
-        def save_both(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            if self.session is not None:
-                self.session.save(f"{filepath}.workers")
-            save(checkpoint, filepath, storage_options)
-
-        def remove_both(filepath: Any) -> None:
-            remove(filepath)
-            if strategy.is_global_zero:
-                rmtree(Path(f"{filepath}.workers"), ignore_errors=True)
-
-        def finish() -> None:
-            # After the last checkpoint, and before the module leaves its device.
-            if self.session is not None:
-                self.session.finish()
-                self._forget(strategy)
-            end()
-
-        strategy.save_checkpoint, strategy.remove_checkpoint, strategy.teardown = save_both, remove_both, finish
-
-    def _forget(self, strategy: Any) -> None:
-        self.session = None
-        for name in ("save_checkpoint", "remove_checkpoint", "teardown"):
-            vars(strategy).pop(name, None)
+            self.session = None
 
 
 class Strategy(DDPStrategy):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -41,11 +42,18 @@ def needs(package: str) -> Generator[None]:
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer in a trainer's wrapper.
+    """The torch optimizer in a trainer's wrapper, or in its list of one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or more than one.
     """
+    if isinstance(optimizer, list):
+        if len(optimizer) != 1:
+            raise ConfigError(
+                f"{len(optimizer)} optimizers: a thinwire strategy takes one here; give it all parameters as parameter "
+                "groups, or attach to each where your code makes them"
+            )
+        (optimizer,) = optimizer
     while type(optimizer).__name__ in _WRAPPERS:
         optimizer = getattr(optimizer, _WRAPPERS[type(optimizer).__name__])
     if not isinstance(optimizer, Optimizer):
@@ -120,6 +128,23 @@ class Session:
 
             self.worker.undo.callback(self.worker.model.register_forward_pre_hook(follow).remove)
 
+    def call_before(self, owner: Any, name: str, first: Callable[..., None]) -> None:
+        """Call a function before each call of a method of the tool's, with its arguments, until the worker detaches.
+
+        Args:
+            owner: the tool's object.
+            name: its method.
+            first: the function.
+        """
+        method = getattr(owner, name)
+
+        def both(*args: Any, **more: Any) -> Any:
+            first(*args, **more)
+            return method(*args, **more)
+
+        setattr(owner, name, both)
+        self.worker.undo.callback(vars(owner).pop, name, None)
+
     def hold(self) -> None:
         """Put the consensus model in place until `release`; every rank must call."""
         if not self._holding:
@@ -136,6 +161,11 @@ class Session:
         """Write every rank's state into a checkpoint folder of the tool."""
         self.release()
         self.worker.save(Path(folder) / FOLDER, keep=None)
+
+    def remove(self, folder: str | Path) -> None:
+        """Remove a checkpoint folder that `save` alone has written; every rank may call."""
+        if self.worker.comm.rank == 0:
+            rmtree(folder, ignore_errors=True)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint folder of the tool.
