@@ -29,10 +29,7 @@ from thinwire.tasks.models.base import build
 from thinwire.tasks.models.gpt import GPT, GPT_SIZES
 
 VOCABULARY = 50_257
-RECIPE = (
-    "Streaming(OverlapLocalSGD(period=8, pull=0.5, momentum=0.9, lr=0.7, nesterov=True, delay=2, "
-    "codec=Quantize(4)), fragments=4)"
-)
+RECIPE = "DiLoCo(period=8, fragments=4, delay=2, mixing=0.5, codec=Quantize(4))"
 
 
 def main() -> None:

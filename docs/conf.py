@@ -27,7 +27,7 @@ exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
-    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|ElasticState|Fleet|Logger|Network|Segment|Switched)"),
+    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Dealt|ElasticState|Fleet|Logger|Network|Segment|Switched)"),
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),
 ]
