@@ -14,6 +14,7 @@ import pytest
 import thinwire
 
 ROOT = Path(__file__).parents[1]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
 checkout = pytest.mark.skipif(not TRACKED, reason="not a checkout")
@@ -57,10 +58,16 @@ def test_help_and_version_wait_for_no_other_package() -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     assert f"version: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert (
-        f"## {thinwire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-        or "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
-    )
+    assert re.search(rf"^## {re.escape(thinwire.__version__)} - \d{{4}}-\d\d-\d\d$", CHANGELOG, re.MULTILINE)
+
+
+def test_each_version_of_the_changelog_has_one_section_for_each_kind_of_change() -> None:
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    first, *versions = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)[1:]
+    assert first.startswith("Unreleased\n")
+    for version in (first, *versions):
+        found = re.findall(r"^### (.*)$", version, re.MULTILINE)
+        assert found == [kind for kind in kinds if kind in found], version.partition("\n")[0]
 
 
 @checkout
