@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.comm.calls import CALLS, SIZES, figures
-from thinwire import Comm, CommTimeoutError, ConfigError, CountingComm, MismatchError, PeerLostError, run_threads
+from thinwire import (
+    Comm,
+    CommTimeoutError,
+    ConfigError,
+    CountingComm,
+    MismatchError,
+    PeerLostError,
+    ThinwireError,
+    ThreadComm,
+    run_threads,
+)
 from thinwire.comm.work import Meter, Work, completed
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -175,6 +185,37 @@ def test_a_wait_times_out_with_rank_step_and_reason(call: str) -> None:
     reason = "all ranks to join the all_reduce of 2 x float32" if call == "all_reduce" else "a message from rank 1"
     with pytest.raises(CommTimeoutError, match=rf"rank 0 waited 0\.2 s for {reason} at step 3"):
         run_threads(2, work, timeout=0.2)
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_where_all_wait_for_each_other_every_rank_is_named_with_its_step_whoever_times_out_first(late: int) -> None:
+    ends: dict[int, BaseException] = {}
+
+    def work(comm: Comm) -> None:
+        assert isinstance(comm, ThreadComm)
+        # Rank 0 has left out a step: it gathers where rank 1 expects a message, for which rank 2 waits in the gather.
+        comm.step = 4 if comm.rank == 0 else 5
+        comm.timeout = 0.3 if comm.rank == late else 20.0
+        while comm.rank == late and len(comm._hub.waiting) < 2:
+            time.sleep(0.01)
+        try:
+            if comm.rank == 1:
+                comm.send_recv(torch.zeros(2), [], [0]).wait()
+            comm.all_gather(torch.zeros(2)).wait()
+        except ThinwireError as error:
+            ends[comm.rank] = error
+            raise
+
+    with pytest.raises(MismatchError):
+        run_threads(3, work)
+    gather = "all ranks to join the all_gather of 2 x float32"
+    for error in ends.values():
+        assert isinstance(error, MismatchError)
+        assert str(error) == (
+            f"ranks are out of step: rank 0 waits for {gather} at step 4, rank 1 waits for a message from rank 0 at "
+            f"step 5, rank 2 waits for {gather} at step 5; all ranks must make the same calls after the same steps (no "
+            "answer within 0.3 s)"
+        )
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "send_recv", "mailbox"])

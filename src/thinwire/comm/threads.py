@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, named
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.work import Work, describe
 from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError, ThinwireError, error_named
@@ -28,6 +28,21 @@ T = TypeVar("T")
 U = TypeVar("U")
 Delay = Callable[[int, int, int], int]
 """The delay of a message in steps, as a function of (sender, receiver, step in which it is expected)."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for, or has waited for in vain.
+
+    Attributes:
+        missing: the ranks that it still waits for.
+        waiting_for: the same in words.
+        step: its training step.
+    """
+
+    missing: Callable[[], Sequence[int]]
+    waiting_for: str
+    step: int
 
 
 @dataclass
@@ -58,7 +73,7 @@ class Hub:
         lost: the first rank that has failed, and why.
         shared: an error that a rank has found, and that all are to raise.
         duplicates: hubs of further comms for the same threads.
-        waiting: for each rank that waits, or has waited in vain, the ranks that it waits for.
+        waiting: by rank, of those that wait or have waited in vain.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -71,7 +86,7 @@ class Hub:
         self.lost: tuple[int, BaseException] | None = None
         self.shared: ThinwireError | None = None
         self.duplicates: list[Hub] = []
-        self.waiting: dict[int, Sequence[int]] = {}
+        self.waiting: dict[int, Wait] = {}
 
     def report_failure(self, rank: int, reason: BaseException) -> None:
         """Record that `rank` has failed, so that the waits of all others fail too."""
@@ -109,11 +124,13 @@ class Hub:
     def wait_until(self, missing: Callable[[], Sequence[int]], comm: ThreadComm, waiting_for: str) -> None:
         """Wait until no rank is `missing()`; the caller holds `changed`."""
         end = time.monotonic() + comm.timeout
-        while ranks := missing():
+        self.waiting[comm.rank] = Wait(missing, waiting_for, comm.step)
+        while missing():
             self.check_lost(comm.step)
-            self.waiting[comm.rank] = ranks
             # Asked again after a timeout, since it may have become true just then.
             if not self.changed.wait(end - time.monotonic()) and missing():
+                if error := self.out_of_step(comm.rank, f"no answer within {comm.timeout:g} s"):
+                    comm.raise_on_all(error)
                 waited = f"rank {comm.rank} waited {comm.timeout:g} s for {waiting_for} at step {comm.step}"
                 raise CommTimeoutError(waited + self.not_answering(comm.rank, waiting_for))
         self.waiting.pop(comm.rank, None)
@@ -125,15 +142,39 @@ class Hub:
             rank: waits in vain; stays among those that wait, so that no other blames it.
             waiting_for: what it waits for. Nothing is added to words that name the right ranks already.
         """
-        seen, frontier, found = {rank}, [rank], set[int]()
-        while frontier:
-            for peer in set(self.waiting.get(frontier.pop(), ())) - seen:
-                seen.add(peer)
-                (frontier.append if peer in self.waiting else found.add)(peer)
-        names = [f"rank {peer}" for peer in sorted(found)]
+        names = [f"rank {peer}" for peer in sorted(self._waited_for(rank)[1])]
         if not names or all(re.search(rf"{name}\b", waiting_for) for name in names):
             return ""
         return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} not answering"
+
+    def out_of_step(self, rank: int, problem: str) -> MismatchError | None:
+        """The error of ranks that wait for each other, so that none of them can go on; None where that is not so."""
+        waiting, running = self._waited_for(rank)
+        if running or len(waiting) < 2:
+            return None
+        groups: dict[str, list[int]] = {}
+        # Those that wait for these do not go on either.
+        for each, wait in sorted(self.waiting.items()):
+            if wait.missing():
+                groups.setdefault(f"for {wait.waiting_for} at step {wait.step}", []).append(each)
+        found = ", ".join(f"{named(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in groups.items())
+        return MismatchError(
+            f"ranks are out of step: {found}; all ranks must make the same calls after the same steps ({problem})"
+        )
+
+    def _waited_for(self, rank: int) -> tuple[set[int], set[int]]:
+        """Whom a rank waits for in the end: those that wait themselves, with itself, and those that do not."""
+        waiting, frontier, running = {rank}, [rank], set[int]()
+        while frontier:
+            for peer in set(self.waiting[frontier.pop()].missing()) - waiting:
+                wait = self.waiting.get(peer)
+                # A rank that has what it waited for is about to go on.
+                if wait is None or not wait.missing():
+                    running.add(peer)
+                else:
+                    waiting.add(peer)
+                    frontier.append(peer)
+        return waiting, running
 
 
 class ThreadComm(Comm):
@@ -313,7 +354,8 @@ class ThreadMailbox(Mailbox):
         hub, rank = self._hub, self._rank
 
         def noted() -> Sequence[int]:
-            hub.waiting[rank] = ranks = missing()
+            ranks = missing()
+            hub.waiting[rank] = Wait(lambda: ranks, waiting_for, self._comm.step)
             return ranks
 
         try:
