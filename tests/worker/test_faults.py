@@ -178,6 +178,23 @@ def busy() -> Report:
     return "nothing", "", 0.0, ""
 
 
+def slow() -> Report:
+    """Rank 1 is killed while rank 2 computes for longer than a roll call; rank 0, which hosts the store, ends then."""
+    roll_call._ROLL_CALL_SECONDS = roll_call._LINGER_SECONDS = 0.2
+    comm = GroupComm(timeout=30.0)
+    comm.all_reduce_(torch.ones(1)).wait()
+    start = time.monotonic()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 2:
+        time.sleep(2)
+    try:
+        comm.all_reduce_(torch.ones(1)).wait()
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What happens to which ranks."""
@@ -217,6 +234,7 @@ SCENARIOS = {
     **{name: scenario for name, (scenario, _) in STOPPED.items()},
     **{name: scenario for name, (scenario, _) in ASYNCHRONOUS.items()},
     "busy": Scenario(3, [1], busy),
+    "slow": Scenario(3, [1], slow),
     "absent": Scenario(3, [1], absent),
     "late": Scenario(3, [], late),
 }
@@ -266,8 +284,11 @@ def test_the_ranks_that_were_killed_are_named_by_all_that_exchange_messages(
         assert ASYNCHRONOUS[name][1] in text
 
 
-def test_a_rank_that_computes_is_not_blamed_for_one_that_is_killed(failures: dict[str, dict[int, Report]]) -> None:
-    for rank, (kind, text, *_) in failures["busy"].items():
+@pytest.mark.parametrize("name", ["busy", "slow"])
+def test_neither_a_rank_that_computes_nor_the_store_s_host_is_blamed_for_one_that_is_killed(
+    name: str, failures: dict[str, dict[int, Report]]
+) -> None:
+    for rank, (kind, text, *_) in failures[name].items():
         assert kind == "PeerLostError"
         assert text.startswith(f"rank {rank}, step 0, all_reduce: rank 1 is lost (")
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
 _LINGER_SECONDS = 1.0
-_NAMED_SECONDS = 10.0  # nobody is presumed dead then, but a rank may compute for a while before it calls
+_NAMED_SECONDS = 10.0  # for ranks that are known to be alive, but may compute for a while before they call
 
 
 class Store(Protocol):
@@ -140,7 +140,8 @@ class RollCall:
             if first.cause == "error":
                 within(_NAMED_SECONDS + 2 * _LINGER_SECONDS, self._let_all_read)
                 return Findings(first, [], answers)
-            missing = within(_ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS, lambda: self._missing(own, first, answers))
+            limit = _ROLL_CALL_SECONDS + 2 * _LINGER_SECONDS + _NAMED_SECONDS
+            missing = within(limit, lambda: self._missing(own, first, answers))
             return Findings(first, missing, answers)
         except TimeoutError:
             late = True  # the process that hosts the store is alive, and does not answer
@@ -192,9 +193,17 @@ class RollCall:
                         answers[rank] = Failure.read(self._store.get(f"here/{rank}"))
             self._store.set(f"done/{self._rank}", "1")
         if self._members[self._rank] == 0:
-            # This process hosts the store, which the others may still be reading.
-            self._unset("done", [rank for rank in self._others if rank not in missing], _LINGER_SECONDS)
+            self._let_others_read(missing)
         return ended or stopped or missing
+
+    def _let_others_read(self, missing: Sequence[int]) -> None:
+        """This process hosts the store, and would be taken for the cause if it ended before the others have read it."""
+        answered = [rank for rank in self._others if rank not in missing]
+        # Those that compute, or wait for a processor, come later.
+        busy = [rank for rank in missing if self.processes.state(rank) is State.RUNNING]
+        if left := self._unset("done", answered, _LINGER_SECONDS):
+            busy += [rank for rank in left if self.processes.state(rank) is State.RUNNING]
+        self._unset("done", busy, _NAMED_SECONDS)
 
     def _unset(self, prefix: str, ranks: list[int], seconds: float) -> list[int]:
         """Wait for the ranks' keys; the ranks that have not set theirs in time, or before the store was gone."""
