@@ -286,6 +286,11 @@ def test_nothing_is_left_to_be_done(path: Path) -> None:
     assert not [word for word in ("TODO", "FIXME", "XXX", "HACK") if word in path.read_text()]
 
 
+@pytest.mark.parametrize("tool", ["accelerate", "dcp", "lightning", "ray_train", "transformers"])
+def test_what_is_for_one_tool_has_at_most_120_lines(tool: str) -> None:
+    assert len((ROOT / "integrations" / f"{tool}.py").read_text().splitlines()) <= 120
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_and_functions_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 600

@@ -64,12 +64,13 @@ def trainer_of(folder: str, recipe: str, steps: int, how: str, *, width: int = 1
             return optimizer_of(self)
 
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
+    newest = ModelCheckpoint(f"{folder}/newest", filename="{step}", every_n_train_steps=HALF)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         max_steps=steps,
         strategy=Strategy(recipe) if how == "strategy" else DDPStrategy(),
-        callbacks=[saver] if how == "strategy" else [saver, Callback(recipe)],
+        callbacks=[saver, newest] if how == "strategy" else [saver, newest, Callback(recipe)],
         logger=CSVLogger(folder),
         log_every_n_steps=10,
         val_check_interval=HALF,
@@ -92,6 +93,13 @@ def whole_and_resumed(folder: str, recipe: str, how: str) -> dict[str, Any]:
     trainer.fit(module, *loaders)
     path = f"{folder}/step={HALF}.ckpt"
     found = {"whole": equal(weights(module.net), plain), "validated": "loss" in trainer.callback_metrics}
+    torch.distributed.barrier()  # rank 0 removes
+    left = sorted(each.name for each in Path(folder, "newest").iterdir())
+    found["older checkpoints are removed whole"] = left == [f"step={STEPS}.ckpt", f"step={STEPS}.ckpt.workers"]
+    found["the strategy's methods are its own again"] = not {"save_checkpoint", "teardown"} & set(
+        vars(trainer.strategy)
+    )
+    torch.distributed.barrier()
     again, second, loaders = trainer_of(folder, recipe, STEPS, how)
     again.fit(second, *loaders, ckpt_path=path)
     found["resumed"] = equal(weights(second.net), plain)
