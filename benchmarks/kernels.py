@@ -27,7 +27,7 @@ from thinwire.comm.threads import Hub, ThreadComm
 from thinwire.kernels import adaptive
 from thinwire.kernels.base import compiled
 from thinwire.kernels.reference import adaptive as by_torch
-from thinwire.kernels.reference import largest, quantized, signs, sketched
+from thinwire.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
 
 Row = tuple[str, str, str, str, str]
 Work = Callable[[], object]
@@ -96,6 +96,38 @@ def bit_cases(x: Tensor) -> list[Case]:
             lambda: quantized.dequantize_(payload, decoded, dither=True, **more),
         ),
     ]
+
+
+def rounded_cases(x: Tensor) -> list[Case]:
+    """Round to the nearest level with a residual and decode, at every width; and the largest of every chunk."""
+    n, residual, decoded = x.numel(), torch.zeros_like(x), torch.empty_like(x)
+
+    def rounded_case(bits: int) -> Case:
+        payload, how = torch.empty(kernels.quantized_nbytes(n, bits, BLOCK), dtype=torch.uint8), {"block": BLOCK}
+
+        def ours() -> None:
+            kernels.encode_rounded_(x, residual, payload, bits=bits, **how)
+            kernels.decode_rounded_(payload, decoded, bits=bits, **how)
+
+        def theirs() -> None:
+            rounded.encode_rounded_(x, residual, payload, bits=bits, **how)
+            rounded.decode_rounded_(payload, decoded, bits=bits, **how)
+
+        return Case(f"nearest, {bits}-bit, encode with residual + decode", ours, theirs, 1.5)
+
+    size, few = {"chunk": 4096, "kept": 64, "bits": 2}, torch.zeros_like(x)
+    packed = torch.empty(kernels.chunked_nbytes(n, **size), dtype=torch.uint8)
+
+    def ours() -> None:
+        kernels.encode_chunks_(x, few, packed, **size)
+        kernels.add_chunks_(packed, decoded, **size)
+
+    def theirs() -> None:
+        chunks.encode_chunks_(x, few, packed, **size)
+        chunks.add_chunks_(packed, decoded, **size)
+
+    chunked = Case("64 of each 4096, 2-bit, encode with residual + decode", ours, theirs, 6.0)
+    return [*(rounded_case(bits) for bits in range(1, 9)), chunked]
 
 
 def large_cases(x: Tensor) -> list[Case]:
@@ -217,7 +249,7 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
     """Measure all rows of the table."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    for make in (sign_cases, bit_cases, large_cases, step_cases, sketched_step_cases):
+    for make in (sign_cases, bit_cases, rounded_cases, large_cases, step_cases, sketched_step_cases):
         yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
 
 

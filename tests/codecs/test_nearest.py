@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,9 +33,11 @@ from thinwire import (
     Nearest,
     NonFiniteError,
     OneBit,
+    OuterOptimizer,
     OverlapLocalSGD,
     Quantize,
     RandomK,
+    Replica,
     Strategy,
     TopK,
 )
@@ -109,6 +112,30 @@ def test_a_message_is_141_times_smaller_than_fp32() -> None:
     codec = ErrorFeedback(Gathered(ChunkedTopK()), decay=0.95)
     card = explain(DiLoCo(period=10, codec=codec), parameters=[1 << 20] * 4, workers=4)
     assert card.sent_bytes_per_step * 10 == 3 * (16 + 116 * 1024)
+
+
+def test_sparse_loco_sends_what_the_formula_says_to_the_byte() -> None:
+    n, workers = 3 * 4096 + 1000, 3
+    message = 3 * 116 + 4 + 16 * 12 // 8 + 16 * 2 // 8  # of the last 1,000 elements 16 are sent
+    strategy = DiLoCo(
+        period=2,
+        outer=OuterOptimizer("SGD", lr=1.0),
+        codec=ErrorFeedback(Gathered(ChunkedTopK(kept=64, chunk=4096, bits=2)), decay=0.95),
+    )
+
+    def body(comm: Comm) -> list[float]:
+        r = Replica(torch.zeros(n), torch.empty(0), comm, lr=lambda: 0.1)
+        strategy.start(r)
+        sent = [comm.meter.payload_bytes]
+        for step in range(1, 5):
+            r.x += drawn(n, 4 * comm.rank + step)
+            r.step = step
+            strategy.after_step(r)
+            sent.append(comm.meter.payload_bytes)
+        return [after - before for before, after in pairwise(sent)]
+
+    round_bytes = (workers - 1) * (message + 16)
+    assert thinwire.run_threads(workers, body) == [[0, round_bytes, 0, round_bytes]] * workers
 
 
 def test_places_beyond_a_chunk_are_refused_before_anything_is_written() -> None:
