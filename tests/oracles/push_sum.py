@@ -49,3 +49,25 @@ def overlap_push_sum(
             w, sent = torch.ones_like(w), []
         z = x if biased else x / w
     return z
+
+
+def seldom_overlap_push_sum(
+    gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing, tau: int
+) -> Tensor:
+    """Overlap SGP, Algorithm 2 as in the paper's box: sends at every tau-th step, and adds that tau steps later.
+
+    Returns z. Steps count from 1, so that a period ends with what it sends.
+    """
+    w, z, arrives = torch.ones(len(x), 1, dtype=x.dtype), x, dict[int, tuple[Tensor, Tensor]]()
+    for k in range(1, steps + 1):
+        x = x + descend(z, gradient(z, k - 1), k - 1)
+        if k % tau == 0:
+            share = mixing(k // tau - 1)
+            kept = torch.diag(share.diagonal())
+            arrives[k + tau] = ((share - kept) @ x, (share - kept) @ w)
+            x, w = kept @ x, kept @ w
+        if k in arrives:
+            others_x, others_w = arrives.pop(k)
+            x, w = x + others_x, w + others_w
+        z = x / w
+    return z

@@ -16,7 +16,7 @@ import thinwire
 from tests.engine import Mixed, attach, batches, drawn, steps
 from tests.oracles import common as oracles
 from tests.oracles.common import Descent
-from tests.oracles.push_sum import overlap_push_sum
+from tests.oracles.push_sum import overlap_push_sum, seldom_overlap_push_sum
 from tests.problems import Irregular, Quadratic, Regression, distance, flat, quadratic, together, train, watched
 from tests.strategies.async_runs import CachedIrregular, Lopsided, StepByStep
 from thinwire import (
@@ -27,6 +27,7 @@ from thinwire import (
     ConfigError,
     Hypercube,
     OnePeerExponential,
+    Periodic,
     PushSum,
     Replica,
     Ring,
@@ -93,6 +94,18 @@ def expected(
 ) -> Tensor:
     descend = Descent(rates, **{{"weight_decay": "decay"}.get(name, name): value for name, value in settings.items()})
     return overlap_push_sum(problem.gradient, problem.start.expand(n, -1), descend, len(rates), **how)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -> None:
+    n, rates = 4, [0.01] * 7 + [0.02] * 7
+    problem, strategy = Regression(n, 14, DOUBLE), PushSum(Periodic(GRAPHS[graph], tau), staleness=tau)
+    for settings in ({}, {"momentum": 0.9}):
+        start, descend = problem.start.expand(n, -1), Descent(rates, **settings)
+        mixing = MIXINGS[graph](n, DOUBLE)
+        wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
+        assert distance(together(n, strategy, problem, rates, **settings), wanted) < 1e-12
 
 
 def test_overlap_equals_its_oracle_in_single_precision() -> None:

@@ -15,7 +15,7 @@ class Periodic(Topology):
 
     So every method on a graph takes a period: workers do local steps, and send at the end of every $\tau$-th. The graph
     inside goes one step on each time. `Gossip(Periodic(Ring(), every=8))` is decentralised local SGD,
-    `PushSum(Periodic(OnePeerExponential(), every=4), staleness=3)` is Overlap SGP as in its Algorithm 2, which sends
+    `PushSum(Periodic(OnePeerExponential(), every=4), staleness=4)` is Overlap SGP as in its Algorithm 2, which sends
     every $\tau$ steps and has as many to receive. It divides traffic by $\tau$, and lets workers drift further apart.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2;
