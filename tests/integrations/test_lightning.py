@@ -64,7 +64,7 @@ def trainer_of(folder: str, recipe: str, steps: int, how: str, *, width: int = 1
             return optimizer_of(self)
 
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
-    newest = ModelCheckpoint(f"{folder}/newest", filename="{step}", every_n_train_steps=HALF)
+    newest = ModelCheckpoint(f"{folder}/newest", filename="{step}", every_n_train_steps=HALF, mode="max")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
