@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ import thinwire
 from tests.engine import attach, batch, batches, flat, momentum, net, steps
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Strategy, Worker
+from thinwire.emulate import Network, available, parse_links, run_workers
 
 Act = Callable[[Worker], object]
 
@@ -309,3 +312,60 @@ def test_wrappers_that_exchange_by_themselves_are_refused(name: str) -> None:
     kind: type[nn.Sequential] = type(name, (nn.Sequential,), {})
     with pytest.raises(ConfigError, match=f"the model's 0 is in {name}, which exchanges gradients and parameters"):
         attach(None, LocalSGD(2), model=nn.Sequential(kind(nn.Linear(3, 2))))
+
+
+INSIDE = """
+import json, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import thinwire
+
+STEPS, WIDTH = 8, 300
+
+def sent() -> int:
+    rows = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(row.partition(":")[2].split()[8]) for row in rows if row.strip().startswith("eth0:"))
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+worker = thinwire.attach(model, optimizer, "LocalSGD(period=4)", inside_ddp="mute", timeout=30)
+dist.barrier()
+before, payload = sent(), worker.comm.meter.payload_bytes
+for _ in range(STEPS):
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+worker.wait_pending()
+dist.barrier()
+time.sleep(0.05)
+print(json.dumps([sent() - before, worker.comm.meter.payload_bytes - payload]), flush=True)
+dist.destroy_process_group()
+"""
+REASON = available()
+
+
+@pytest.mark.slow
+@pytest.mark.emulation
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_inside_a_muted_ddp_the_interfaces_carry_what_the_meter_counts() -> None:
+    lines: list[str] = []
+    with Network(parse_links("1gbit", 2)) as network:
+        exits = run_workers(
+            [sys.executable, "-c", INSIDE],
+            2,
+            network=network,
+            environment={"OMP_NUM_THREADS": "1"},
+            on_line=lambda rank, stream, line: lines.append(line),
+            timeout=60,
+        )
+    assert [each.code for each in exits] == [0, 0], lines
+    found = [json.loads(line) for line in lines if line.startswith("[")]
+    assert len(found) == 2
+    for carried, payload in found:
+        # Two averages of a model; the gradients of eight steps would be four times as many bytes.
+        assert payload == pytest.approx(2 * 300 * 300 * 4, rel=0.01)
+        assert payload <= carried < 1.1 * payload

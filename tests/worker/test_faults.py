@@ -195,6 +195,25 @@ def slow() -> Report:
     return "nothing", "", 0.0, ""
 
 
+def attaching(victims: Sequence[int]) -> Report:
+    """The victims are killed while they attach, before their second message."""
+    if dist.get_rank() in victims:
+        gathered = GroupComm._gather_rows
+
+        def killed(comm: GroupComm, row: bytes) -> list[bytes]:
+            gathered(comm, row)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return []
+
+        GroupComm._gather_rows = killed  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        attach(None, AllReduce(), timeout=30.0)
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ""
+    return "nothing", "", 0.0, ""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What happens to which ranks."""
@@ -220,6 +239,10 @@ ASYNCHRONOUS = {
     "ADPSGD": (Scenario(4, [2], exchange, (ADPSGD(), [2])), "rank 2 is lost"),
     "AsyncLeaderSGD": (Scenario(4, [1], exchange, (AsyncLeaderSGD(period=2), [1])), "rank 1 is lost"),
     "EagerPushSum": (Scenario(4, [3], exchange, (EagerPushSum(), [3])), "rank 3 is lost"),
+    "two of AsyncLeaderSGD": (
+        Scenario(4, [1, 3], exchange, (AsyncLeaderSGD(period=2), [1, 3])),
+        "rank 1, rank 3 are lost",
+    ),
 }
 STOPPED = {
     f"{name} {victim}": (fault(strategy, [victim], signal.SIGSTOP, 1.5), victim)
@@ -236,6 +259,7 @@ SCENARIOS = {
     "busy": Scenario(3, [1], busy),
     "slow": Scenario(3, [1], slow),
     "absent": Scenario(3, [1], absent),
+    "attaching": Scenario(4, [0, 2], attaching, ([0, 2],)),
     "late": Scenario(3, [], late),
 }
 
@@ -326,6 +350,17 @@ def test_a_failure_reaches_ranks_that_are_not_neighbours_despite_messages_in_fli
         assert kind == "PeerLostError"
         assert "rank 2 is lost" in text
         assert seconds < 5
+
+
+def test_ranks_that_are_lost_during_attach_are_all_named_the_store_s_host_among_them(
+    failures: dict[str, dict[int, Report]],
+) -> None:
+    for rank, (kind, text, seconds, _) in failures["attaching"].items():
+        assert kind == "PeerLostError"
+        assert text.startswith(f"rank {rank}, step 0, ")
+        # Without the store nobody can say whether rank 2 ended before or because of rank 0.
+        assert ": rank 0 is lost; rank 2 ended too (" in text
+        assert seconds < 20
 
 
 def test_a_rank_that_never_attaches_is_named(failures: dict[str, dict[int, Report]]) -> None:

@@ -278,7 +278,8 @@ class GroupComm(Comm):
             return PeerLostError(f"{where}: a connection was closed{problem}")
         if all(self._roll_call.processes.state(rank) is State.RUNNING for rank in found.missing):
             return PeerLostError(f"{where}: a connection was closed; {who} {be} not answering{problem}")
-        return PeerLostError(f"{where}: {who} {be} lost{problem}")
+        ended = f"; {self._roll_call.names(found.ended)} ended too" if found.ended else ""
+        return PeerLostError(f"{where}: {who} {be} lost{ended}{problem}")
 
     def _out_of_step(self, found: Findings) -> MismatchError | None:
         """The error of ranks that all have waited for each other, in different calls."""

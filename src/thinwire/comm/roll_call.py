@@ -87,11 +87,13 @@ class Findings:
         first: the first failure of any rank, the cause of all others.
         missing: the ranks that did not answer; without those that are only busy, where others are known to be gone.
         answers: how the ranks that did answer have ended, by rank.
+        ended: other ranks that had ended when this one failed, where no store can tell whether they were lost first.
     """
 
     first: Failure
     missing: Sequence[int]
     answers: dict[int, Failure]
+    ended: Sequence[int] = ()
 
 
 class RollCall:
@@ -150,7 +152,8 @@ class RollCall:
         if late and first.cause == "lost":
             first = replace(first, cause="late")
         # Other processes may have ended because of the same failure, without a store that would say so.
-        found = Findings(first, [] if first.cause == "error" else self._host(), answers)
+        host = [] if first.cause == "error" else self._host()
+        found = Findings(first, host, answers, [rank for rank in own.gone if host and rank not in host])
         if not reported:
             report(found)
             close_connections()
