@@ -157,6 +157,9 @@ class RollCall:
         if not reported:
             report(found)
             close_connections()
+        if host and not late:
+            # Others that notice now see which ranks had ended before, and this one is not among them.
+            time.sleep(_LINGER_SECONDS)
         return found
 
     def has_begun(self) -> bool:
