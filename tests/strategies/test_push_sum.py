@@ -33,6 +33,7 @@ from thinwire import (
     Ring,
     SlowMo,
     Topology,
+    Worker,
     parse,
 )
 from thinwire.plan.card import explain
@@ -106,6 +107,28 @@ def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -
         mixing = MIXINGS[graph](n, DOUBLE)
         wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
         assert distance(together(n, strategy, problem, rates, **settings), wanted) < 1e-12
+
+
+def test_dense_first_is_a_switch_from_the_complete_graph_to_one_peer() -> None:
+    n, dense, problem, rates = 4, 6, Regression(4, 14, DOUBLE), [0.02] * 14
+
+    def body(comm: Comm) -> Tensor:
+        def after(worker: Worker) -> None:
+            if worker.step == dense:
+                worker.switch("PushSum()")
+
+        return flat(train(comm, PushSum(Complete()), problem, rates, after_step=after).model)
+
+    sparse = oracles.one_peer(n, DOUBLE)
+    wanted = expected(
+        problem,
+        n,
+        rates,
+        {},
+        mixing=lambda k: torch.full((n, n), 1 / n, dtype=DOUBLE) if k < dense else sparse(k),
+        staleness=0,
+    )
+    assert distance(torch.stack(thinwire.run_threads(n, body)), wanted) < 1e-12
 
 
 def test_overlap_equals_its_oracle_in_single_precision() -> None:
