@@ -76,7 +76,7 @@ def bit_cases(x: Tensor) -> list[Case]:
         torch.empty_like(x),
         torch.empty(kernels.quantized_nbytes(x.numel(), BITS, BLOCK), dtype=torch.uint8),
     )
-    how = {"bits": BITS, "block": BLOCK, "key": KEY}
+    how: dict[str, Any] = {"bits": BITS, "block": BLOCK, "key": KEY}
     more: dict[str, Any] = {**how, "shift": 0.0, "scale_bytes": 4}
     return [
         Case(
