@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,13 +144,13 @@ def around() -> Report:
 
 def exchange(strategy: Strategy, victims: Sequence[int]) -> Report:
     """Train at each worker's own pace until the victims, which are killed, are missed."""
-    rank = dist.get_rank()
+    rank, processes = dist.get_rank(), processes_of(victims)
     worker = attach(None, strategy, timeout=30.0)
     start = time.monotonic()
     try:
         for step, data in enumerate(batches(rank, 300)):
             if step == SICK_STEP and rank in victims:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_all(processes)
             worker.record_batch(loss=float(rank))
             steps(worker, [data])
         with worker.consensus():
@@ -158,6 +159,27 @@ def exchange(strategy: Strategy, victims: Sequence[int]) -> Report:
         stay_for_others(victims)
         return type(error).__name__, str(error), time.monotonic() - start, ""
     return "nothing", "", 0.0, ""
+
+
+def processes_of(ranks: Sequence[int]) -> list[int]:
+    """The ids of other ranks' processes, this one's last if it is among them."""
+    store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()  # pyright: ignore[reportPrivateUsage]
+    store.set(f"process/{own}", str(os.getpid()))
+    return [int(store.get(f"process/{rank}")) for rank in sorted(ranks, key=lambda rank: rank == own)]
+
+
+def kill_all(processes: Sequence[int]) -> None:
+    """The first victim that comes here takes all with it: else one is missed before the other is lost."""
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+
+
+def wait_until_ended(processes: Sequence[int]) -> None:
+    """Until the processes are gone, or wait for their parent to ask how they ended."""
+    for process in processes:
+        stat = Path(f"/proc/{process}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.005)
 
 
 def busy() -> Report:
@@ -196,16 +218,18 @@ def slow() -> Report:
 
 
 def attaching(victims: Sequence[int]) -> Report:
-    """The victims are killed while they attach, before their second message."""
-    if dist.get_rank() in victims:
-        gathered = GroupComm._gather_rows
+    """The victims are killed while they attach, before their second message; the others miss both at once."""
+    processes = processes_of(victims)
+    gathered = GroupComm._gather_rows
 
-        def killed(comm: GroupComm, row: bytes) -> list[bytes]:
-            gathered(comm, row)
+    def gather(comm: GroupComm, row: bytes) -> list[bytes]:
+        rows = gathered(comm, row)
+        if dist.get_rank() in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-            return []
+        wait_until_ended(processes)
+        return rows
 
-        GroupComm._gather_rows = killed  # type: ignore[method-assign]
+    GroupComm._gather_rows = gather  # type: ignore[method-assign]
     start = time.monotonic()
     try:
         attach(None, AllReduce(), timeout=30.0)
