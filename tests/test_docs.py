@@ -329,7 +329,8 @@ def run_example(path: Path, folder: Path, *arguments: str, size: int = 1) -> str
     return said[0].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_runs_alone_and_with_another_worker(path: Path, size: int, tmp_path: Path) -> None:
     arguments = ["--folder", str(tmp_path / "kept"), "--steps", "10"] if path.stem == "resume" else []

@@ -75,7 +75,8 @@ def elsewhere(system: str, code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["win32", "darwin"])
 def test_every_module_is_imported_and_a_model_trains_elsewhere(system: str) -> None:
     printed = elsewhere(
         system,

@@ -81,6 +81,7 @@ def test_own_functions_are_swept_with_every_optimizer() -> None:
     assert tomllib.loads(Path("sweep/run.toml").read_text())["optimizer"] == names
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named_with_its_rank_and_step(capsys) -> None:
     Path("late_mistake.py").write_text(
         "import torch\n"

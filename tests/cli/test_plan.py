@@ -54,6 +54,7 @@ def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
     assert found["step"]["name"] == "mine" and found["recommended"] == "LocalSGD(period=8)"  # type: ignore
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(path), "--plot-workers", "4"]

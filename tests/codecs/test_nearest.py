@@ -82,6 +82,7 @@ def test_no_vector_has_an_error_as_large_as_itself(bits: int, x: Tensor) -> None
     assert (decoded(Nearest(bits), x) - x).norm() < x.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("use", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: DiLoCo(period=2, codec=c)])
 def test_with_feedback_training_ends_near_training_without_a_codec(bits: int, use: Any) -> None:

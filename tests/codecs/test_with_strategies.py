@@ -189,6 +189,7 @@ def test_workers_with_different_starts_are_equal_after_the_first_compressed_aver
         assert torch.equal(found, found[:1].expand_as(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Bf16(), Fp16(), Quantize(8, 8), Natural(), SMALL, ErrorFeedback(TopK(0.3))], ids=str)
 @pytest.mark.parametrize("make", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c)])
 def test_training_with_a_codec_ends_near_training_without(codec: Codec, make: Any) -> None:
@@ -209,9 +210,10 @@ KEEPING: list[Any] = [
 """Methods whose workers do not all return to the mean."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
-    [ErrorFeedback(OneBit(24)), pytest.param(ErrorFeedback(TopK(0.1)), marks=pytest.mark.slow)],
+    [ErrorFeedback(OneBit(24)), ErrorFeedback(TopK(0.1))],
     ids=str,
 )
 @pytest.mark.parametrize("make", KEEPING)

@@ -116,6 +116,7 @@ def conserve(strategy: Strategy, lr: float) -> tuple[list[float], list[float], l
     return starts.mean(0).tolist(), *seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "size"), [(ADPSGD(CompleteBipartite()), 4), (EagerPushSum(staleness=2), 5)], ids=["ad_psgd", "eager"]
 )

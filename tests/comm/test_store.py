@@ -41,6 +41,7 @@ def make_mesh() -> object:
     return mesh_2d((1, 3), timeout=TIMEOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("connect", "seconds", "words"),
     [

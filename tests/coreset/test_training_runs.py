@@ -90,6 +90,7 @@ def test_every_policy_trains_the_digits_better_than_chance(tmp_path: Path, name:
     assert summary["eval_metric"] > 0.5
 
 
+@pytest.mark.slow
 def test_torch_s_own_methods_train_on_chosen_examples_too(tmp_path: Path) -> None:
     summary = train(tmp_path, coreset="Craig", strategy="ddp", workers=2)
     assert summary["selections"] == 1

@@ -81,6 +81,7 @@ def test_the_others_have_time_to_end_by_themselves_when_one_fails():
     assert job.failure == exits[0]
 
 
+@pytest.mark.slow
 def test_those_that_do_not_are_stopped_even_when_they_ignore_sigterm():
     code = (
         "import os, signal, sys, time\n"

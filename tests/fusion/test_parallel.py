@@ -156,6 +156,7 @@ def compare(arrays: list[Any], singles: list[list[Any]], tolerance: float) -> No
             assert sent == (small[0], pytest.approx(B * small[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -315,6 +315,7 @@ def test_entries_that_first_have_a_gradient_when_the_variance_is_frozen_take_ord
         assert second < 10 * first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) -> None:
     size, steps, n = 4, 200, 100

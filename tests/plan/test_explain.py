@@ -368,6 +368,7 @@ def test_methods_without_a_graph_are_explained_for_any_number_of_workers() -> No
         assert explain(LocalSGD(2), parameters=10, workers=workers).sent_bytes_per_step == pytest.approx(40)
 
 
+@pytest.mark.slow
 def test_models_of_any_size_are_explained_in_few_tensors() -> None:
     card = explain(AllReduce(), parameters=10**12 + 1, workers=2)
     assert (card.parameters, card.sent_bytes_per_step) == (10**12 + 1, 4 * (10**12 + 1))

@@ -105,6 +105,7 @@ def expected(strategy: Strategy, make: Make) -> list[tuple[Tensor, Tensor, Tenso
     return thinwire.run_threads(2, work, timeout=20)
 
 
+@pytest.mark.slow
 def test_sharded_training_equals_unsharded_training() -> None:
     for found in run_processes(4, compared_with_unsharded):
         assert len(found) == 2 * len(STRATEGIES)

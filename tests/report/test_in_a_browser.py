@@ -78,6 +78,7 @@ def test_words_in_drawings_can_be_read_on_a_telephone(report: Path, tmp_path: Pa
     assert seen(report, tmp_path, width=400)["smallest"] >= 9
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_report_is_dark_in_the_dark(report: Path, tmp_path: Path) -> None:
     light, dark = (seen(report, tmp_path, width=400, dark=dark)["background"] for dark in (False, True))

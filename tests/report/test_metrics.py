@@ -102,6 +102,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_metric_s_name_is_never_markup_nor_a_path(tmp_path: Path):
     folder = tmp_path / "a" / "b" / "run"
     write_run(folder, steps=20)

@@ -192,6 +192,7 @@ def all_in_turn(folder, rows):
     return [work(Settings.from_json(fields), folder / name) for name, fields in rows]
 
 
+@pytest.mark.slow
 def test_baselines_see_the_same_data_and_count_what_they_send(tmp_path):
     names = {
         "all": "AllReduce()",
@@ -232,6 +233,7 @@ def differing_seeds(folder, fields, seeds):
     return None
 
 
+@pytest.mark.slow
 def test_ranks_with_different_settings_are_refused(tmp_path):
     fields = resolve(fields_of(workers=2)).to_json()
     for kind, words in run_processes(2, differing_seeds, tmp_path, fields, [1, 2]):

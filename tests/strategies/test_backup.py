@@ -174,8 +174,9 @@ def stops(folder: str, rank: int, within: bool, reduction: Reduction) -> Run:
         Participant._advance, Participant._all_reduce_input = advance, contribution  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["messages", "all_reduce"])
-@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("within", [False, True])
 def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reduction: Reduction, tmp_path: Path) -> None:
     workers = start_processes(4, stops, str(tmp_path), 2, within, reduction)
     deadline = time.monotonic() + 40

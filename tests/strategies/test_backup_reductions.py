@@ -64,6 +64,7 @@ def test_without_backups_every_reduction_is_all_reduce_to_the_bit_on_processes()
 # -- the method --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["auto", "all_reduce"])
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize(("backups", "pause"), [(1, stalls), (3, stalls), (1, slow_last)])

@@ -136,6 +136,7 @@ def train_all() -> tuple[list[list[float]], list[list[float]], list[list[float]]
     return five, ends(comm, torch.float32), rest_of_all(comm)
 
 
+@pytest.mark.slow
 def test_every_method_equals_its_oracle_and_its_fixed_point_on_processes() -> None:
     rows = run_processes(5, train_all)
     compare([five for five, _, _ in rows], 5, DOUBLE)

@@ -229,6 +229,7 @@ def test_exact_diffusion_is_refused_where_its_corrections_diverge() -> None:
         assert spread_after(partial(oracles_gossip.exact_diffusion, momentum=0.9), graph, n, 1200) < 1e-2
 
 
+@pytest.mark.slow
 def test_exact_diffusion_is_unbiased_on_changing_graphs_that_it_accepts() -> None:
     problem = quadratic(8, DOUBLE)
     optimum = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()

@@ -99,6 +99,7 @@ def test_the_paper_s_pull_is_divided_by_the_number_of_workers() -> None:
     assert torch.equal(shared, together(3, EASGD(period=2, pull=0.9 / 3), problem, RATES[:6], starts=starts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("elasticity", "stuck"), [(0.3, True), (0.6, True), (0.7, False)])
 def test_workers_in_two_wells_keep_their_centre_on_the_hill_up_to_two_thirds(elasticity: float, stuck: bool) -> None:
     """The spurious point: workers at plus and minus the root of 1 - rho, the centre at the local maximum between."""

@@ -47,6 +47,7 @@ def broadcasts() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 4])
 def test_long_vectors_arrive_whole_from_every_rank(n: int) -> None:
     for found in run_processes(n, broadcasts):

@@ -132,6 +132,7 @@ def test_where_all_workers_see_the_same_whole_inner_steps_are_gradient_descent()
 H, C = torch.tensor([1.0, 0.1, 0.5], dtype=DOUBLE), torch.tensor([2.0, -3.0, 1.0], dtype=DOUBLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [0.0, 0.5, 1.0])
 def test_on_quadratics_rounds_end_at_the_fixed_point_in_closed_form(inner: float) -> None:
     rate, period = 0.1, 6

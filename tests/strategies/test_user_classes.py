@@ -156,6 +156,7 @@ def test_two_classes_of_one_name_must_be_named_by_their_modules() -> None:
         parse("Minee()")
 
 
+@pytest.mark.slow
 def test_installed_distributions_offer_classes_under_short_names(folder: Path) -> None:
     metadata = folder / "theirs-1.0.dist-info"
     metadata.mkdir()

@@ -98,6 +98,7 @@ def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
     return [x.numpy() for x in losses], {name: x.numpy() for name, x in state.items()}, norm, nbytes
 
 
+@pytest.mark.slow
 def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> None:
     expected = run(2, 2, steps, Panels(2))
     with tempfile.TemporaryDirectory() as folder:

@@ -134,6 +134,7 @@ def assert_equal(found: list[Any], expected: list[Any], blocks: int) -> None:
             torch.testing.assert_close(agreed[name], their_agreed[name], rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_on_meshes_train_like_whole_ones(recipe: str) -> None:
     expected = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)

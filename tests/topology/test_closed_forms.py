@@ -108,6 +108,7 @@ def test_one_peer_is_exact_for_powers_of_two_alone() -> None:
     assert [n for n in SIZES if exact(OnePeerExponential(), n)] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", range(1, 9))
 def test_p_peers_are_exact_where_the_longest_hop_returns_within_p_plus_one_times(degree: int) -> None:
     base, found = degree + 1, set[int]()
@@ -129,6 +130,7 @@ def test_one_of_p_peers_is_one_peer() -> None:
             assert PPeerExponential(1).peers(n - 1, n, step) == OnePeerExponential().peers(n - 1, n, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_the_base_graph_is_exact_for_every_number_of_workers_within_its_length(degree: int) -> None:
     base, graph = degree + 1, BaseGraph(degree)

@@ -49,6 +49,7 @@ def test_both_ends_of_every_edge_agree_on_it(topology: Topology) -> None:
             assert all(i != j and 0 <= j < n for i, j in edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", GRAPHS, ids=str)
 def test_every_rank_conserves_its_mass_and_every_period_connects_all(topology: Topology) -> None:
     for n in sizes_of(topology):
@@ -59,6 +60,7 @@ def test_every_rank_conserves_its_mass_and_every_period_connects_all(topology: T
         assert reaches_all(np.any([mixing > 0 for mixing in steps], axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", KEEPING, ids=str)
 def test_every_step_keeps_the_average(topology: Topology) -> None:
     for n in sizes_of(topology):

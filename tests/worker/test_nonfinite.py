@@ -219,6 +219,7 @@ def on_processes() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_raise_the_same_error() -> None:
     found = run_processes(3, on_processes)
     assert found[1] == found[2] == found[0]

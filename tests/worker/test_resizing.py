@@ -234,7 +234,8 @@ def trained(folder: Path, fields: dict[str, Any], resume: bool) -> Any:
     return work(Settings.from_json(fields), folder, resume=resume)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4)])
 def test_runs_are_resumed_with_fewer_workers_and_with_more(sizes: tuple[int, ...], tmp_path: Path) -> None:
     asked = {"task": "digits", "model": "mlp", "strategy": "CompressedMomentum(warmup_steps=4)", "batch_size": 4}
     more = {"optimizer": "onebit-lamb", "lr": 0.02, "save_every": 6, "eval_every": 6}
