@@ -27,6 +27,8 @@ _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
 CHECK_BYTES = 8 * 5
 """What each rank sends to every other one in `Comm.check_in_step`: five integers."""
+DIRECT_GATHER_BYTES = 4096
+"""A vector of no more bytes is all-gathered by a message to each other rank, and a longer one around a ring."""
 
 
 class Comm(ABC):

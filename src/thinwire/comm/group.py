@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm.base import Comm, places
+from thinwire.comm.base import DIRECT_GATHER_BYTES, Comm, places
 from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
@@ -33,7 +33,8 @@ from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLo
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 Handles = list[dist.Work]
-_TAGS = 1 << 30
+_TAGS = 1 << 13
+_SIZES = 131_071  # a prime; times `_TAGS` it is less than 2**30
 _LOGGER = logging.getLogger("thinwire")
 _WAITED = 0.05  # of the timeout; a rank that has waited less was late
 _ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
@@ -139,10 +140,11 @@ class GroupComm(Comm):
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
 
         def launch(group: _Connections) -> Handles:
-            if group.timed and self.size == 2 and x.device.type == "cpu":
-                # Gloo's ring of two sends before it receives; see `exchange`.
+            direct = self.size == 2 or nbytes_of(x) <= DIRECT_GATHER_BYTES
+            if group.timed and direct and x.device.type == "cpu":
+                # Gloo's ring has a hop for each rank, and each sends before it receives; see `exchange`.
                 rows[self.rank].copy_(flat)
-                return group.exchange([flat, flat], rows, self.rank, tag=self._next_tag())
+                return group.exchange([flat] * self.size, rows, self.rank, tag=self._next_tag())
             return group.all_gather(flat, rows)
 
         return self._start("all_gather", x, launch, lambda: [r.view(x.shape) for r in rows])
@@ -338,7 +340,7 @@ class _Connections:
         Gloo's own broadcast is a tree whose root sends the vector log2(size) times. Ranks in the middle of the chain
         forward chunks while they wait for them, so all ranks must wait for their broadcasts in the same order.
         """
-        nbytes = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
+        tag, nbytes = _of_size(tag, x), min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
         chunks = list(x.view(-1).split(nbytes // x.element_size()))
         before, after = (rank - 1) % size, (rank + 1) % size
         if position == 0:
@@ -368,8 +370,9 @@ class _Connections:
         """
         # First from whoever sends to this rank first. Nobody waits for a part of no bytes.
         others = [(rank + offset) % len(parts) for offset in range(1, len(parts))]
-        receives = [self._group.recv([into[j]], j, tag) for j in reversed(others) if into[j].numel()]
-        return [*receives, *(self._group.send([parts[j]], j, tag) for j in others if parts[j].numel())]
+        receives = [self._group.recv([into[j]], j, _of_size(tag, into[j])) for j in reversed(others) if into[j].numel()]
+        sends = [self._group.send([parts[j]], j, _of_size(tag, parts[j])) for j in others if parts[j].numel()]
+        return [*receives, *sends]
 
     def all_to_all(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
         return [self._group.alltoall_base(received, sent, sizes, counts)]
@@ -380,11 +383,18 @@ class _Connections:
         pairs = list(zip(src, received, strict=True))
         if self.timed:
             # Receives first: a send that meets no receive waits for it, which doubles the time of mutual exchanges.
+            tag = _of_size(tag, x)
             receives = [self._group.recv([y], j, tag) for j, y in pairs]
             return [*receives, *(self._group.send([x], j, tag) for j in dst)]
         sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in dst]
         receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
         return list(dist.batch_isend_irecv(sends + receives))
+
+
+def _of_size(tag: int, x: Tensor) -> int:
+    """The tag of messages of this size: Gloo ends the process where one is longer than what is received."""
+    # So a rank that is out of step, and makes another call, is waited for and named.
+    return tag + _TAGS * (nbytes_of(x) % _SIZES)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.comm.base import DIRECT_GATHER_BYTES
 from thinwire.simulate.network import Network
 
 Times = NDArray[np.float64]
@@ -155,7 +156,12 @@ class Wires:
         return self._ring(launched, 2 * (self._workers - 1), nbytes / self._workers)
 
     def all_gather(self, launched: Sequence[float], nbytes: float) -> list[float]:
-        """When each rank has all vectors of a ring all-gather: n-1 hops of one rank's vector."""
+        """When each rank has all vectors: of short ones a message to each other rank, else n-1 hops around a ring."""
+        if nbytes <= DIRECT_GATHER_BYTES and self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
+            return self.all_to_all(launched, [[nbytes] * self._workers] * self._workers)
+        if nbytes <= DIRECT_GATHER_BYTES:
+            sent = (self._workers - 1) * nbytes / np.array(self._rates)
+            return self._at_once(launched, sent, sent)
         return self._ring(launched, self._workers - 1, nbytes)
 
     def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]]) -> list[float]:
@@ -174,7 +180,10 @@ class Wires:
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
         sent = np.array([sum(row) for row in nbytes]) / np.array(self._rates)
-        received = np.array(nbytes).sum(0) / np.array(self._rates)
+        return self._at_once(launched, sent, np.array(nbytes).sum(0) / np.array(self._rates))
+
+    def _at_once(self, launched: Sequence[float], sent: Times, received: Times) -> list[float]:
+        """When each rank has sent and received for so many seconds, after the last has launched."""
         begin = float(self._ready(launched).max())
         self._occupy(sent, received, begin)
         return (begin + self._latencies().max() + np.maximum(sent, received)).tolist()

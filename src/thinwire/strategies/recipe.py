@@ -109,7 +109,7 @@ def read(
         except (SyntaxError, ValueError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{where}: {reason}; write it like {example}") from None
-        found = _Reader(text, where, more or {}, imports).build(tree)
+        found = _Reader(text, where, more or {}, imports, kind).build(tree)
     except (RecursionError, MemoryError):
         # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
         raise ConfigError(f"{where}: nested too deeply; write it like {example}") from None
@@ -126,6 +126,7 @@ class _Reader:
     where: str
     more: Mapping[str, type]
     imports: bool
+    kind: type | tuple[type, ...]
 
     def build(self, node: ast.expr) -> Any:
         """The value of a syntax tree: a known name, a call of one, or a literal."""
@@ -183,7 +184,9 @@ class _Reader:
         names = [*own, *entry_points(), *users.values()]
         found = _same(name, names)
         if found is None:
-            raise ConfigError(f"{self.where}: {_shortened(repr(name))} is unknown{_nearest(name, names)}")
+            # The outermost name can only be one of the kind that is asked for.
+            likely = [each for each in own if issubclass(own[each], self.kind)] if self.text.startswith(name) else names
+            raise ConfigError(f"{self.where}: {_shortened(repr(name))} is unknown{_nearest(name, likely or names)}")
         if found in own:
             return own[found]
         if found in entry_points():
