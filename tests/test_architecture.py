@@ -75,6 +75,8 @@ MADE_OF = {
     ("strategies.wrappers.node_average", "strategies.local.local_sgd"),
     ("strategies.wrappers.paced", "strategies.local.local_sgd"),
     ("strategies.wrappers.budget", "strategies.local.local_sgd"),
+    # Budgets of gradients, and of parameters.
+    ("strategies.wrappers.budget", "strategies.gradients.all_reduce"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
 }

@@ -215,6 +215,8 @@ STRATEGIES: list[Case] = [
         to.coded(codecs.coded_local, to.in_nearest(8, 8), period=3),
         **CODED,
     ),
+    # Enough for every column, so that means are exact.
+    case(Budget(AllReduce(PowerSGD(1, 0)), "1MB/step"), to.stacked(common.all_reduce), **CODED),
     case(Probe(every=2), to.stacked(common.all_reduce)),
     case(Gossip(), to.on_graph(common.combine_while_adapting, common.ring)),
     case(Gossip(order="after"), to.on_graph(common.adapt_then_combine, common.ring)),

@@ -205,7 +205,10 @@ CASES: dict[str, Sequence[Case]] = {
     "Offloaded": [Case(Offloaded(SlowMo(period=3)))],
     "NodeAverage": [Case(NodeAverage(LocalSGD(4), period=2)), Case(NodeAverage(SlowMo(period=4), period=2))],
     "Paced": [Case(Paced(LocalSGD(4), steps=(4,)))],
-    "Budget": [Case(Budget(LocalSGD(4, codec=ErrorFeedback(Nearest(block=8))), "400B/step"))],
+    "Budget": [
+        Case(Budget(LocalSGD(4, codec=ErrorFeedback(Nearest(block=8))), "400B/step")),
+        Case(Budget(AllReduce(ErrorFeedback(Nearest(block=8))), "1MB/step")),
+    ],
     "Streaming": [Case(Streaming(OverlapLocalSGD(4), fragments=3))],
     "ZeroOne": [Case(ZeroOne(variance_steps=6, variance_doubling=2, local_doubling=2, most_local=4), zero_one_adam)],
 }

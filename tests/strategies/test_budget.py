@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,44 +16,61 @@ from thinwire import (
     AllReduce,
     BetweenNodes,
     Budget,
+    ChunkedTopK,
+    CoCoD,
+    Codec,
     Comm,
     ConfigError,
     DiLoCo,
     ErrorFeedback,
     Gathered,
+    Gossip,
     LocalSGD,
     Nearest,
+    OneBit,
+    OverlapLocalSGD,
+    PowerSGD,
+    Quantize,
+    RandomK,
     Replica,
     SlowMo,
     Strategy,
     TopK,
 )
 from thinwire.comm.runtime import Runtime
+from thinwire.replica.flat import Segment
 
 CODEC = ErrorFeedback(Nearest(4, 64))
 LENGTH = 20_000
 
 
 def run(comm: Comm, strategy: Strategy, steps: int, seconds: Any) -> tuple[list[float], list[float], list[float]]:
-    """Bytes and the clock after each step, and the bits of each round; a step takes `seconds(step, bytes)`."""
+    """Bytes and the clock after each step, and what was chosen; a step takes `seconds(step, bytes)`."""
     now, draw = [0.0], torch.Generator().manual_seed(comm.rank)
     comm.runtime = Runtime(clock=lambda: now[0])
-    r = Replica(torch.zeros(LENGTH), torch.empty(0), comm, lr=lambda: 0.1)
+    x = torch.zeros(LENGTH)
+    shapes = [Segment("first", 0, (60, 200), (200, 1)), Segment("second", 12_000, (40, 200), (200, 1))]
+    r = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 0.1, segments=shapes)
     strategy.start(r)
     started = comm.meter.payload_bytes  # LocalSGD sends its start once
-    sent, times, bits = list[float](), list[float](), list[float]()
+    sent, times, chosen = list[float](), list[float](), list[float]()
     for step in range(steps):
         before = comm.meter.payload_bytes
+        if strategy.sends_gradients:
+            r.g.copy_(torch.randn(LENGTH, generator=draw))
+            buckets = [slice(12_000, LENGTH), slice(0, 12_000)]
+            for work in [strategy.on_gradient(r, each) for each in buckets]:
+                if work is not None:
+                    work.wait()
         r.x += torch.randn(LENGTH, generator=draw)
         r.step += 1
-        r.metrics.pop("bits", None)
+        r.metrics.clear()
         strategy.after_step(r)
-        if "bits" in r.metrics:
-            bits.append(float(r.metrics["bits"]))
+        chosen += [float(value) for name, value in r.metrics.items() if name not in ("period", "budget_used")]
         now[0] += seconds(step, comm.meter.payload_bytes - before)
         sent.append(comm.meter.payload_bytes - started)
         times.append(now[0])
-    return sent, times, bits
+    return sent, times, chosen
 
 
 def link(step: int, nbytes: float) -> float:
@@ -60,16 +78,40 @@ def link(step: int, nbytes: float) -> float:
     return 0.05 + 8 * nbytes / ((20e6, 200e6, 60e6)[step // 130 % 3])
 
 
-@pytest.mark.parametrize("rate", [30_000, 60_000])
-@pytest.mark.parametrize("base", [LocalSGD(4, codec=CODEC), DiLoCo(period=4, codec=CODEC)], ids=str)
+SPARSE = ErrorFeedback(Gathered(ChunkedTopK()))
+
+
+@pytest.mark.parametrize(
+    ("base", "rate"),
+    [
+        (LocalSGD(4, codec=CODEC), 30_000),
+        (LocalSGD(4, codec=CODEC), 60_000),
+        (LocalSGD(2, codec=SPARSE), 30_000),
+        (LocalSGD(2, codec=PowerSGD()), 60_000),
+        (LocalSGD(1), 900_000),
+        (SlowMo(period=4, codec=ErrorFeedback(TopK())), 60_000),
+        (DiLoCo(period=4, codec=CODEC), 30_000),
+        (DiLoCo(period=4, fragments=4, delay=2, mixing=0.5, codec=CODEC), 60_000),
+        (DiLoCo(period=2, fragments=2, delay=1, mixing=0.5), 600_000),
+        (OverlapLocalSGD(4, codec=CODEC), 60_000),
+        (CoCoD(2, codec=Quantize()), 60_000),
+        (AllReduce(CODEC), 30_000),
+        (AllReduce(CODEC), 200_000),
+        (AllReduce(Quantize(block=64)), 200_000),
+        (AllReduce(ErrorFeedback(RandomK(unbiased=False))), 60_000),
+        (AllReduce(SPARSE), 60_000),
+        (AllReduce(PowerSGD()), 100_000),
+    ],
+    ids=str,
+)
 def test_of_every_hundred_steps_the_budget_is_used_and_not_exceeded_while_the_link_changes(
     base: Strategy, rate: int
 ) -> None:
     strategy = Budget(base, f"{rate}B/s")
-    found = thinwire.run_threads(2, lambda comm: run(comm, strategy, 600, link), timeout=30)
-    for sent, times, bits in found:
-        assert bits == found[0][2]
-        for begin in range(100, 500, 50):
+    found = thinwire.run_threads(2, lambda comm: run(comm, strategy, 420, link), timeout=30)
+    for sent, times, chosen in found:
+        assert chosen == found[0][2]
+        for begin in range(50, 320, 30):
             used = (sent[begin + 100] - sent[begin]) / (rate * (times[begin + 100] - times[begin]))
             assert 0.9 <= used <= 1.02, (begin, used)
 
@@ -132,15 +174,112 @@ def test_rounds_that_cannot_be_paid_for_go_on_and_training_converges() -> None:
     assert (found.mean(0) - plain[0]).norm() < 0.3 * (problem.start - plain[0]).norm()
 
 
+def replica(comm: Comm, strategy: Strategy) -> Replica:
+    x = torch.zeros(LENGTH)
+    r = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 0.1)
+    strategy.start(r)
+    return r
+
+
+def exchange(r: Replica, strategy: Strategy, gradient: Tensor) -> Tensor:
+    """The gradient that the optimizer would use."""
+    r.g.copy_(gradient)
+    works = [strategy.on_gradient(r, each) for each in (slice(LENGTH // 2, LENGTH), slice(0, LENGTH // 2))]
+    for work in works:
+        if work is not None:
+            work.wait()
+    r.step += 1
+    strategy.after_step(r)
+    return r.g.clone()
+
+
+def test_gradients_that_cannot_be_paid_for_are_sent_later_to_the_last_bit() -> None:
+    # Of linear codes of every element, so that nothing is rounded: four steps earn what one message costs.
+    strategy = Budget(AllReduce(PowerSGD(4)), f"{LENGTH}B/step")
+
+    def body(comm: Comm) -> list[float]:
+        r = replica(comm, strategy)
+        found: list[float] = []
+        for step in range(9):
+            mean = exchange(r, strategy, torch.full((LENGTH,), float(2**step) * (1 + comm.rank)))
+            assert (mean == mean[0]).all()
+            found.append(mean[0].item())
+            assert ("error" in r.state) == (step % 4 != 3)
+        assert r.metrics["rank"] == 0.0
+        return found
+
+    for found in thinwire.run_threads(2, body):
+        assert found == [0, 0, 0, 1.5 * 15, 0, 0, 0, 1.5 * 240, 0]
+
+
+def test_a_gradient_that_is_kept_and_not_finite_shows_in_the_next_message_of_all_ranks() -> None:
+    strategy = Budget(AllReduce(PowerSGD(4)), f"{LENGTH // 2}B/step")
+
+    def body(comm: Comm) -> list[bool]:
+        r = replica(comm, strategy)
+        values = (torch.inf if comm.rank == 1 and step == 1 else 1.0 for step in range(16))
+        return [bool(exchange(r, strategy, torch.full((LENGTH,), value)).isfinite().all()) for value in values]
+
+    for found in thinwire.run_threads(2, body):
+        assert [step for step, finite in enumerate(found) if not finite] == [7]
+
+
+def test_signs_of_gradients_are_chosen_only_where_the_recipe_has_them() -> None:
+    def chosen(codec: Codec) -> list[float]:
+        strategy = Budget(AllReduce(ErrorFeedback(codec)), "2700B/step")
+        return thinwire.run_threads(2, lambda comm: run(comm, strategy, 4, lambda *_: 0.0)[2])[0]
+
+    assert (chosen(Nearest(1)), chosen(Nearest(4))) == ([1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        LocalSGD(2),
+        LocalSGD(2, weights="samples"),
+        SlowMo(period=2),
+        DiLoCo(period=2),
+        DiLoCo(period=2, delay=1, mixing=0.5),
+        OverlapLocalSGD(2),
+        CoCoD(2),
+    ],
+    ids=str,
+)
+def test_a_budget_of_half_the_messages_doubles_the_period(base: Any) -> None:
+    def body(comm: Comm) -> list[float]:
+        return run(comm, Budget(base, f"{LENGTH + 2}B/step"), 24, lambda *_: 0.0)[0]
+
+    for sent in thinwire.run_threads(2, body):
+        steps = [step + 1 for step in range(1, 24) if sent[step] > sent[step - 1]]
+        assert len(steps) >= 5
+        assert {later - earlier for earlier, later in pairwise(steps)} == {4}
+
+
+def test_two_vectors_of_one_model_have_one_budget() -> None:
+    def body(comm: Comm) -> float:
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64, dtype=each) for each in (torch.float32, torch.float64)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thinwire.attach(model, optimizer, Budget(LocalSGD(1, codec=CODEC), "1kB/step"), comm=comm)
+        before = comm.meter.payload_bytes
+        for _ in range(40):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return comm.meter.payload_bytes - before
+
+    for sent in thinwire.run_threads(2, body):
+        assert 0.95 * 40_000 < sent <= 40_000
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: Budget(budget="2MB"), "budget='2MB': a number of bytes per second or step; such as 2MB/s"),
         (lambda: Budget(budget="0B/s"), "such as 2MB/s"),
-        (lambda: Budget(LocalSGD(8)), "there are no bits"),
-        (lambda: Budget(LocalSGD(8, codec=ErrorFeedback(TopK()))), "there are no bits"),
-        (lambda: Budget(DiLoCo(period=4, codec=CODEC, delay=1)), "DiLoCo.. without fragments"),
-        (lambda: Budget(AllReduce(CODEC)), "there are no bits"),
+        (lambda: Budget(AllReduce()), r"there is nothing to choose; use AllReduce\(\) with a codec"),
+        (lambda: Budget(AllReduce(ErrorFeedback(OneBit()))), "there is nothing to choose"),
+        (lambda: Budget(Gossip()), "there is nothing to choose"),
+        (lambda: Budget(SlowMo(period=4, buffers="average")), "use buffers='maintain' or 'reset'"),
     ],
 )
 def test_wrong_budgets_are_refused_with_the_fix(make: Any, words: str) -> None:

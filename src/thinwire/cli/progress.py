@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _PLAIN_SECONDS = 10.0
 _WIDE = 200
+_CHOSEN = ("bits", "kept", "fraction", "rank", "period")
+"""What a budget of bytes may choose."""
 # Events of a run and summaries, as they come from JSON.
 Fields = dict[str, Any]
 
@@ -104,10 +106,20 @@ class Watch:
             words.insert(1, f"{self._workers} workers")
         if self._evaluation:
             words.insert(2, f"held-out {self._evaluation['eval_loss']:.3f}")
+        words += budget_in_words(step.get("metrics", {}))
         if done > 0:
             left = int(step["seconds"] * (1 - done) / done)
             words.append(f"{left // 60}:{left % 60:02d} left")
         return ", ".join(words)
+
+
+def budget_in_words(metrics: Fields) -> list[str]:
+    """What a budget of bytes has chosen, such as `["bits 3", "97 % of the budget"]`; empty without one."""
+    used = metrics.get("budget_used")
+    if used is None:
+        return []
+    chosen = [f"{name} {metrics[name]:.3g}" for name in _CHOSEN if name in metrics]
+    return [*chosen, f"{100 * used:.0f} % of the budget"]
 
 
 def view_in_words(view: Fields) -> str:

@@ -52,6 +52,7 @@ class _Progress:
     step: int = 0
     samples: float = 1.0
     equal_start: bool = True
+    postponed: bool = False
     loss: Tensor | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
 
@@ -73,6 +74,8 @@ class Replica:
         samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
             it was not called, 0 if the step had no gradient.
         equal_start: whether all ranks start from equal parameters; False only after `attach(init="own")`.
+        postponed: whether means of parameters that would start at this step are left out, and their rounds go on; only
+            strategies that say `postpones` look at it.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
         segments: where each parameter tensor lies in `x`, in order and without gaps; one for all of `x` unless given.
         moments: the optimizer's state for these parameters; none for a part of the vector.
@@ -161,6 +164,15 @@ class Replica:
     @equal_start.setter
     def equal_start(self, value: bool) -> None:
         self._progress.equal_start = value
+
+    @property
+    def postponed(self) -> bool:
+        """Whether means of parameters that would start at this step are left out."""
+        return self._progress.postponed
+
+    @postponed.setter
+    def postponed(self, value: bool) -> None:
+        self._progress.postponed = value
 
     @property
     def loss(self) -> Tensor | None:

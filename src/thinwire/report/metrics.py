@@ -15,6 +15,7 @@ from thinwire.report.runs import Collection, Run
 _KNOWN = {
     "consensus_distance": "Euclidean distance of one worker's parameters from the mean of all workers' parameters, "
     "estimated from messages that the strategy exchanges anyway; nothing more is sent for it.",
+    "budget_used": "What was sent, over what the budget of bytes has allowed since the start of the run.",
 }
 _LOGARITHMIC_FROM = 30.0
 """Curves whose largest value is more than this many times their smallest one get a logarithmic axis."""

@@ -56,6 +56,8 @@ class Strategy(ABC):  # noqa: B024
             workers that do.
         local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
             else may move the parameters in between, as a local step does.
+        postpones: a mean of parameters that would start at a step may be left out, so that its round goes on to the
+            next one: where `Replica.postponed` says so, as `Budget` does.
         equal_replicas: the parameters are equal on all ranks, bit for bit, after every step; compared now and then.
         meets_every: workers are at the same step only after multiples of so many.
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
@@ -111,6 +113,7 @@ class Strategy(ABC):  # noqa: B024
     needs_equal_start: ClassVar[bool] = False
     equal_replicas: ClassVar[bool] = False
     local_rounds: ClassVar[bool] = False
+    postpones: ClassVar[bool] = False
     meets_every: ClassVar[int] = 1
     lr_factor: ClassVar[float | None] = 1.0
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)

@@ -68,6 +68,7 @@ class CoCoD(Strategy):
     limits = "nothing damps the differences between workers: where their data differ use OverlapLocalSGD"
 
     has_period = True
+    postpones = True
 
     def __post_init__(self) -> None:
         """Check the types and the period."""
@@ -95,6 +96,8 @@ class CoCoD(Strategy):
             return
         self._merge_(r)
         r.state["start"].copy_(r.x)
+        if r.postponed:
+            return
         # A copy is sent, because steps change the parameters while it is in flight.
         x, codec = r.x, self.codec
         mean = mean_(r.comm, x.clone()) if codec is None else mean_from(r, x, r.state["anchor"], codec)

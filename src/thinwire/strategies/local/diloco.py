@@ -250,7 +250,7 @@ class DiLoCo(OuterStep):
 
     def _send(self, r: Replica, where: Placement) -> None:
         """Launch the average of the workers' parameters as they are now."""
-        if r.x.numel() and not self._averages_in_place:
+        if r.x.numel() and not self._averages_in_place and not r.postponed:
             r.launch("average", self._mean(r, where).then(lambda mean: [mean]))
 
     def _mean(self, r: Replica, where: Placement) -> Work[Tensor]:
@@ -271,7 +271,7 @@ class DiLoCo(OuterStep):
         """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
         if (arrived := r.collect("average")) is not None:
             average = arrived[0].to(r.state["anchor"])
-        elif self._averages_in_place and r.x.numel():
+        elif self._averages_in_place and r.x.numel() and not r.postponed:
             average = self._average(r, where)
         else:
             return

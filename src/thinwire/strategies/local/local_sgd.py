@@ -143,6 +143,7 @@ class LocalSGD(Strategy):
 
     elementwise = True
     local_rounds = True
+    postpones = True
     has_period = True
     steady_from = trait(lambda self: self.warmup_steps)
 
@@ -171,7 +172,7 @@ class LocalSGD(Strategy):
         """Average when a period is over."""
         if self.weights == "samples":
             r.state["samples"] += r.samples
-        if self.averages_at(r.step):
+        if self.averages_at(r.step) and not r.postponed:
             self._average_all_(r)
 
     def restart(self, r: Replica) -> None:
@@ -187,7 +188,7 @@ class LocalSGD(Strategy):
     def average_(self, r: Replica) -> None:
         """Average over all workers, unless this step has already done so."""
         # A second average of equal parameters would send the same bytes for nothing.
-        if not self.averages_at(r.step):
+        if r.postponed or not self.averages_at(r.step):
             self._average_all_(r)
 
     def averages_at(self, step: int) -> bool:

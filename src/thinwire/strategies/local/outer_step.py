@@ -78,6 +78,7 @@ class OuterStep(Wrapper):
     waits = "every `period` steps all wait for the slowest and for the all-reduce of the parameters; else as its base"
     moves_parameters = True
     has_period = True
+    postpones = True
 
     def __post_init__(self) -> None:
         """Check the period, the base, and whether a codec can be used."""
@@ -139,7 +140,7 @@ class OuterStep(Wrapper):
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
         """The base's hook; then, when the period is over, the outer step, from which the next round starts."""
         self.base.after_step(self.inner(r))
-        if r.step % self.period:
+        if r.step % self.period or r.postponed:
             return
 
         anchor = r.state["anchor"]

@@ -88,6 +88,7 @@ class OverlapLocalSGD(Strategy):
     limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
 
     has_period = True
+    postpones = True
     lr_factor = trait(lambda self: 1.0 if self.compensate else self.progress)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class OverlapLocalSGD(Strategy):
             self._merge_(r)
         elif left == self._delay // 2:
             r.advance("mean")
-        if r.step % self.period == 0:
+        if r.step % self.period == 0 and not r.postponed:
             mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
             r.launch("mean", mean.then(lambda mean: [mean]))
             if self.compensate:

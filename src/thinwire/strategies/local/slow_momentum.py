@@ -104,7 +104,7 @@ class SlowMo(OuterStep):
         r.state["lr_sum"] = r.state["lr_sum"] + where.lr_of(r)
         r.state["num_steps"] += 1
         super().after_step(r, where)
-        if r.step % self.period == 0 and self.buffers != "maintain":
+        if r.step % self.period == 0 and not r.postponed and self.buffers != "maintain":
             r.moments.forget() if self.buffers == "reset" else r.moments.average_(r.comm)
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:

@@ -1,54 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spend a given number of bytes: the bits of each message follow from what is left."""
+"""Spend a given number of bytes: what each message holds follows from what is left."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.feedback import ErrorFeedback
+from thinwire.codecs.feedback import ErrorFeedback, residual_of
+from thinwire.codecs.levels import Levels, levels_of
 from thinwire.codecs.nearest import Nearest
 from thinwire.comm.counting import CountingComm
+from thinwire.comm.pending import PendingMeans
+from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import decide
-from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy, nested, trait
+from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import LocalSGD
-from thinwire.strategies.wrapper import Wrapper, period_of
+from thinwire.strategies.wrapper import Wrapper
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(k|M|G)?B\s*/\s*(s|step)\s*")
 _SCALE = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
-_MOST_BITS = 8
-_clocks: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
-"""When each worker last decided. It is no part of a checkpoint: the time between two runs earns nothing."""
+_SECONDS_BYTES = 8
+
+
+@dataclass
+class _Now:
+    """What of one replica is no part of a checkpoint.
+
+    Attributes:
+        clock: when the seconds were last shared; the time between two runs earns nothing.
+        level: of the backward pass that runs, 0 for none.
+        buckets: where those of that pass begin.
+        last: the step of the last message.
+        shown: what `metrics` gets after every step.
+        costs: bytes by level, place or step, and number of workers.
+    """
+
+    clock: float
+    level: int = 0
+    buckets: list[int] = field(default_factory=list[int])
+    last: int = 0
+    shown: dict[str, float] = field(default_factory=dict[str, float])
+    costs: dict[tuple[Any, ...], float] = field(default_factory=dict[tuple[Any, ...], float])
+
+
+_now: WeakKeyDictionary[Replica, _Now] = WeakKeyDictionary()
+_together: WeakKeyDictionary[PendingMeans, WeakSet[Replica]] = WeakKeyDictionary()
+"""By what all replicas of a worker share: these have one budget."""
 
 
 @registered
 class Budget(Wrapper):
-    r"""Send at most so many bytes per second, or per step: each round's codec has the bits that are left for it.
+    r"""Send at most so many bytes per second, or per step: each message is as large as what is left can pay for.
 
-    Each worker may send $B$ bytes per second. At the end of a round of the base, after $t$ seconds, the balance is
+    Each worker may send $B$ bytes per second. Before a message that ends $t$ seconds, the balance is
 
-    $$\beta \leftarrow \beta + B\,t, \qquad b = \max \{ b \le 8 : c(b) \le \beta \}, \qquad
-      \beta \leftarrow \beta - c(b),$$
+    $$\beta \leftarrow \beta + B\,t, \qquad l = \max \{ l : c(l) \le \beta \}, \qquad \beta \leftarrow \beta - c(l),$$
 
-    with $c(b)$ the bytes of a mean in $b$ bits, known from the codec without sending. Where not even one bit can be
-    paid for, the round goes on, and the next one that can be ends it. What is left over is at most a bit's worth, so
-    that what was not used is not made up for later. The seconds are the mean over workers, so that all of them decide
-    alike; with a budget per step no seconds are read.
-    Traffic: $B$, unless eight bits a round are less; the seconds take an all-reduce of 8 bytes a round, which is paid
-    from the balance. State: `balance`, and the base's. `metrics` has `bits` of each round, 0 where none was sent.
+    with $c(l)$ the bytes that the base sends at level $l$, known without sending. Levels are values of that field of
+    the base's codec which says how much it sends: the rank of `PowerSGD`, the elements that `ChunkedTopK` or `TopK`
+    keep, the bits of `Nearest` or `Quantize`, from the least to the most that it takes, whatever the codec says.
+    Where not even the least can be paid for, nothing is sent: a round of local steps goes on to the next time it could
+    end, and a gradient is added to the next one, while the optimizer takes a step with none. So without a codec the
+    period follows from the budget. What the most of all leaves over is not kept, so that what was not used is not made
+    up for later.
+
+    The seconds are the mean over workers up to the step before, in an all-reduce of 8 bytes for which none waits, so
+    that all decide alike; with a budget per step no seconds are read.
+    Traffic: $B$, unless the most is less; the seconds are paid from the balance. State: `balance`, what was `earned`
+    and `spent`, and the base's; for gradients where their `buckets` begin, and as `error` those that could not be paid
+    for.
+    `metrics` has the value chosen by its name, such as `bits`, 0 where nothing was sent; `period`, the steps between
+    the last two messages; and `budget_used`, the share of the whole budget so far.
 
     Args:
-        base: `LocalSGD`, `SlowMo` or `DiLoCo` with a codec that has `bits`; these are where `Budget` chooses.
+        base: `AllReduce` with such a codec; or `LocalSGD`, `SlowMo`, `DiLoCo`, `OverlapLocalSGD` or `CoCoD`, with any
+            codec or none; when they send is where `Budget` chooses.
         budget: per worker, such as "2MB/s" or "500kB/step"; k, M and G are powers of 1000. More is more exact.
 
     Example:
@@ -69,27 +107,30 @@ class Budget(Wrapper):
     base: Strategy = LocalSGD(period=8, codec=ErrorFeedback(Nearest()))
     budget: str = "1MB/s"
 
-    paper = "a token bucket over the bits of a codec; no paper"
+    paper = "a token bucket over the levels of a codec, and over rounds; no paper"
     waits = "as its base"
-    limits = "bytes are spent where the base ends rounds; shorter periods spend them more evenly"
+    limits = "bytes are spent where the base sends; shorter periods spend them more evenly"
 
     timing_dependent = trait(lambda self: self.base.timing_dependent or not self.per_step)
     data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes or not self.per_step)
+    growing = ("buckets",)
 
     def __post_init__(self) -> None:
-        """Check the budget, and that the base has bits to choose."""
+        """Check the budget, and that the base has something to choose."""
         if _BUDGET.fullmatch(self.budget) is None or not self.rate:
             raise ConfigError(
                 f"budget={self.budget!r}: a number of bytes per second or step; such as 2MB/s, 500kB/step"
             )
-        codec = getattr(self.base, "codec", None)
-        period = period_of(self.base)
-        ends = period is not None and self.base.averages_at(period)
-        if not ends or not isinstance(codec, Codec) or with_bits(codec, 1) is None:
+        if not (self.base.postpones or (self._exchanges and self._levels is not None)):
             raise ConfigError(
-                f"base={self.base}: there are no bits of a round's message to choose; use LocalSGD(), SlowMo(), or "
-                "DiLoCo() without fragments, delay and mixing, with a codec that has bits, such as "
-                "LocalSGD(8, codec=ErrorFeedback(Nearest()))"
+                f"base={self.base}: there is nothing to choose; use AllReduce() with a codec that has bits, a rank or "
+                "elements that are kept, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
+                "DiLoCo(), OverlapLocalSGD() or CoCoD()"
+            )
+        if getattr(self.base, "buffers", "maintain") == "average":
+            raise ConfigError(
+                f"base={self.base}: the averages of the optimizer's moments are not in the budget; use "
+                "buffers='maintain' or 'reset'"
             )
 
     @property
@@ -104,76 +145,194 @@ class Budget(Wrapper):
         return self.budget.strip().endswith("step")
 
     def start(self, r: Replica) -> None:
-        """As the base; with nothing to spend yet."""
+        """As the base; with nothing to spend yet, or the bytes of the first step's gradients."""
         super().start(r)
-        r.state["balance"] = torch.zeros((), dtype=torch.float64)
-        _clocks[r] = r.comm.runtime.clock()
+        _now[r] = _Now(r.comm.runtime.clock())
+        _together.setdefault(r.pending_means, WeakSet()).add(r)
+        for name in ("balance", "earned", "spent"):
+            r.state[name] = torch.zeros((), dtype=torch.float64)
+        if self._exchanges:
+            r.state["buckets"] = torch.zeros(0, dtype=torch.int64)
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
+        """As the base at the level of this pass; gradients that cannot be paid for are kept for the next one."""
+        if not self._exchanges:
+            return super().on_gradient(r, part)
+        now = _now[r]
+        if part.stop == r.g.numel():
+            # Of steps, each has been earned by the one before it.
+            if not self.per_step or not r.state["earned"]:
+                self._earn(r)
+            now.level, now.buckets = self._affordable(r, lambda level: self._cost_of_gradient(r, level)), []
+            self._record(r, now.level)
+        now.buckets.append(part.start)
+        # In whole passes, as the next one begins by the sizes of this one.
+        if part.start == 0:
+            r.state["buckets"] = torch.tensor(now.buckets)
+        if not now.level:
+            residual_of(r.state, r.g[part], part.start, r.g.numel()).add_(r.g[part])
+            r.g[part].zero_()
+            return None
+        if "error" in r.state:
+            r.g[part].add_(residual_of(r.state, r.g[part], part.start))
+            if part.start == 0:
+                del r.state["error"]
+        self._pay(r, self._cost(r, now.level, part))
+        if part.start == 0:
+            self._forget_excess(r, now.level, lambda level: self._cost_of_gradient(r, level))
+        return self._at(now.level).on_gradient(self.inner(r), part)
 
     def after_step(self, r: Replica) -> None:
-        """As the base; a round ends with the bits that can be paid for, or goes on."""
-        if not self.base.averages_at(r.step):
+        """As the base; means that it starts at this step are at the level that can be paid for, or are postponed."""
+        if self._exchanges:
             super().after_step(r)
+            self._earn(r) if self.per_step else self._share_seconds(r)
+            r.metrics.update(_now[r].shown)
             return
-        bits = self._spend(r)
-        r.metrics["bits"] = float(bits)
-        if bits:
-            self._coded_in(bits).after_step(self.inner(r))
+        self._earn(r)
+        level = 0
+        if self._sends(r, r.step):
+            level = self._affordable(r, lambda level: self._cost(r, level, r.step))
+            self._record(r, level)
+        inner = self.inner(r)
+        inner.postponed = not level
+        self._at(level).after_step(inner)
+        inner.postponed = False
+        self._pay(r, self._cost(r, level, r.step))
+        if level:
+            self._forget_excess(r, level, lambda level: self._cost(r, level, r.step))
+        if not self.per_step and self._sends(r, r.step + 1):
+            self._share_seconds(r)
+        r.metrics.update(_now[r].shown)
 
     def averages_at(self, step: int) -> bool:
-        """False: whether a round ends depends on what is left to spend."""
-        return False
+        """As the base for gradients; else False: whether a round ends depends on what is left to spend."""
+        return self._exchanges and self.base.averages_at(step)
 
     def average_(self, r: Replica) -> None:
         """As the base, wherever the round is; not paid from the balance."""
-        # A period of which this step is no end: the base would otherwise take the average as done.
-        base: Any = self.base
-        replace(base, period=r.step + 1).average_(self.inner(r))
+        inner = self.inner(r)
+        # Whether the base's round has ended at this step is not to be told from its period.
+        inner.postponed = True
+        self.base.average_(inner)
+        inner.postponed = False
 
-    def _spend(self, r: Replica) -> int:
-        """The bits of this round's message, which are taken from the balance; 0 where none can be paid for."""
-        period, balance = period_of(self.base) or 1, r.state["balance"]
-        costs = [0.0, *(_cost(self._codec(bits), r.x.numel(), r.comm.size) for bits in range(1, _MOST_BITS + 1))]
-        if self.per_step:
-            balance += self.rate * period
+    # -- levels and what they cost ---------------------------------------------------------------------------------
+
+    @property
+    def _exchanges(self) -> bool:
+        return isinstance(self.base, AllReduce)
+
+    @property
+    def _levels(self) -> Levels | None:
+        codec = getattr(self.base, "codec", None)
+        levels = levels_of(codec) if isinstance(codec, Codec) else None
+        if levels is None or not self._exchanges or codec is None or codec.sign_only:
+            return levels
+        # Signs of gradients do not go with every optimizer; those of differences of parameters do.
+        first = sum(each.sign_only for each in levels.codecs)
+        return Levels(levels.name, levels.values[first:], levels.codecs[first:])
+
+    @property
+    def _most(self) -> int:
+        """The highest level; 0 sends nothing."""
+        return 1 if self._levels is None else len(self._levels.codecs)
+
+    def _at(self, level: int) -> Strategy:
+        """The base at a level."""
+        base: Any = self.base
+        return base if not level or self._levels is None else replace(base, codec=self._levels.codecs[level - 1])
+
+    def _sends(self, r: Replica, step: int) -> bool:
+        """Whether the base would start a mean at a step; among other workers, where there is one only."""
+        several = max(r.comm.size, 2)
+        return self._cost(r, self._most, step, several) > self._cost(r, 0, step, several)
+
+    def _cost_of_gradient(self, r: Replica, level: int) -> float:
+        """The bytes of a whole gradient, in buckets as of the last pass."""
+        starts = r.state["buckets"].tolist() or [0]
+        parts = zip(starts, [r.g.numel(), *starts], strict=False)
+        return sum(self._cost(r, level, slice(start, stop)) for start, stop in parts)
+
+    def _cost(self, r: Replica, level: int, where: slice | int, size: int | None = None) -> float:
+        """The most bytes that any of the workers sends for a part of a gradient, or after a step, at a level."""
+        size = size or r.comm.size
+        if isinstance(where, slice):
+            place: tuple[int, ...] = where.start, where.stop
         else:
-            now = r.comm.runtime.clock()
-            seconds = torch.tensor([now - _clocks.get(r, now)], dtype=torch.float64, device=r.x.device)
-            _clocks[r] = now
-            balance += self.rate * float(mean_(r.comm, seconds).wait().cpu()) if not seconds.is_meta else 0.0
-            balance -= 2 * (r.comm.size - 1) / r.comm.size * 8
+            periods = (getattr(each, "period", 1) for each in nested(self.base))
+            place = int(where <= self.base.steady_from), where % lcm(*periods)
+        costs, key = _now[r].costs, (level, *place, size)
+        if key not in costs:
+            costs[key] = self._dry_run(r, level, where, size)
+        return costs[key]
 
-        def affordable() -> int:
-            return max(bits for bits in range(_MOST_BITS + 1) if costs[bits] <= max(float(balance), 0.0))
+    def _dry_run(self, r: Replica, level: int, where: slice | int, size: int) -> float:
+        """As the base would send it, on tensors without data."""
+        strategy, x = self._at(level), torch.empty_like(r.x, device="meta")
+        # The last rank, which keeps the shortest piece of each mean, sends the most.
+        comm = CountingComm(size - 1, size)
+        dry = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 1.0, seed=r.seed, segments=r.segments)
+        strategy.start(dry)
+        before = comm.meter.payload_bytes
+        if not isinstance(where, slice):
+            dry.step, dry.postponed = where, not level
+            strategy.after_step(dry)
+            dry.wait_pending()
+        elif level and (work := strategy.on_gradient(dry, where)) is not None:
+            work.wait()
+        return comm.meter.payload_bytes - before
 
-        bits = affordable() if self.per_step else decide(r.x, affordable, most=_MOST_BITS, least=0)
-        balance -= costs[bits]
-        # What even the most bits leave is not kept for later.
-        balance.clamp_(max=costs[1] if bits < _MOST_BITS else costs[_MOST_BITS] - costs[_MOST_BITS - 1])
-        return bits
+    def _affordable(self, r: Replica, cost: Any) -> int:
+        """The highest level that the balance can pay for; 0 for none."""
+        balance = float(r.state["balance"])
 
-    def _codec(self, bits: int) -> Codec:
-        codec = with_bits(getattr(self.base, "codec"), bits)  # noqa: B009
-        assert codec is not None
-        return codec
+        def search() -> int:
+            low, high = 0, self._most
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if cost(middle) <= balance else (low, middle - 1)
+            return low
 
-    def _coded_in(self, bits: int) -> Strategy:
-        base: Any = self.base
-        return replace(base, codec=self._codec(bits))
+        return search() if self.per_step else decide(r.x, search, most=self._most, least=0)
 
+    # -- the ledger ------------------------------------------------------------------------------------------------
 
-def with_bits(codec: Codec, bits: int) -> Codec | None:
-    """The codec, or the one inside it, with so many bits; None where it has none."""
-    made: Any = codec
-    if isinstance(inner := getattr(codec, "codec", None), Codec):
-        changed = with_bits(inner, bits)
-        return None if changed is None else replace(made, codec=changed)
-    return replace(made, bits=bits) if hasattr(codec, "bits") else None
+    def _earn(self, r: Replica) -> None:
+        """Add what a step earns, or the seconds that workers have shared."""
+        amount = 1.0 if self.per_step else 0.0
+        if not self.per_step and (arrived := r.collect("seconds")) is not None and not arrived[0].is_meta:
+            amount = float(arrived[0])
+        # Of a model with several dtypes each vector gets its share of the budget.
+        sizes = [each.x.numel() * each.x.element_size() for each in _together[r.pending_means]]
+        earned = amount * self.rate * (r.x.numel() * r.x.element_size() / max(sum(sizes), 1))
+        r.state["balance"] += earned
+        r.state["earned"] += earned
 
+    def _share_seconds(self, r: Replica) -> None:
+        """Tell the others how long it was since the last time; they learn the mean."""
+        clock, now = _now[r], r.comm.runtime.clock()
+        seconds = torch.tensor([now - clock.clock], dtype=torch.float64, device=r.x.device)
+        clock.clock = now
+        r.launch("seconds", mean_(r.comm, seconds).then(lambda mean: [mean]))
+        self._pay(r, 2 * (r.comm.size - 1) / r.comm.size * _SECONDS_BYTES)
 
-@lru_cache(maxsize=1024)
-def _cost(codec: Codec, n: int, size: int) -> float:
-    """The most bytes that any worker sends in a mean of n elements."""
-    # The last rank, which keeps the shortest piece, sends the most.
-    comm = CountingComm(size - 1, size)
-    compressed_mean_(comm, torch.empty(n, device="meta"), codec, {}).wait()
-    return comm.meter.payload_bytes
+    def _pay(self, r: Replica, amount: float) -> None:
+        r.state["balance"] -= amount
+        r.state["spent"] += amount
+
+    def _forget_excess(self, r: Replica, level: int, cost: Any) -> None:
+        """What even the most leaves is not kept for later, but for what may make the difference."""
+        if level == self._most:
+            r.state["balance"].clamp_(max=cost(level) - cost(level - 1))
+
+    def _record(self, r: Replica, level: int) -> None:
+        """What was chosen, for `metrics`."""
+        now, levels = _now[r], self._levels
+        if levels is not None:
+            now.shown[levels.name] = float(levels.values[level - 1]) if level else 0.0
+        if level and not self._exchanges:
+            now.shown["period"] = float(r.step - now.last)
+            now.last = r.step
+        if earned := float(r.state["earned"]):
+            now.shown["budget_used"] = float(r.state["spent"]) / earned
