@@ -246,7 +246,7 @@ OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     ("docs/fusion/sweeps.md", 1): lambda names: array_of(4),
     ("docs/fusion/sweeps.md", 2): selected,
     ("docs/how-to/checkpoints.md", 0): with_config,
-    ("docs/how-to/elastic.md", 1): lambda names: {"batches": names["loader"], "steps": 4},
+    ("docs/how-to/elastic.md", 2): lambda names: {"batches": names["loader"], "steps": names["worker"].step + 4},
     ("docs/how-to/heterogeneity.md", 0): probed,
     ("docs/how-to/sharded-models.md", 0): sharded,
     ("docs/strategies/accelerated-minibatch.md", 0): lambda names: {"rounds": [[names["batch"]] * 3] * 2},

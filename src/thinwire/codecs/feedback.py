@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -192,6 +192,30 @@ def of_server(name: str) -> bool:
     """
     match = _RESIDUAL_NAME.fullmatch(name)
     return match is not None and match[2] is not None
+
+
+def of_worker(name: str) -> bool:
+    """Whether the state of that name is a worker's residual.
+
+    Example:
+        >>> of_worker("base/error"), of_worker("server_error/0-8")
+        (True, False)
+    """
+    match = _RESIDUAL_NAME.fullmatch(name)
+    return match is not None and match[2] is None
+
+
+def merge_server_residuals(state: MutableMapping[str, Tensor], size: int) -> None:
+    """Move the residuals of the pieces that this rank adds up as a server into its own as a worker.
+
+    Args:
+        state: of this rank.
+        size: the number of workers that a sum is divided by.
+    """
+    for name in list(state):
+        match = _RESIDUAL_NAME.fullmatch(name)
+        if match and match[2]:
+            state[f"{match[1] or ''}error"][int(match[2]) : int(match[3])].add_(state.pop(name), alpha=size)
 
 
 def residual_sizes(name: str, sizes: Sequence[int]) -> list[int] | None:

@@ -3,7 +3,7 @@
 
     first/RANK          the id and the process of a worker that the run starts with
     view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
-    next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view
+    next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
     join/NUMBER         the id and the process of a worker that asks to join; `joins` counts them
     beat/ID             counts up while the worker's process runs
     epoch               about how many views there were; a worker that joins looks from there
@@ -199,6 +199,19 @@ class Membership:
             )
         return self._accept(view)
 
+    def leave(self, progress: Progress) -> None:
+        """Tell the others that the next view is without this worker, which waits for nobody.
+
+        Args:
+            progress: of this worker, with the reason.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+        """
+        assert self.view is not None, "enter() comes first"
+        key = f"next/{self.view.epoch + 1}/{self.worker}"
+        self._ask(lambda store: store.set(key, json.dumps(asdict(progress))))
+
     def _proposal(self, before: View, here: list[str], requests: int | None) -> View:
         progress = {
             each: Progress(**json.loads(self._ask(lambda store, key=f"next/{before.epoch + 1}/{each}": store.get(key))))
@@ -210,13 +223,15 @@ class Membership:
                 worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
                 if self._state(worker, row) is not State.ENDED:
                     joined[worker] = row
-        progress = {each: found for each, found in progress.items() if found.ready}
+        left = {each: found.left for each, found in progress.items() if found.left}
+        progress = {each: found for each, found in progress.items() if found.ready and not found.left}
         rows = {each: before.rows[each] for each in progress} | joined
         return View(
             before.epoch + 1,
             tuple(rows),
             joined=tuple(joined),
-            lost=tuple(each for each in before.members if each not in progress),
+            lost=tuple(each for each in before.members if each not in progress and each not in left),
+            left=left,
             progress=progress,
             rows=rows,
             requests=max(before.requests, requests or 0),

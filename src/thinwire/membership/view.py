@@ -24,6 +24,7 @@ class Progress:
         done: whether it has that round's result.
         step: optimizer steps done.
         ready: False for one that has joined, and has not got the others' state yet.
+        left: why it leaves with notice, such as a signal's name; empty for one that goes on.
 
     Example:
         >>> from thinwire.membership.view import Progress, settled
@@ -39,6 +40,7 @@ class Progress:
     done: bool
     step: int
     ready: bool = True
+    left: str = ""
 
 
 def settled(workers: Collection[Progress]) -> int:
@@ -56,7 +58,8 @@ class View:
         epoch: the number of the view, from 0.
         members: the workers' ids, in the order of ranks.
         joined: those of them that were not in the view before.
-        lost: those that were in the view before, and are not in this one.
+        lost: those that were in the view before, and are not in this one, without notice.
+        left: those that have left with notice, and why.
         progress: of each member of the view before that is in this one too.
         rows: where each member's process runs, as `comm.liveness.own_row` in hexadecimal digits.
         requests: how many workers had asked to join so far.
@@ -71,6 +74,7 @@ class View:
     members: tuple[str, ...]
     joined: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict[str, str])
     progress: Mapping[str, Progress] = field(default_factory=dict[str, Progress])
     rows: Mapping[str, str] = field(default_factory=dict[str, str])
     requests: int = 0

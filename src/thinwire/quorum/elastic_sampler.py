@@ -22,10 +22,12 @@ class Crew:
     Attributes:
         begins: the first step whose batches are dealt to them.
         members: their ids, in the order of ranks.
+        left: those that have left with notice before this step; what they were dealt last has been used.
     """
 
     begins: int
     members: tuple[str, ...]
+    left: tuple[str, ...] = ()
 
 
 class Dealt(Protocol):
@@ -123,22 +125,22 @@ class ElasticSampler:
         if self._step > worker.step or crews[: len(self._dealt)] != self._dealt:
             self._restart()
         while self._step < worker.step:
-            assigned = self._next(len(self._at(crews, self._step)))
-            members, later = self._at(crews, self._step), self._at(crews, self._step + 1)
+            members, later = self._at(crews, self._step).members, self._at(crews, self._step + 1)
+            assigned, used = self._next(len(members)), {*later.members, *later.left}
             self._queue.extendleft(
-                reversed([batch for each, batch in zip(members, assigned, strict=True) if each not in later])
+                reversed([batch for each, batch in zip(members, assigned, strict=True) if each not in used])
             )
             self._step += 1
         self._dealt = [crew for crew in crews if crew.begins <= worker.step]
-        members = self._at(crews, worker.step)
+        members = self._at(crews, worker.step).members
         assigned = self._next(len(members))
         self._queue.extendleft(reversed(assigned))
         # One that is not a member of this step's crew any more has been left out, and hears of it in its next round.
         return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
 
     @staticmethod
-    def _at(crews: list[Crew], step: int) -> tuple[str, ...]:
-        return next(crew.members for crew in reversed(crews) if crew.begins <= step)
+    def _at(crews: list[Crew], step: int) -> Crew:
+        return next(crew for crew in reversed(crews) if crew.begins <= step)
 
     def until(self, r: Replica, steps: int) -> Iterator[int]:
         """The batches of a run: one for each step that this worker takes, until the replica has done `steps`.

@@ -16,6 +16,7 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import resize_alike
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.reduce.leaving import hand_on_residuals
 from thinwire.replica.replica import Replica
 
 _UNEVEN = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
@@ -220,6 +221,21 @@ class Strategy(ABC):  # noqa: B024
         if self.restarts_on_resize:
             return [{} for _ in range(size)]
         return resize_alike(states, size)
+
+    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
+        """Hand on what only workers that leave with notice have; all call it together, after a step and before they go.
+
+        Here all take the mean of their parameters, messages in flight included, and begin a round there, unless they
+        have equal parameters anyway; and residuals of error feedback go to neighbours, so that no mean misses them.
+
+        Args:
+            r: the replica, among the ranks of before.
+            leaving: the ranks that leave; at least one stays.
+        """
+        if not (self.equal_replicas or self.averages_at(r.step)):
+            r.x.copy_(self.resume_point(r))
+            self.restart(r)
+        hand_on_residuals(r.comm, r.state, leaving)
 
     def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
         """Go on among other workers: some were lost, or some have joined; all that are there now call it together.

@@ -256,6 +256,39 @@ class Elastic:
             for each in self._parts
         )
 
+    # -- leaving with notice ---------------------------------------------------------------------------------------
+
+    def release(self, leaving: Mapping[str, str]) -> bool:
+        """Let workers go that have said so; all call it after the same step. Returns whether this one has left.
+
+        What only they have goes to the others first; if nobody stays, all leave with what they have.
+
+        Args:
+            leaving: why each of them leaves, by their ids.
+        """
+        if all(each in leaving for each in self.view.members):
+            self.close()
+            return True
+        self.round(lambda: self._let_go(leaving), sends=True)
+        if self.worker_id in leaving:
+            self._membership.leave(
+                Progress(self._round, self._done, self.worker.step, left=leaving[self.worker_id] or "notice")
+            )
+            self.close()
+            return True
+        # Who is not in the view any more was lost meanwhile, or has been let go because of somebody who was.
+        if gone := [each for each in self.view.members if each in leaving]:
+            reasons = ", ".join(f"{each} has left: {leaving[each]}" for each in gone)
+            self._change(reasons, [], repeats=False, requests=self._requests)
+        return False
+
+    def _let_go(self, leaving: Mapping[str, str]) -> None:
+        ranks = [rank for rank, each in enumerate(self.view.members) if each in leaving]
+        if ranks and len(ranks) < self.view.size:
+            with torch.no_grad():
+                for r in self.worker.replicas:
+                    self.worker.strategy.before_leave(r, ranks)
+
     # -- a change of view ------------------------------------------------------------------------------------------
 
     def _change(self, problem: str, kept: list[_Kept], *, repeats: bool, requests: int | None = None) -> bool:
@@ -289,7 +322,9 @@ class Elastic:
                 requests = self._membership.requests()
             progress = Progress(self._round, self._done, self.worker.step, ready=self._size > 0)
             view = self._membership.change(progress, requests=requests)
-            if not self._size:
+            if self._size:
+                self._size -= len(view.left)  # they have handed on what they had: nothing is lost with them
+            else:
                 self._round = settled(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
             try:
@@ -358,7 +393,8 @@ class Elastic:
         for view in self._membership.history()[1:]:
             step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
             # Where a worker was lost, the others may be in the middle of this step, with batches that they had before.
-            crews.append(Crew(step if view.joined else step + 1, view.members))
+            between = view.joined or view.left
+            crews.append(Crew(step if between else step + 1, view.members, tuple(view.left)))
         return crews
 
     @property
@@ -553,6 +589,7 @@ def _put_back(r: Replica, before: _Kept) -> None:
 
 
 def _in_words(view: View, problem: str) -> str:
-    lost = f"without {', '.join(view.lost)}" if view.lost else "with the same workers"
+    gone = (*view.lost, *view.left)
+    lost = f"without {', '.join(gone)}" if gone else "with the same workers"
     joined = f" and with {', '.join(view.joined)}" if view.joined else ""
     return f"view {view.epoch}: {view.size} workers go on, {lost}{joined} ({problem})"

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave with notice: a signal on one rank stops all ranks after the same step, so that they save and exit together."""
+"""Leave with notice: a signal on one rank is known to all after the same step, who save, or go on without that one."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
-import torch
-
 from thinwire.errors import ConfigError
+from thinwire.quorum.elastic_sampler import Crew
+from thinwire.worker.handshake import gather_texts
 from thinwire.worker.worker import Worker
 
 LEFT_WITH_NOTICE = 75
@@ -21,22 +22,26 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Notice:
-    """Tells all ranks, after the same step, that one of them was asked to leave by a signal.
+    """Tells all ranks, after the same step, which of them were asked to leave by a signal.
 
-    Its handlers replace those of the process until `close`. Every `every` steps the ranks share one flag, 4 bytes; a
-    step in between costs nothing. What the ranks do then is the loop's: save, and exit with `LEFT_WITH_NOTICE`, from
-    which a launcher starts them again. A second signal is handled as if there were no notice.
+    Its handlers replace those of the process until `close`. Every `every` steps the ranks tell each other, in 8 bytes;
+    a step in between costs nothing. What the ranks do then is the loop's: all save, and exit with `LEFT_WITH_NOTICE`,
+    from which a launcher starts them again; or, under `attach(elastic=True)`, those that were asked `leave`, and the
+    others go on. A second signal is handled as if there were no notice.
 
     Attributes:
-        received: the signal that this rank got, by its name; None while there is none.
+        received: why this rank has to leave: the name of the signal that it got; None while there is no reason. Set it
+            to a text where notice comes in another way, such as from a cloud's metadata service.
+        reasons: why ranks have to leave, by rank, and under `elastic=True` by `worker_id`; empty until all know of it.
 
     Args:
         worker: that trains.
-        every: steps between the flags; with the steps' length, how late a notice may be seen.
+        every: steps between the messages; with the steps' length, how late a notice may be seen.
         signals: those that give notice.
 
     Raises:
-        ConfigError: `every` is less than 1, or this is not the main thread, in which alone Python handles signals.
+        ConfigError: `every` is less than 1, or there are signals and this is not the main thread, in which alone Python
+            handles them.
 
     Example:
         >>> import os, signal, tempfile, torch, thinwire
@@ -52,9 +57,9 @@ class Notice:
         ...         if step == 7:
         ...             os.kill(os.getpid(), signal.SIGUSR1)
         ...         if notice.agreed():
-        ...             print(worker.step, worker.save(folder).name)
+        ...             print(worker.step, notice.reasons, worker.save(folder).name)
         ...             break
-        10 step-00000010
+        10 {0: 'SIGUSR1'} step-00000010
         >>> notice.close()
     """
 
@@ -67,14 +72,15 @@ class Notice:
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1 step; 20 is usual")
-        if threading.current_thread() is not threading.main_thread():
+        if signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError("Notice in a thread beside the main one: Python handles signals in that one only")
         self.received: str | None = None
+        self.reasons: dict[int | str, str] = {}
         self._worker = worker
         # Where ranks meet only at multiples of a round, they are asked there.
         meets = worker.strategy.meets_every
         self._every = -(-every // meets) * meets
-        self._asked_at, self._answer = -1, False
+        self._asked_at = -1
         self._before: dict[signal.Signals, Any] = {each: signal.signal(each, self._receive) for each in signals}
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -82,21 +88,76 @@ class Notice:
         self.close()
 
     def agreed(self) -> bool:
-        """Whether any rank has received a signal; the same on all ranks. Call it after every step, on all ranks."""
-        step = self._worker.step
-        if self._answer or step % self._every or step == self._asked_at:
-            return self._answer
+        """Whether any rank has a reason to leave; the same on all ranks. Call it after every step, on all ranks."""
+        worker = self._worker
+        step = worker.step
+        if self.reasons or step % self._every or step == self._asked_at:
+            return bool(self.reasons)
         self._asked_at = step
-        self._worker.wait_pending()
+        if worker.elastic is not None and _somebody_joined(worker.crews, step):
+            return False  # who has joined just now has not taken the step after which the others would ask
+        worker.wait_pending()
         # Elastic workers ask again where one is lost meanwhile.
-        self._answer = self._worker._together(self._ask)  # pyright: ignore[reportPrivateUsage]
-        return self._answer
+        self.reasons = worker._together(self._ask)  # pyright: ignore[reportPrivateUsage]
+        return bool(self.reasons)
 
-    def _ask(self) -> bool:
-        flag = torch.tensor([float(self.received is not None)], device=self._worker.replicas[0].x.device)
-        return float(self._worker.comm.all_reduce_(flag).wait()) > 0
+    def leave(self) -> bool:
+        """Let go whoever has a reason to leave, while the others train on; for workers of `attach(elastic=True)`.
+
+        What only a leaving worker has goes to others first: its push-sum mass and its residuals to a neighbour; where
+        parameters differ, all take the mean of them. The others then go on in a view without it. Call it after every
+        step, on all workers.
+
+        Returns:
+            Whether this worker has left: end its loop, and exit with 0. Its parameters stay as they were. All have left
+            if all have a reason.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+
+        Example:
+            >>> import torch
+            >>> from thinwire import AllReduce, attach
+            >>> from thinwire.membership.threads import ThreadNetwork
+            >>> from thinwire.worker.notice import Notice
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> worker = attach(model, optimizer, AllReduce(), elastic=ThreadNetwork().fleet("a", 0, 1))
+            >>> notice = Notice(worker, every=5)
+            >>> notice.received = "the price is too high"
+            >>> while not notice.leave():
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     optimizer.step()
+            >>> worker.step
+            0
+            >>> notice.close()
+        """
+        elastic = self._worker.elastic
+        if elastic is None:
+            raise ConfigError(
+                "leave(): only workers of attach(elastic=True) go on without one; where agreed() is true, save on all "
+                "ranks and exit with LEFT_WITH_NOTICE"
+            )
+        if not self.agreed():
+            return False
+        leaving = {str(each): reason for each, reason in self.reasons.items()}
+        self.reasons = {}
+        left = elastic.release(leaving)
+        if left:
+            self.close()
+        return left
+
+    def _ask(self) -> dict[int | str, str]:
+        worker, device = self._worker, self._worker.replicas[0].x.device
+        texts = gather_texts(worker.comm, (self.received or "").encode(), device)
+        names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.view.members
+        return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
 
     def close(self) -> None:
         """Put the process's own handlers back."""
         while self._before:
             signal.signal(*self._before.popitem())
+
+
+def _somebody_joined(crews: Sequence[Crew], step: int) -> bool:
+    return any(new.begins == step and {*new.members} - {*old.members} for old, new in pairwise(crews))

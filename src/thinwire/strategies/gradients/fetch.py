@@ -20,6 +20,7 @@ from thinwire.strategies.gradients.sketches import (
     check_plain_sgd,
     check_table,
     gradient_share,
+    hand_on_unsent,
     resize_unsent,
     write_update_,
 )
@@ -160,6 +161,10 @@ class FetchSGD(Strategy):
         # Where the learning rate is zero nothing was applied, and the table keeps it.
         error.subtract_(applied, exact[largest][torch.searchsorted(where, applied)])
         unsent[applied] = 0.0
+
+    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
+        """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
+        hand_on_unsent(r, leaving)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """Convert the states to another number of workers, with the same sum of residuals."""

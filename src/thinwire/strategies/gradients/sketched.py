@@ -24,6 +24,7 @@ from thinwire.strategies.gradients.sketches import (
     check_plain_sgd,
     check_table,
     gradient_share,
+    hand_on_unsent,
     resize_unsent,
     split_of,
     write_update_,
@@ -163,6 +164,10 @@ class SketchedSGD(Strategy):
     def consensus(self, r: Replica) -> Tensor:
         """The parameters themselves."""
         return r.x
+
+    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
+        """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
+        hand_on_unsent(r, leaving)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """The states of another number of workers, with the same residual in total."""

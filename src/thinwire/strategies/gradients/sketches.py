@@ -14,7 +14,11 @@ from torch.optim import SGD, Optimizer
 from thinwire.errors import ConfigError
 from thinwire.kernels import all_finite, cells_at, heavy, sketch_, unsketch
 from thinwire.kernels.decisions import decide
+from thinwire.reduce.leaving import hand_on_sums_
 from thinwire.replica.replica import Replica
+
+# Of each worker; their sums over workers count.
+_SHARES = ("momentum", "unsent")
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,11 @@ def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
         )
 
 
+def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
+    """Let leaving workers' residuals and momenta, which are shares of a sum, go to their neighbours."""
+    hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
+
+
 def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """The states of another number of workers, with the same residual and momentum in total.
 
@@ -235,7 +244,7 @@ def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
         raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")
     shares: dict[str, Tensor] = {}
     for name, first in states[0].items():
-        if name.rpartition("/")[2] in ("momentum", "unsent"):
+        if name.rpartition("/")[2] in _SHARES:
             total = torch.stack([state[name].double() for state in states]).sum(0)
             shares[name] = (total / size).to(first.dtype)
         else:

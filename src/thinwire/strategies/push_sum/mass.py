@@ -52,6 +52,18 @@ def mix_mass_(mass: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
     return mass
 
 
+def inherit_mass_(mass: Tensor, inherited: list[Tensor], scale: float) -> Tensor:
+    """Add masses of workers that leave, and multiply numerator and weight by a number."""
+    total = (weight(mass) + sum(weight(each) for each in inherited)) * scale
+    x = numerator(mass)
+    for each in inherited:
+        x.add_(numerator(each))
+    # In fp64, since the number rounded to fp32 would be another one than the weight's.
+    x.copy_(x.double().mul_(scale))
+    mass[-_tail(mass) :].copy_(total[None].view(mass.dtype))
+    return mass
+
+
 def _tail(mass: Tensor) -> int:
     """Elements of the vector that hold the weight's 8 bytes."""
     return 8 // mass.element_size()

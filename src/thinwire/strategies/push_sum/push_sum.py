@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_, mix_
+from thinwire.reduce.leaving import hand_on
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
+from thinwire.strategies.push_sum.mass import debias_, inherit_mass_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.graphs import OnePeerExponential
+
+# The weights of all add up to their number, but for fp64's rounding.
+_EXACT = 1e-9
 
 
 @registered
@@ -129,10 +133,26 @@ class PushSum(Strategy):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"].copy_(r.x)
 
+    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
+        """Add the messages in flight; a leaving worker's mass goes to a neighbour, and all are scaled to the new size.
+
+        So no mass is lost: the weights add up to the number of workers that stay, and the average stays what it is.
+        Where weights stay one, all take the mean.
+        """
+        if self._weightless(r.comm.size):
+            super().before_leave(r, leaving)
+            return
+        mass, scale = r.state["mass"], 1 - len(leaving) / r.comm.size
+        for name, shares in self._in_flight(r):
+            mix_mass_(mass, r.inflight.pop(name).wait(), shares)
+        inherit_mass_(mass, hand_on(r.comm, mass, leaving), scale)
+        debias_(r, mass)
+
     def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
         """Every survivor goes on from its own parameters with the weight one; tells the weight that was lost.
 
-        That is what lost workers held, and what was in flight.
+        That is what lost workers held, and what was in flight. Where nothing was lost, as after a worker has left with
+        notice, all go on with their masses.
         """
         r.inflight.clear()
         if "mass" not in r.state:
@@ -140,6 +160,11 @@ class PushSum(Strategy):
             return {}
         own = weight(r.state["mass"]) if before else weight(r.state["mass"]).zero_()
         held = r.comm.all_reduce_(own.view(1)).wait()
+        if before == r.comm.size and abs(before - float(held)) < _EXACT * before:
+            if self._weightless(before):
+                r.x.copy_(mean_(r.comm, numerator(r.state.pop("mass"))).wait())
+                del r.state["debiased"]
+            return {"lost_weight": 0.0}
         del r.state["mass"], r.state["debiased"]  # one that is alone needs neither
         self.start(r)
         return {"lost_weight": before - float(held)} if before else {}
