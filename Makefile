@@ -9,7 +9,7 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test test-all gpu coverage check types layout format bench reproduce docs dist clean help
+.PHONY: demo test test-all gpu coverage check types layout format bench race reproduce docs dist clean help
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -57,6 +57,9 @@ format: $(VENV)/ok  ## let ruff write
 
 bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
 	$(BIN)/python -m benchmarks
+
+race: $(VENV)/ok  ## the race, whole; hours, and goes on where it was stopped. ONLY='100mbit/4/*' runs a part of it
+	$(BIN)/python -m benchmarks.race all $(if $(ONLY),--only '$(ONLY)')
 
 reproduce: $(VENV)/ok  ## the papers' claims at the scale of one machine
 	$(BIN)/thinwire reproduce

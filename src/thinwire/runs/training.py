@@ -73,7 +73,8 @@ class Training:
     """One rank's run, from its first step or its checkpoint to its end.
 
     The training clock runs from one synchronisation of the workers to the next. All workers start it together, and
-    stop it while they share figures, evaluate and save; the counters of payload and of wire bytes stop with it.
+    stop it while they share figures, evaluate and save; the counters of payload, of wire bytes and of CPU time stop
+    with it.
     """
 
     def __init__(self, context: RunContext, extra: dict[str, Any] | None = None) -> None:
@@ -85,6 +86,7 @@ class Training:
         self._clock = context.clock
         self.seconds: float = resumed["seconds"]
         self.payload_bytes: float = resumed["payload_bytes"]
+        self.cpu_seconds: float = resumed.get("cpu_seconds", 0.0)
         self.seconds_to_target: float | None = None
         self.evaluation: Evaluation | None = None
         self._wire_before = WireBytes(*resumed["carried"]) if resumed["carried"] else None
@@ -95,7 +97,7 @@ class Training:
         self._mean_payload = self.payload_bytes
         self._compute_seconds = 0.0
         self._evaluated_step = -1
-        self._clock_start = self._step_end = 0.0
+        self._clock_start = self._step_end = self._cpu_start = 0.0
         self._last_event = 0.0
 
     @property
@@ -120,6 +122,7 @@ class Training:
             # The barrier comes first, so that no worker's clock counts another's evaluation or saving.
             self._barrier()
             self._counter.start()
+            self._cpu_start = time.process_time()
             self._clock_start = self._step_end = self._clock()
             self._switch()
             while self.engine.step < next_sync:
@@ -201,6 +204,7 @@ class Training:
     def _synchronise(self) -> bool:
         """Stop the clock, share figures, and do what is due; returns whether the run is over."""
         self._wait_pending()
+        self.cpu_seconds += time.process_time() - self._cpu_start
         self._barrier()
         self._counter.stop()
         records = share(self.context.control, self._records, _CPU)
@@ -262,6 +266,7 @@ class Training:
                 **({} if coreset is None else {"coreset": coreset.state_dict()}),
                 "seconds": self.seconds,
                 "payload_bytes": self.payload_bytes,
+                "cpu_seconds": self.cpu_seconds,
                 "carried": None if wire is None else [wire.sent, wire.received],
             },
             keep=self.context.settings.keep,

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def _finish(training: Training) -> Fields | None:
     # -1 stands for "not measured": a tensor has no null.
     wire = [-1.0, -1.0] if own is None else [float(own.sent), float(own.received)]
     memory = float(peak_memory(context.settings.device))
-    mine = torch.tensor([*wire, training.payload_bytes, memory], dtype=torch.float64)
+    mine = torch.tensor([*wire, training.payload_bytes, memory, training.cpu_seconds], dtype=torch.float64)
     rows = [row.tolist() for row in context.control.all_gather(mine).wait()]
     if context.writer is None:
         return None
@@ -187,7 +188,11 @@ def _finish(training: Training) -> Fields | None:
     mean = sum(known) / len(known) if len(known) == len(every) else None
     context.writer.write_links(every, [row[2] for row in rows])
     # One process holds all simulated workers.
-    more: Fields = {"peak_memory_bytes": None if context.writer.simulated else max(row[3] for row in rows)}
+    own_process, steps = not context.writer.simulated, training.engine.step
+    more: Fields = {
+        "peak_memory_bytes": max(row[3] for row in rows) if own_process else None,
+        "cpu_seconds_per_worker_per_step": fmean(row[4] for row in rows) / steps if own_process and steps else None,
+    }
     more |= {} if context.coreset is None else context.coreset.summary()
     more |= {} if context.tensor_parallel is None else context.tensor_parallel.summary()
     summary = context.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The race: recipes, PyTorch's own methods and other libraries on the same work over the same thin links.
+
+    python -m benchmarks.race next              the next run that is missing, one file; --part, --only
+    python -m benchmarks.race all               everything that is missing, in this order; hours
+    python -m benchmarks.race left              what is missing, and how long it takes
+
+A curve takes two to five minutes on two cores, and a timed run one to three: about 75 minutes for the rates of the
+headline, 50 for its curves, 70 for its times with 4 workers, 60 with 8, and 50 for the curves of each other seed.
+
+The rule, which was written before any run, and is not changed:
+
+- Everyone trains the same model from the same parameters, on the same batches in the same order: the GPT of 6 M
+  parameters on `text`, 4 sequences a worker and step, AdamW with 20 steps of warm-up and a constant rate.
+- Rates are tuned at 4 workers with seed 100, apart from those that are judged: each racer has the same four, multiples
+  of the task's own; one with an outer optimizer has four of that one's rate, at the inner rate that is best for
+  LocalSGD of the same period. The one with the lowest held-out loss after the budget is taken.
+- The budget is 240 steps. The target is the mean of the last three held-out losses of DDP, by seed.
+- Steps to the target are those of the first evaluation from which the mean of three is no more than it, within twice
+  the budget. No method here depends on timing, so curves are computed once per seed, and not per link.
+- Seconds of a step are the median over blocks of whole periods, of at least 30 steps after 5, as rank 0's clock has
+  them between synchronisations of all. Seconds to the target are steps times seconds, the median over seeds. Five of
+  these products are checked by whole runs, which are told beside them.
+- The wall is the step of `Local()` on the same link, in the same hour.
+
+Each result is a file of benchmarks/results/race, written as soon as it is there, and is not repeated.
+
+Added before any run, where the rule was silent:
+
+- The rates are 0.25, 0.5, 1 and 2 times the task's, the outer ones 0.4, 0.6, 0.8 and 1. Tuning runs take half of the
+  budget, 120 steps, with an evaluation every 20; the mean of the last three decides.
+- `AllReduce()` takes the rates and curves of DDP, since both average gradients at every step; its times are its own.
+  `ddp+bf16` takes DDP's rates, and LocalSGD of 4 bits LocalSGD's; their curves are their own.
+- Training losses have a target too: the mean over the last 30 steps of DDP's budget, reached at the first evaluation
+  whose last 30 steps have a mean no more than it. Losses are means over the workers.
+- A curve ends once the budget is spent and both targets are reached, at the latest after twice the budget.
+- Loss at equal steps is that after the budget; at equal bytes, that when an eighth of the bytes of DDP's budget has
+  been sent; at equal seconds, that after as long as the budget takes at the wall. Each is the mean of the last three
+  evaluations until then, or of as many as there are.
+- Exposed communication is the step less the wall's. Payload is counted over the timed blocks. Bytes on the wire are
+  those of the kernel's counters of each worker's interface, memory is the peak of any worker's process, CPU seconds are
+  those of a worker's process, all over a timed run.
+- At 20 Mbit, where a racer sends all gradients at every step, 8 steps after 2 are timed, in blocks of two: each takes 8
+  seconds or more.
+- The five checked products, seed 0: the racer of ours that is first on 100 Mbit, 20 Mbit, 1 Gbit and 100 Mbit with 50
+  ms, and the peer that is first on 100 Mbit, with 4 workers.
+- Order: 4 workers, the racers of the headline, seed 0: racer by racer its rates and its curve; then times by link. Then
+  the checks, the other seeds, 8 workers, the other racers. What has not been run is "not run" in every table.
+"""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Those that race, and the figures of the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BUDGET, EVALUATED_EVERY, AVERAGED, MOST = 240, 10, 3, 2
+TUNING_STEPS, TUNING_EVALUATED_EVERY = 120, 20
+AVERAGED_STEPS = 30
+TUNING_SEED, SEEDS = 100, (0, 1, 2)
+RATES = (0.25, 0.5, 1.0, 2.0)
+OUTER_RATES = (0.4, 0.6, 0.8, 1.0)
+WARM_STEPS, FEWEST_STEPS = 5, 30
+FEW_WARM_STEPS, FEW_STEPS, FEW_BLOCK = 2, 8, 2
+LINKS = ("100mbit", "20mbit", "1gbit", "none", "100mbit+50ms")
+SIZES = (4, 8)
+
+
+@dataclass(frozen=True)
+class Racer:
+    """One of those that race.
+
+    Args:
+        name: in tables and file names.
+        recipe: with {outer} where an outer optimizer's rate goes.
+        whose: "thinwire", "torch", or the library that it comes from.
+        optimizer: if not the task's AdamW.
+        inner: of a racer with an outer rate, whose inner rate it takes.
+        rates_of: the racer whose rates it takes.
+        same_as: the racer whose rates and curves it takes, because it computes the same.
+        headline: raced first, and with all seeds; others after them, with the first seed.
+        period: steps after which its communication repeats.
+        dense: it sends all gradients, or a cast of them, at every step.
+    """
+
+    name: str
+    recipe: str
+    whose: str = "thinwire"
+    optimizer: str = "adamw"
+    inner: str | None = None
+    rates_of: str | None = None
+    same_as: str | None = None
+    headline: bool = True
+    period: int = 8
+    dense: bool = False
+
+    @property
+    def curve_of(self) -> Racer:
+        """The racer whose curves are its own."""
+        return self if self.same_as is None else named(self.same_as)
+
+    @property
+    def tuned_as(self) -> Racer:
+        """The racer whose rates are its own."""
+        own = self.curve_of
+        return own if own.rates_of is None else named(own.rates_of)
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """Those that it races with."""
+        return SEEDS if self.headline else SEEDS[:1]
+
+
+CODED = "ErrorFeedback(Nearest(bits=4))"
+LOCAL = Racer("Local", "Local()")
+# In the order in which they are run.
+RACERS = (
+    Racer("ddp", "ddp", "torch", dense=True),
+    Racer("powersgd-4", "ddp+powersgd(rank=4)", "torch"),
+    Racer("Overlap-4bit", f"OverlapLocalSGD(period=8, codec={CODED})"),
+    Racer("post-local-sgd", "post-local-sgd(period=8)", "torch"),
+    Racer(
+        "DiLoCo-4bit",
+        f"DiLoCo(period=32, fragments=2, delay=8, mixing=0.5, codec={CODED}, outer=OuterOptimizer(lr={{outer}}))",
+        inner="LocalSGD-32",
+        period=32,
+    ),
+    Racer("Overlap-4bit-16", f"OverlapLocalSGD(period=16, codec={CODED})", period=16),
+    Racer("DiLoCo", "DiLoCo(period=32, outer=OuterOptimizer(lr={outer}))", inner="LocalSGD-32", period=32),
+    Racer("ddp-bf16", "ddp+bf16", "torch", rates_of="ddp", dense=True),
+    Racer("PowerSGD", "AllReduce(codec=PowerSGD(rank=4))"),
+    Racer("LocalSGD", "LocalSGD(period=8)"),
+    Racer("LocalSGD-4bit", f"LocalSGD(period=8, codec={CODED})", rates_of="LocalSGD"),
+    Racer(
+        "SparseLoCo",
+        "DiLoCo(period=32, outer=OuterOptimizer('SGD', lr={outer}), "
+        "codec=ErrorFeedback(ChunkedTopK(kept=64, chunk=4096, bits=2), decay=0.95))",
+        inner="LocalSGD-32",
+        period=32,
+    ),
+    Racer("AllReduce", "AllReduce()", same_as="ddp", headline=False, dense=True),
+    Racer("powersgd-1", "ddp+powersgd(rank=1)", "torch", headline=False),
+    Racer("powersgd-2", "ddp+powersgd(rank=2)", "torch", headline=False),
+    Racer("Overlap", "OverlapLocalSGD(period=8)", headline=False),
+    Racer("PushSum", "PushSum()", headline=False, dense=True),
+    Racer("OneBitAdam", "CompressedMomentum()", optimizer="onebit-adam", headline=False),
+    Racer("LocalSGD-32", "LocalSGD(period=32)", headline=False, period=32),
+    Racer("SlowMo", "SlowMo(period=32, momentum=0.4, lr={outer})", inner="LocalSGD-32", headline=False, period=32),
+)
+
+
+def named(name: str) -> Racer:
+    """The racer of that name."""
+    return next(racer for racer in (LOCAL, *RACERS) if racer.name == name)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of the race: a loss curve without a link, or the seconds of a step behind one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.race.racers import (
+    AVERAGED_STEPS,
+    FEW_BLOCK,
+    FEW_STEPS,
+    FEW_WARM_STEPS,
+    FEWEST_STEPS,
+    WARM_STEPS,
+    Racer,
+)
+from thinwire.errors import ThinwireError
+from thinwire.runs import Settings, launch
+from thinwire.runs.defaults import resolve
+from thinwire.tasks import load
+
+Fields = dict[str, Any]
+Enough = Callable[[Fields], bool]
+
+
+class _EnoughError(Exception):
+    """Ends a run whose curve is long enough."""
+
+
+def settings_of(racer: Racer, rate: float, outer: float | None, *, workers: int = 4, **more: Any) -> Settings:
+    """The settings of a run; `rate` is a multiple of the task's learning rate."""
+    recipe = racer.recipe.format(outer=outer) if outer is not None else racer.recipe
+    asked = {"task": "text", "model": "6m", "strategy": recipe, "workers": workers, "optimizer": racer.optimizer}
+    found = resolve({**asked, "batch_size": 4, "threads": 1, "warmup_steps": 20, "eval_limit": 64, **more})
+    return replace(found, lr=rate * found.lr)
+
+
+def curve(settings: Settings, enough: Enough = lambda _: False) -> Fields:
+    """The curve of a run: at each evaluation its step, held-out and training loss, payload and seconds.
+
+    Args:
+        settings: of the run.
+        enough: asked after every evaluation; True ends the run.
+
+    Returns:
+        Lists by name; `failed` holds the message of an error that ended the run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "run"
+
+        def listen(event: Fields) -> None:
+            if event["event"] == "evaluation" and event["step"] and enough(_curve_in(home)):
+                raise _EnoughError
+
+        failed: Fields = {}
+        try:
+            launch(settings, home, listener=listen)
+        except _EnoughError:
+            pass
+        except ThinwireError as error:
+            failed = {"failed": str(error)[:300]}
+        return {**_curve_in(home), **failed, "made": made(settings)}
+
+
+def _curve_in(home: Path) -> Fields:
+    lines = lines_of(home)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    # That before the first step says nothing of a method.
+    marks = [line for line in lines if "eval_loss" in line and line["step"]]
+    steps = [line["step"] for line in marks]
+    return {
+        "steps": steps,
+        "losses": [round(line["eval_loss"], 6) for line in marks],
+        "training": [round(fmean(losses[max(0, step - AVERAGED_STEPS) : step]), 6) for step in steps],
+        "payload_bytes": [line["payload_bytes"] for line in marks],
+        "seconds": [round(line["seconds"], 4) for line in marks],
+    }
+
+
+def lines_of(home: Path) -> list[Fields]:
+    """What a run has written so far of its steps and evaluations."""
+    path = home / "metrics.jsonl"
+    # What follows the last newline is not written to its end.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def steps_timed(racer: Racer, link: str) -> tuple[int, int, int]:
+    """Steps before the timed ones, the timed ones, and those of a block."""
+    if link == "20mbit" and racer.dense:
+        return FEW_WARM_STEPS, FEW_STEPS, FEW_BLOCK
+    return WARM_STEPS, -(-FEWEST_STEPS // racer.period) * racer.period, racer.period
+
+
+def step_times(racer: Racer, link: str, workers: int) -> Fields:
+    """What a step costs on a link: seconds, bytes, memory, CPU time."""
+    warm, timed, block = steps_timed(racer, link)
+    outer = 0.7 if "{outer}" in racer.recipe else None  # neither rate changes what a step costs
+    settings = settings_of(
+        racer,
+        0.5,
+        outer,
+        workers=workers,
+        steps=warm + timed,
+        seed=0,
+        eval_every=warm + timed,
+        link=None if link == "none" else link,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "run"
+        try:
+            summary = launch(settings, home)
+        except ThinwireError as error:
+            return {"link": link, "workers": workers, "failed": str(error)[:300], "made": made(settings)}
+        steps = [line for line in lines_of(home) if "loss" in line]
+    ends = range(warm + block - 1, warm + timed, block)
+    seconds = [(steps[end]["seconds"] - steps[end - block]["seconds"]) / block for end in ends]
+    whole = steps[-1]["payload_bytes"] - steps[warm - 1]["payload_bytes"]
+    return {
+        "link": link,
+        "workers": workers,
+        "block_steps": block,
+        "block_seconds": [round(each, 6) for each in seconds],
+        "payload_bytes_per_step": whole / timed,
+        "payload_bytes_of_run": steps[-1]["payload_bytes"],
+        **{name: summary.get(name) for name in _SUMMARY},
+        "made": made(settings),
+    }
+
+
+_SUMMARY = (
+    "steps",
+    "wire_bytes_per_worker_per_step",
+    "exposed_seconds_per_step",
+    "cpu_seconds_per_worker_per_step",
+    "peak_memory_bytes",
+)
+
+
+def made(settings: Settings) -> Fields:
+    """When and where, with what."""
+    return {
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "recipe": settings.strategy,
+        "lr": settings.lr,
+        "data": load(settings.task).fingerprint(),
+    }
