@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from thinwire.comm.group import comm_for
 from thinwire.comm.members import Members
 from thinwire.plan import explain
 from thinwire.reduce.compressed_all_reduce import compressed_mean_
+from thinwire.replica.flat import Segment
 
 RATES = [0.1] * 8
 
@@ -47,9 +49,51 @@ def drawn(n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("use", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: DiLoCo(period=2, codec=c)])
 def test_without_loss_it_is_the_plain_mean(use: Any) -> None:
     problem = Regression(4, 8, torch.float32)
-    nodes, plain = (together(4, use(codec), problem, RATES) for codec in (BetweenNodes(Fp32()), Fp32()))
-    assert distance(nodes, plain) < 1e-5
-    assert torch.equal(nodes, nodes[:1].expand_as(nodes))
+    # A factor of as many columns as a matrix has loses nothing either.
+    exact = Fp32(), PowerSGD(64, min_ratio=0)
+    plain, *coded = (together(4, use(codec), problem, RATES) for codec in (Fp32(), *map(BetweenNodes, exact)))
+    for nodes in coded:
+        assert distance(nodes, plain) < 1e-5
+        assert torch.equal(nodes, nodes[:1].expand_as(nodes))
+
+
+def test_low_rank_means_are_those_of_the_nodes_means_matrix_by_matrix() -> None:
+    shapes = ((8, 6), (5,), (6, 10), (4, 12), (3,))
+    edges = [0, *accumulate(torch.Size(shape).numel() for shape in shapes)]
+    segments = [
+        Segment("", start, shape, (shape[-1], 1)[-len(shape) :])
+        for start, shape in zip(edges[:-1], shapes, strict=True)
+    ]
+
+    def means(size: int, codec: Codec, of: Any) -> list[list[Tensor]]:
+        def body(comm: Comm) -> list[Tensor]:
+            state: dict[str, Tensor] = {}
+            vectors = (of(comm.rank, message) for message in range(4))
+            return [compressed_mean_(comm, x, codec, state, key=9, segments=segments).wait().clone() for x in vectors]
+
+        return thinwire.run_threads(size, body, timeout=20)
+
+    def one(rank: int, message: int) -> Tensor:
+        return drawn(edges[-1], 10 * message + rank)
+
+    def node(rank: int, message: int) -> Tensor:
+        return (one(2 * rank, message) + one(2 * rank + 1, message)) / 2
+
+    codec = PowerSGD(2, min_ratio=0)
+    found, expected = means(4, BetweenNodes(codec), one), means(2, codec, node)
+    for mine in found:
+        for mean, reference in zip(mine, expected[0], strict=True):
+            assert distance(mean, reference) < 1e-5
+
+
+def test_a_node_with_fewer_tensors_than_ranks_leaves_some_without_a_part() -> None:
+    def body(comm: Comm) -> Tensor:
+        codec = BetweenNodes(PowerSGD(2, min_ratio=0), node_size=3)
+        segments = [Segment("", 0, (4, 2), (2, 1))]
+        return compressed_mean_(comm, drawn(8, comm.rank), codec, {}, segments=segments).wait()
+
+    for found in thinwire.run_threads(6, body, timeout=20):
+        assert distance(found, torch.stack([drawn(8, rank) for rank in range(6)]).mean(0)) < 1e-5
 
 
 def test_nodes_of_one_are_the_codec_itself() -> None:
@@ -75,7 +119,7 @@ def test_it_is_the_coded_mean_of_the_nodes_means() -> None:
 
 CODECS: list[Codec] = [
     *(Bf16(), Quantize(4, 8), ErrorFeedback(Nearest(2, 8)), ErrorFeedback(Gathered(ChunkedTopK(2, 16)), 0.9)),
-    ErrorFeedback(thinwire.RandomK(0.3, unbiased=False)),
+    *(ErrorFeedback(thinwire.RandomK(0.3, unbiased=False)), PowerSGD(1, min_ratio=0)),
 ]
 
 
@@ -142,7 +186,7 @@ def test_wrong_nodes_are_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="node_size=0: must be at least 1"):
         BetweenNodes(node_size=0)
     with pytest.raises(ConfigError, match="the shapes of tensors are not known here"):
-        BetweenNodes(PowerSGD())
+        thinwire.ddp_hook(BetweenNodes(PowerSGD()))
     with pytest.raises(ConfigError, match="put ErrorFeedback inside"):
         ErrorFeedback(BetweenNodes(OneBit()))
     with pytest.raises(ConfigError, match="nodes within nodes"):

@@ -264,7 +264,8 @@ def check_vectors(codec: Codec) -> None:
     Raises:
         ConfigError: naming where it can be used.
     """
-    if isinstance(codec, MatrixCodec):
+    inner = getattr(codec, "codec", codec)
+    if isinstance(inner, MatrixCodec):
         raise ConfigError(
             f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here; use it as "
             "AllReduce(codec) or LocalSGD(period, codec=codec) under attach"

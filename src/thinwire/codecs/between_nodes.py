@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State, check_vectors
+from thinwire.codecs.base import Codec, State
 from thinwire.codecs.cast import Bf16
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
@@ -18,9 +18,9 @@ class BetweenNodes(Codec):
     r"""Average within each node as it is, and between nodes by a codec.
 
     With nodes of $m$ consecutive ranks, each rank of a node adds up one $m$-th of the vector for its node; ranks with
-    the same place in their nodes then average their parts by the codec; and each node puts its parts together. So the
-    codec's error is that of $n/m$ means, and what crosses the slow links is a payload of an $m$-th of the vector for
-    each rank.
+    the same place in their nodes then average their parts by the codec; and each node puts its parts together. Of
+    `PowerSGD`, parts are whole tensors, as even as these allow. So the codec's error is that of $n/m$ means, and what
+    crosses the slow links is a payload of an $m$-th of the vector for each rank.
     Traffic per rank: $2 \frac{m-1}{m}$ of the vector within its node and 4 bytes to each rank of it, and between nodes
     the codec's for an $m$-th of the vector among $n/m$ workers. State: the codec's; each rank's residual is that of
     its part, and zero elsewhere. Where checkpoints go on with another number of workers, an $m$-th of the residuals is
@@ -49,7 +49,6 @@ class BetweenNodes(Codec):
         """Check the codec and the range."""
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
-        check_vectors(self.codec)
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nodes within nodes are not known; use its codec")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -14,14 +14,13 @@ from thinwire.comm.base import Comm
 from thinwire.comm.members import Members, node_and_peers
 from thinwire.comm.pending import Stages
 from thinwire.kernels import decisions
-from thinwire.reduce.pieces import pieces
 
 
 def mean_between_nodes(
     comm: Comm,
     x: Tensor,
     node_size: int,
-    alignment: int,
+    cuts: Sequence[slice],
     coded_mean: Callable[[Comm, Tensor, slice], Stages],
     *,
     count: int,
@@ -32,13 +31,12 @@ def mean_between_nodes(
         comm: all ranks.
         x: a vector.
         node_size: ranks per node.
-        alignment: parts of the vector begin at multiples of this.
+        cuts: the part of the vector for each rank of a node, end to end.
         coded_mean: the mean over the ranks of a comm of the part of the vector that lies in a slice of it.
         count: what the sum over all ranks is divided by.
     """
     node, peers = node_and_peers(comm, node_size)
     single = as_single(x)
-    cuts = pieces(single.numel(), node.size, alignment)
     own = cuts[node.rank]
     parts = [single[cut] for cut in cuts]
 

@@ -24,12 +24,13 @@ from thinwire.codecs.between_nodes import BetweenNodes
 from thinwire.codecs.feedback import ErrorFeedback, keep_, residual_of, server_residual_of
 from thinwire.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
 from thinwire.comm.base import Comm
+from thinwire.comm.members import Members
 from thinwire.comm.pending import PendingMeans, Stages
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, NonFiniteError
 from thinwire.kernels import all_finite, norm_if_finite
 from thinwire.reduce.between_nodes import mean_between_nodes
-from thinwire.reduce.pieces import pieces
+from thinwire.reduce.pieces import pieces, pieces_at
 from thinwire.replica.flat import Segment, cut_out
 from thinwire.topology.base import Peers
 
@@ -104,10 +105,15 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, 
         inner = codec.codec
 
         def part_mean(peers: Comm, part: Tensor, own: slice) -> Stages:
-            place = Place(where.offset + own.start, where.length)
+            place = Place(where.offset + own.start, where.length, where.segments)
             return _stages(peers, part, inner, state, place, key=key, count=peers.size)
 
-        return mean_between_nodes(comm, x, codec.node_size, codec.alignment, part_mean, count=count)
+        if isinstance(inner, MatrixCodec):
+            edges = [each.stop for each in matrices_of(where.segments, x, where.offset)]
+            cuts = pieces_at(edges, codec.node_size)
+        else:
+            cuts = pieces(x.numel(), codec.node_size, codec.alignment)
+        return mean_between_nodes(comm, x, codec.node_size, cuts, part_mean, count=count)
     if codec.linear and not codec.keeps_residual:
         return _linear_stages(comm, x, codec, state, key=key, count=count)
     residual = residual_of(state, x, where.offset, where.length) if codec.keeps_residual else None
@@ -379,11 +385,13 @@ def _matrix_mean(
     summed = reduced.wait()
     finite = all_finite(summed)
     summed = rounds.send(summed if finite else summed.zero_())
-    reduced = mean_(comm, summed, count=count) if summed.numel() and finite else None
+    # Among some of the ranks it is a call of all of them, whose own parts may be longer, and finite.
+    called = isinstance(comm, Members) or (summed.numel() and finite)
+    reduced = mean_(comm, summed, count=count) if called else None
     yield
     if reduced is not None:
         summed = reduced.wait()
-        finite = all_finite(summed)
+        finite = finite and all_finite(summed)
     finite = yield finite
 
     # Decode, and keep what the mean leaves out.
