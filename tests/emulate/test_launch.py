@@ -228,3 +228,69 @@ with Workers(command, 2, on_line=lambda rank, stream, line: print(line, flush=Tr
 def test_what_cannot_be_started_is_refused(command, workers, words):
     with pytest.raises(ConfigError, match=words):
         run_workers(command, workers)
+
+
+def test_a_killed_worker_is_started_again_while_another_runs(tmp_path):
+    flag = tmp_path / "killed"
+    code = (
+        "import os, pathlib, signal, time\n"
+        f"flag, again = pathlib.Path({str(flag)!r}), pathlib.Path({str(tmp_path / 'again')!r})\n"
+        "if os.environ['RANK'] == '1' and not flag.exists():\n"
+        "    flag.touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('rank', os.environ['RANK'])\n"
+        "while os.environ['RANK'] == '0' and not again.exists(): time.sleep(0.01)\n"
+        "again.touch()\n"
+    )
+    asked, lines = [], []
+
+    def restart(record):
+        asked.append(record.how)
+        return 0.05
+
+    with Workers(
+        [*BARE_PYTHON, code], 2, survives=True, restart=restart, on_line=lambda rank, stream, line: lines.append(line)
+    ) as job:
+        pids = job.pids
+        exits = job.wait()
+        assert job.pids[0] == pids[0] and job.pids[1] != pids[1]
+    assert asked == ["SIGKILL"] and sorted(lines) == ["rank 0", "rank 1"]
+    assert [(record.rank, record.how) for record in exits] == [(0, "0"), (1, "SIGKILL"), (1, "0")]
+
+
+def test_nobody_is_started_again_where_nobody_runs():
+    with Workers([*BARE_PYTHON, "import sys; sys.exit(1)"], 2, survives=True, restart=lambda _: 0.3) as job:
+        exits = job.wait()
+    assert len(exits) == 2
+
+
+def test_a_notice_is_passed_on_and_ends_nothing():
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(20)"
+    )
+    ready = []
+
+    def on_line(rank, stream, line):
+        ready.append(rank)
+        if len(ready) == 2:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with Workers([*BARE_PYTHON, code], 2, notices=[signal.SIGUSR1], on_line=on_line, grace_seconds=0) as job:
+        exits = job.wait()
+    assert [(record.code, record.stopped) for record in exits] == [(0, False)] * 2
+
+
+def test_a_second_notice_ends_the_workers():
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(20)"
+    )
+
+    def on_line(rank, stream, line):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit), Workers([*BARE_PYTHON, code], 1, notices=[signal.SIGTERM], on_line=on_line) as job:
+        job.stop(0.0)
+        job.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes import descendants
-from thinwire.cli.progress import view_in_words
+from thinwire.cli.progress import restart_in_words, view_in_words
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.report.page import write
 from thinwire.runs import RunFolder, launch, resolve
@@ -67,6 +67,53 @@ def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path)
         launch(settings, tmp_path / "run", listener=kill_all)
 
 
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again_and_joins(tmp_path: Path) -> None:
+    """Until it has come again the others train on; the view after that has as many as at the start."""
+    folder, events = tmp_path / "run", list[dict[str, Any]]()
+
+    def kill_once(event: dict[str, Any]) -> None:
+        events.append(event)
+        if event["event"] == "step" and sum(each["event"] == "step" for each in events) == 1:
+            for pid in descendants():
+                if rank_of(pid) == 1:
+                    os.kill(pid, signal.SIGKILL)
+
+    settings = resolve({**QUICK, "strategy": "LocalSGD(period=4)", "steps": 500, "stall": "1:20ms", "restarts": 2})
+    summary = launch(settings, folder, listener=kill_once)
+    assert summary["steps"] == 500
+    first, second, third = summary["views"]
+    assert second["lost"] == [first["members"][1]]
+    assert len(third["members"]) == 3 and third["joined"][0].startswith("1-")
+    (restart,) = summary["restarts"]
+    assert restart["rank"] == 1 and "SIGKILL" in restart["how"]
+    (told,) = [each for each in events if each["event"] == "restart"]
+    assert (told["after"], told["left"]) == (1.0, 1)
+    assert "Started again: worker 1 was ended by SIGKILL" in write(folder).report.read_text()
+    rows = [row["step"] for row in RunFolder(folder).lines("metrics.jsonl") if "loss" in row]
+    assert rows == list(range(1, 501))
+
+
+@pytest.mark.slow
+def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path) -> None:
+    events = list[dict[str, Any]]()
+
+    def give_notice(event: dict[str, Any]) -> None:
+        events.append(event)
+        if event["event"] == "step" and sum(each["event"] == "step" for each in events) == 1:
+            for pid in descendants():
+                if rank_of(pid) == 0:
+                    os.kill(pid, signal.SIGUSR1)
+
+    asked = {"strategy": "PushSum(staleness=1)", "steps": 200, "stall": "1:20ms", "on_notice": "leave", "restarts": 3}
+    summary = launch(resolve({**QUICK, **asked}), tmp_path / "run", listener=give_notice)
+    first, second = summary["views"]
+    assert summary["steps"] == 200 and second["step"] % 10 == 0
+    assert second["left"] == {first["members"][0]: "SIGUSR1"} and second["lost"] == []
+    assert summary["told"] == {"lost_weight": 0.0} and summary["restarts"] == []
+    assert f"{first['members'][0]} (SIGUSR1)" in write(tmp_path / "run").report.read_text()
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -75,6 +122,12 @@ def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path)
         ({"link": "100mbit"}, "link='100mbit' with elastic"),
         ({"save_every": 5}, "save_every=5 with elastic: checkpoints are of a fixed number"),
         ({"steps": None, "seconds": 3.0}, "seconds=3.0 with elastic"),
+        ({"on_notice": "save"}, "on_notice='save' with elastic"),
+        ({"on_notice": "leave", "elastic": False}, "on_notice='leave': only elastic runs"),
+        ({"restarts": 3, "elastic": False}, "restarts=3: only elastic runs"),
+        ({"restarts": 0}, "restarts=0: must be at least 1"),
+        ({"on_notice": "save", "elastic": False, "strategy": "ddp"}, "on_notice='save' with ddp: torch's own"),
+        ({"on_notice": "go"}, "on_notice='go': must be one of save, leave"),
         ({"split": "label"}, "split='label' with elastic"),
     ],
 )
@@ -84,6 +137,14 @@ def test_what_an_elastic_run_cannot_do_is_refused_before_it_starts(asked: dict[s
 
 
 def test_a_change_of_view_is_told_in_words() -> None:
-    view = {"step": 8, "members": ["1-a"], "lost": ["0-b"], "joined": []}
+    view = {"step": 8, "members": ["1-a"], "lost": ["0-b"], "joined": [], "left": {}}
     assert view_in_words(view) == "step 8: 1 worker goes on, without 0-b"
     assert view_in_words({**view, "members": ["1-a", "2-c"], "lost": [], "joined": ["2-c"]}).endswith("go on, with 2-c")
+    left = view_in_words({**view, "lost": [], "left": {"0-b": "SIGTERM"}})
+    assert left == "step 8: 1 worker goes on, without 0-b, which left with SIGTERM"
+
+
+def test_a_restart_is_told_in_words() -> None:
+    event = {"how": "worker 1 was ended by SIGKILL", "after": 2.0, "left": 1}
+    assert restart_in_words(event).endswith("SIGKILL; it is started again in 2 s, and 1 more restart is left")
+    assert "not started again" in restart_in_words({**event, "after": None, "left": 0})

@@ -29,6 +29,8 @@ _SINGLE_RUN_ONLY = [
     "device",
     "save_every",
     "keep",
+    "on_notice",
+    "restarts",
     "timeline_steps",
     "tensorboard",
 ]

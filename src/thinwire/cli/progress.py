@@ -77,6 +77,10 @@ class Watch:
             self._workers = len(event["members"])
             if event["epoch"]:
                 self._console.print(f"{self._label}: {view_in_words(event)}", markup=False)
+        elif event["event"] == "restart":
+            self._console.print(f"{self._label}: {restart_in_words(event)}", markup=False)
+        elif event["event"] == "notice":
+            self._console.print(f"{self._label}: saved after {notice_in_words(event)}", markup=False)
         if self._live is not None:
             self._live.update(self._bar, completed=self._done(), words=self._words())
         elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
@@ -122,10 +126,25 @@ def budget_in_words(metrics: Fields) -> list[str]:
     return [*chosen, f"{100 * used:.0f} % of the budget"]
 
 
+def notice_in_words(notice: Fields) -> str:
+    """After which step, and why, such as `step 40, as rank 1 got SIGUSR1`."""
+    reasons = " and ".join(f"rank {rank} got {reason}" for rank, reason in notice["reasons"].items())
+    return f"step {notice['step']}, as {reasons}"
+
+
+def restart_in_words(event: Fields) -> str:
+    """Such as `worker 1 was ended by SIGKILL; it is started again in 1 s, and 2 more restarts are left`."""
+    if event["after"] is None:
+        return f"{event['how']}; it is not started again, as no more restarts are left"
+    left = {0: "no more restarts are", 1: "1 more restart is"}.get(event["left"], f"{event['left']} more restarts are")
+    return f"{event['how']}; it is started again in {event['after']:g} s, and {left} left"
+
+
 def view_in_words(view: Fields) -> str:
     """Who came and who went, such as `step 8: 2 workers go on, without 0-5e1f0b7c`."""
     count = len(view["members"])
-    lost = f", without {', '.join(view['lost'])}" if view["lost"] else ""
+    gone = [*view["lost"], *(f"{worker}, which left with {reason}" for worker, reason in view["left"].items())]
+    lost = f", without {', '.join(gone)}" if gone else ""
     joined = f", with {', '.join(view['joined'])}" if view["joined"] else ""
     return f"step {view['step']}: {count} {'worker goes' if count == 1 else 'workers go'} on{lost}{joined}"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import out
 from thinwire.cli.options import default_folder, settings_as_options
-from thinwire.cli.progress import Watch, show_summaries
+from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
     json: bool = False
 
     def __call__(self) -> int:
-        """Train; returns 0."""
+        """Train; returns 0, or 75 for a run that has saved and ended since a worker was asked to leave."""
         from thinwire.comm.rendezvous import started_by_torchrun
         from thinwire.runs import launch
 
@@ -150,12 +150,18 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:
         from thinwire.report import write_trace
+        from thinwire.worker.notice import LEFT_WITH_NOTICE
 
         if self.trace:
             write_trace(folder)
+        code = 0 if "notice" not in summary else LEFT_WITH_NOTICE
         if self.json:
             out.print(json_text.dumps(summary), markup=False)
-            return 0
+            return code
         show_summaries([summary])
-        out.print(f"{folder}", markup=False)
-        return 0
+        if code:
+            words = notice_in_words(summary["notice"])
+            out.print(f"saved after {words}; go on with: thinwire train --resume {folder}", markup=False)
+        else:
+            out.print(f"{folder}", markup=False)
+        return code

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -36,21 +36,29 @@ def ignore_line(rank: int, stream: Stream, line: str) -> None:
     """Do nothing with a worker's line."""
 
 
+def never(_: WorkerExit) -> None:
+    """Do not start a worker again."""
+
+
 class DeferredSignals:
     """A context in which SIGINT, SIGTERM and SIGHUP are only recorded, in `received`.
 
     Only the main thread may set handlers; in any other thread this does nothing. A signal that was ignored stays
     ignored.
+
+    Args:
+        more: other signals that are recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: Sequence[signal.Signals] = ()) -> None:
         self.received: list[int] = []
+        self._numbers = {*DEFERRED, *more}
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         """Start to record signals."""
         if threading.current_thread() is threading.main_thread():
-            deferred = [number for number in DEFERRED if signal.getsignal(number) != signal.SIG_IGN]
+            deferred = [number for number in self._numbers if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._record) for number in deferred}
         return self
 
@@ -87,6 +95,10 @@ class Workers:
         grace_seconds: seconds the others have to end by themselves once a worker has failed.
         timeout: seconds after which the workers are stopped; None is no limit, for workers whose own waits have one.
         survives: whether the others are left alone when one has failed, since they can go on without it.
+        notices: signals that are passed on to the workers the first time, which end by themselves then, however long
+            that takes.
+        restart: with `survives`, called with the exit of a worker that has failed; returns in how many seconds it is
+            started again, or None to leave it. None of them is where no other one runs.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -103,6 +115,8 @@ class Workers:
         grace_seconds: float = 5.0,
         timeout: float | None = DAY_SECONDS,
         survives: bool = False,
+        notices: Sequence[signal.Signals] = (),
+        restart: Callable[[WorkerExit], float | None] = never,
     ) -> None:
         _check(command, workers, network)
         self.workers = workers
@@ -115,13 +129,16 @@ class Workers:
         self._grace_seconds = grace_seconds
         self._timeout = timeout
         self._survives = survives
+        self._notices = tuple(notices)
+        self._restart = restart
+        self._again: list[tuple[float, int]] = []
         self._all: list[Worker] = []
         self._running: list[Worker] = []
         self._stop_at = math.inf
         self._due: list[tuple[float, int]] = []
         self._selector = selectors.DefaultSelector()
-        self._signals = DeferredSignals()
-        self._handled = 0
+        self._signals = DeferredSignals(self._notices)
+        self._handled = self._ending = 0
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
@@ -143,14 +160,17 @@ class Workers:
     ) -> None:
         """End the workers that still run, and raise the exception that a signal asked for."""
         self._close()
-        if self._signals.received and error is None:
-            number = self._signals.received[0]
+        received = self._signals.received
+        # A notice alone ends nothing.
+        ending = received[1:] if received and received[0] in self._notices else received
+        if ending and error is None:
+            number = ending[0]
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process of each worker, by rank."""
-        return tuple(worker.pid for worker in self._all)
+        """The process of each worker, by rank; the last one of a worker that was started again."""
+        return tuple({worker.rank: worker.pid for worker in self._all}.values())
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -159,7 +179,7 @@ class Workers:
 
     @property
     def exits(self) -> list[WorkerExit]:
-        """How the workers that have ended did so, by rank."""
+        """How the workers that have ended did so, by rank; first those that were there at the start."""
         return [worker.exit for worker in self._all if worker.exit is not None]
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -170,6 +190,7 @@ class Workers:
             self._forward_signals()
             self._read_outputs(max(0.0, min(POLL_SECONDS, left)))
             self._handle_exits()
+            self._start_again()
             self._send_due_signals()
             if left <= 0:
                 break
@@ -203,27 +224,44 @@ class Workers:
             worker.signal(number)
 
     def _start(self) -> None:
-        own = {**rendezvous_environment(self._network), **self._environment}
+        self._own = {**rendezvous_environment(self._network), **self._environment}
         for rank in range(self.workers):
-            user, net = (None, None) if self._network is None else self._network.descriptors(rank)
-            worker = Worker(
-                rank,
-                [*enter_command(user, net), *self._command],
-                environment=worker_environment(rank, self.workers, own),
-                descriptors=[held for held in (user, net) if held is not None],
-                on_line=self._on_line,
-            )
-            self._guard.watch(worker.pid)
-            self._all.append(worker)
-            self._running.append(worker)
-            for output in worker.outputs:
-                self._selector.register(output.file, selectors.EVENT_READ, output)
+            self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        user, net = (None, None) if self._network is None else self._network.descriptors(rank)
+        worker = Worker(
+            rank,
+            [*enter_command(user, net), *self._command],
+            environment=worker_environment(rank, self.workers, self._own),
+            descriptors=[held for held in (user, net) if held is not None],
+            on_line=self._on_line,
+        )
+        self._guard.watch(worker.pid)
+        self._all.append(worker)
+        self._running.append(worker)
+        for output in worker.outputs:
+            self._selector.register(output.file, selectors.EVENT_READ, output)
+
+    def _start_again(self) -> None:
+        """Start the workers whose time has come; none where no other one runs, or all are being stopped."""
+        if not any(worker.exit is None for worker in self._running) or self._stop_at < math.inf:
+            self._again = []
+        now = time.monotonic()
+        due = [rank for at, rank in self._again if at <= now]
+        self._again = [(at, rank) for at, rank in self._again if at > now]
+        for rank in due:
+            self._start_worker(rank)
 
     def _forward_signals(self) -> None:
         for number in self._signals.received[self._handled :]:
-            if self._handled:
+            if not self._handled and number in self._notices:
+                for worker in self._running:
+                    worker.signal(number, stops=False)
+            elif self._ending:
                 self.signal(signal.SIGKILL)
             else:
+                self._ending = number
                 self.signal(number)
                 self.stop(self._grace_seconds)
             self._handled += 1
@@ -249,6 +287,9 @@ class Workers:
             self.failure = failed[0]
             if not self._survives:
                 self.stop(self._grace_seconds)
+        for record in failed if self._survives else ():
+            if (seconds := self._restart(record)) is not None:
+                self._again.append((time.monotonic() + seconds, record.rank))
         self._running = [worker for worker in self._running if not self._is_done(worker)]
 
     def _reap(self) -> list[WorkerExit]:

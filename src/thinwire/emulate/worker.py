@@ -135,10 +135,15 @@ class Worker:
             Lines(self._process.stderr, lambda line: on_line(rank, "stderr", line)),
         ]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker and the processes it has started; does nothing once it has ended."""
+    def signal(self, number: int, *, stops: bool = True) -> None:
+        """Send a signal to the worker and the processes it has started; does nothing once it has ended.
+
+        Args:
+            number: of the signal.
+            stops: whether the worker counts as stopped by it.
+        """
         if self.exit is None:
-            self.stop_requested = True
+            self.stop_requested = self.stop_requested or stops
             self._signal_group(number)
 
     def has_ended(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic runs: which workers trained together from when on, and what the changes have cost."""
+"""Which workers trained together from when on, what the changes have cost, and who was asked to leave."""
 
 from html import escape
 
@@ -9,7 +9,7 @@ from thinwire.report.runs import Collection, Run
 
 
 def views(collection: Collection) -> str:
-    """A table of views for each elastic run, with its goodput; empty where there is none."""
+    """A table of views for each elastic run, with its goodput, and who got notice; empty where there is neither."""
     several = len(collection.runs) > 1
     return "".join(_run(run, named=several) for run in collection.runs)
 
@@ -18,16 +18,17 @@ def _run(run: Run, *, named: bool) -> str:
     found = run.summary.get("views")
     entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     if not entries:
-        return ""
+        return _notice(run, named=named)
     head = f"<h3>{escape(run.label)}</h3>" if named else ""
     rows = "".join(
         f"<tr><td>{int(number(each, 'epoch') or 0)}</td><td>{units.count(number(each, 'step') or 0)}</td>"
         f"<td>{units.seconds(number(each, 'seconds') or 0.0)}</td><td>{len(_names(each, 'members'))}</td>"
-        f"<td>{escape(', '.join(_names(each, 'joined')))}</td><td>{escape(', '.join(_names(each, 'lost')))}</td></tr>"
+        f"<td>{escape(', '.join(_names(each, 'joined')))}</td><td>{escape(', '.join(_gone(each)))}</td></tr>"
         for each in entries
     )
     headings = "".join(f"<th>{words}</th>" for words in ("view", "from step", "at", "workers", "came", "went"))
-    return f"{head}{_goodput(run)}<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>{_told(run)}"
+    table = f"<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"{head}{_goodput(run)}{table}{_told(run)}{_restarts(run)}"
 
 
 def _goodput(run: Run) -> str:
@@ -46,6 +47,34 @@ def _told(run: Run) -> str:
         return ""
     costs = ", ".join(f"{name.replace('_', ' ')} {cost:.6g}" for name, cost in told.items())
     return f'<p class="intro">What the changes have cost: {escape(costs)}.</p>'
+
+
+def _notice(run: Run, *, named: bool) -> str:
+    """That a run has saved and ended, and why."""
+    notice = run.summary.get("notice")
+    if not isinstance(notice, dict) or not isinstance(reasons := notice.get("reasons"), dict):
+        return ""
+    words = " and ".join(f"rank {rank} got {reason}" for rank, reason in reasons.items())
+    return (
+        f'<p class="intro">{escape(f"{run.label}: " if named else "")}Saved and ended after step '
+        f"{int(number(notice, 'step') or 0)}, as {escape(words)}.</p>"
+    )
+
+
+def _restarts(run: Run) -> str:
+    found = run.summary.get("restarts")
+    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    if not entries:
+        return ""
+    again = "; ".join(f"{each.get('how')}, at {units.seconds(number(each, 'seconds') or 0.0)}" for each in entries)
+    return f'<p class="intro">Started again: {escape(again)}.</p>'
+
+
+def _gone(view: dict[str, object]) -> list[str]:
+    """Who is no longer there, and why where that is known."""
+    left = view.get("left")
+    told = [f"{worker} ({reason})" for worker, reason in left.items()] if isinstance(left, dict) else []
+    return [*_names(view, "lost"), *told]
 
 
 def _names(view: dict[str, object], name: str) -> list[str]:

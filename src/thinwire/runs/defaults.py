@@ -54,6 +54,8 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     if settings.elastic:
         check_recipe_survives(settings)
+    elif settings.on_notice is not None:
+        check_can_save(settings)
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
 
@@ -80,6 +82,24 @@ def check_recipe_survives(settings: Settings) -> None:
     if isinstance(recipe, Baseline):
         raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker; use AllReduce()")
     check_survives(recipe)
+
+
+def check_can_save(settings: Settings) -> None:
+    """Refuse to save with notice what cannot be saved, or where ranks do not hear of each other's notice.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if isinstance(parse_recipe(settings.strategy), Baseline):
+        raise ConfigError(
+            f"on_notice={settings.on_notice!r} with {settings.strategy}: torch's own methods cannot be saved; use "
+            "AllReduce() instead of ddp"
+        )
+    if settings.tensor_parallel is not None:
+        raise ConfigError(
+            f"on_notice={settings.on_notice!r} with tensor_parallel={settings.tensor_parallel!r}: a signal is told to "
+            "ranks that hold the same part of the model only; use save_every"
+        )
 
 
 def check_recipe(text: str, workers: int) -> str:

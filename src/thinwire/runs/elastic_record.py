@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from statistics import fmean, median
@@ -38,6 +39,8 @@ class ElasticRecord:
     def __init__(self, folder: RunFolder, settings: Settings, listener: Callable[[Fields], None]) -> None:
         self.views: list[Fields] = []
         self.ended = 0
+        self.left = 0
+        self.restarts: list[Fields] = []
         self._writer = Writer(folder, settings, load_task(settings), 0)
         self._paper, self._listener = parse_recipe(settings.strategy, imports=False).paper, listener
         self._rows: dict[int, dict[str, Fields]] = {}
@@ -64,6 +67,8 @@ class ElasticRecord:
             self._add_rows(event["worker"], event["rows"])
         elif kind == "evaluation":
             self._add_evaluation(event)
+        elif kind == "left":
+            self.left += 1
         elif kind == "end":
             self.ended += 1
             self._memory = max(self._memory, event["memory"])
@@ -78,6 +83,7 @@ class ElasticRecord:
             "views": self.views,
             "goodput": self.goodput,
             "told": self._told,
+            "restarts": self.restarts,
         }
         summary = self._writer.write_summary(last, None, None, more)
         self._writer.close()
@@ -91,10 +97,19 @@ class ElasticRecord:
         undisturbed = len(self.views[0]["members"]) / median(self._first_pace)
         return self._batches / self._seconds / undisturbed
 
+    def add_restart(self, event: Fields) -> None:
+        """Take in that the launcher starts a worker again."""
+        if event["after"] is None:
+            self._listener(event)
+            return
+        since = 0.0 if self._origin is None else time.monotonic() - self._origin
+        self.restarts.append({name: event[name] for name in ("rank", "how")} | {"seconds": since})
+        self._listener(event)
+
     def _add_view(self, event: Fields) -> None:
         if event["epoch"] in {view["epoch"] for view in self.views}:
             return
-        view: Fields = {name: event[name] for name in ("epoch", "step", "members", "joined", "lost")}
+        view: Fields = {name: event[name] for name in ("epoch", "step", "members", "joined", "lost", "left")}
         view["seconds"] = 0.0 if self._origin is None else event["at"] - self._origin
         self.views = sorted([*self.views, view], key=lambda each: each["epoch"])
         self._listener({"event": "view", **view})

@@ -23,9 +23,11 @@ from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Shard, Task
+from thinwire.worker.notice import Notice
 from thinwire.worker.worker import Worker, attach
 
 _REPORT_SECONDS = 0.25
+_NOTICE_STEPS = 10  # between two messages about signals
 
 
 class ElasticTraining:
@@ -76,16 +78,29 @@ class ElasticTraining:
         worker.on_view(self._tell_view)
         self._emit({"event": "start", "parameters": self._parameters, "step": worker.step})
         self._tell_view(worker.view)
-        if worker.step == 0:
-            self._evaluate()
-        steps = settings.steps or 0
-        while worker.step < steps:
-            self._take_step()
-            if worker.step == steps or (settings.eval_every and worker.step % settings.eval_every == 0):
+        notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
+        steps, evaluated = settings.steps or 0, -1
+        while True:
+            # Here, so that one who has joined after a step evaluates after it with the others.
+            if worker.step != evaluated and self._evaluation_is_due(steps):
+                evaluated = worker.step
                 self._evaluate()
+            if worker.step >= steps:
+                break
+            self._take_step()
+            if notice is not None and notice.leave():
+                self._tell_rows()
+                self._emit({"event": "left", "step": worker.step, "worker": worker.worker_id})
+                return
+        if notice is not None:
+            notice.close()
         self._tell_rows()
         lost = worker.elastic.told if worker.elastic is not None else {}
         self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "told": lost})
+
+    def _evaluation_is_due(self, steps: int) -> bool:
+        step, every = self.worker.step, self._settings.eval_every
+        return step in (0, steps) or (every is not None and step % every == 0)
 
     def _take_step(self) -> None:
         worker, engine, settings = self.worker, self._engine, self._settings
@@ -131,6 +146,7 @@ class ElasticTraining:
                 "members": list(view.members),
                 "joined": list(view.joined),
                 "lost": list(view.lost),
+                "left": dict(view.left),
                 "step": self.worker.step,
                 "at": time.monotonic(),
             }

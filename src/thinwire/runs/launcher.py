@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
+from thinwire.emulate.launch import never
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
 from thinwire.runs.elastic_record import ElasticRecord, hosted_store
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.own_functions import modules_of_functions
 from thinwire.runs.recipes import modules_of, parse_recipe
+from thinwire.runs.restarts import Restarts
 from thinwire.runs.settings import Settings
 from thinwire.runs.switches import parse_switches
 from thinwire.strategies.base import Strategy
+from thinwire.worker.notice import SIGNALS
 
 Listener = Callable[[Fields], None]
 _KEPT_LINES = 200
@@ -44,7 +47,8 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
 
     Raises:
         ConfigError: the folder holds a run already or cannot be created, or the machine cannot emulate the links.
-        ThinwireError: what ended the run; one error, however many workers it ended.
+        ThinwireError: what ended the run; one error, however many workers it ended. A run that has saved with notice
+            has not failed: its summary says `notice`.
     """
     if settings.elastic and resume:
         raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints; start it anew in another folder")
@@ -80,6 +84,9 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
                 grace_seconds=_GRACE_SECONDS,
                 timeout=None,  # a run may take weeks, and each of its workers' waits has a timeout
                 survives=settings.elastic,
+                # One worker's notice is sent to that worker; this process's own is that of the whole machine.
+                notices=SIGNALS if settings.on_notice == "save" else (),
+                restart=never if record is None else _restarts(settings, record),
             )
         )
         stops = parse_stops(settings.stop, workers=settings.workers)
@@ -87,10 +94,16 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         workers.wait()
     if record is not None and record.ended:
         return record.finish()
+    if record is not None and record.left and workers.failure is None:
+        raise PeerLostError(f"all workers have left with notice by step {output.step}: nobody is there to go on")
     summary = home.summary()
     if workers.failure is None and summary is not None:
         return summary
     raise failure_of(workers, output, home)
+
+
+def _restarts(settings: Settings, record: ElasticRecord) -> Restarts:
+    return Restarts(settings.restarts or 0, over=lambda: record.ended > 0, tell=record.add_restart)
 
 
 class WorkerOutput:

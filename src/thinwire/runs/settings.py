@@ -17,6 +17,7 @@ OptimizerName = Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "z
 Schedule = Literal["constant", "cosine"]
 Device = Literal["cpu", "cuda"]
 NonFinite = Literal["raise", "skip", "ignore"]
+OnNotice = Literal["save", "leave"]
 
 
 MOST_WORKERS = 4096
@@ -86,6 +87,12 @@ class Settings:
             unless given.
         elastic: go on when a worker is lost. Such a run ends after steps, and every epoch's batches are dealt to the
             workers that are left.
+        on_notice: what SIGTERM or SIGUSR1 does, by which schedulers and spot machines announce the end: save lets all
+            workers save after the same step and ends the run with exit code 75, from which --resume goes on; leave,
+            with elastic, lets the worker go that got the signal, and the others train on. Unless given, a signal ends
+            the run at once.
+        restarts: with elastic, how many times workers that were killed are started again, all together; they join the
+            others. None are unless given.
         tensorboard: write TensorBoard events too.
         command: the command line that started the run.
 
@@ -127,13 +134,25 @@ class Settings:
     timeline_steps: int = 24
     timeout: float = 60.0
     elastic: bool = False
+    on_notice: OnNotice | None = None
+    restarts: int | None = None
     tensorboard: bool = False
     own_model: str | None = None
     own_loss: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "batch_size", "threads", "steps", "eval_every", "eval_limit", "save_every", "keep"):
+        for name in (
+            "workers",
+            "batch_size",
+            "threads",
+            "steps",
+            "eval_every",
+            "eval_limit",
+            "save_every",
+            "keep",
+            "restarts",
+        ):
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "timeline_steps", "seed"):
             _at_least(name, getattr(self, name), 0)
@@ -149,6 +168,8 @@ class Settings:
             raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
         parse_mesh(self.tensor_parallel, self.workers)
         kinds = {"optimizer": OptimizerName, "schedule": Schedule, "device": Device, "nonfinite": NonFinite}
+        if self.on_notice is not None:
+            kinds["on_notice"] = OnNotice
         for name, known in kinds.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
@@ -158,6 +179,10 @@ class Settings:
             raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
         if self.elastic:
             _check_elastic(self)
+        elif self.restarts is not None:
+            raise ConfigError(f"restarts={self.restarts}: only elastic runs take killed workers in again; add elastic")
+        elif self.on_notice == "leave":
+            raise ConfigError("on_notice='leave': only elastic runs go on without a worker; add elastic, or use 'save'")
         if self.schedule == "cosine" and self.steps is None:
             raise ConfigError("schedule='cosine': needs steps, to know when it ends; give steps or use 'constant'")
 
@@ -251,6 +276,11 @@ def _check_elastic(settings: Settings) -> None:
     for name, reason in _INELASTIC.items():
         if getattr(settings, name) is not None:
             raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}; leave out one of them")
+    if settings.on_notice == "save":
+        raise ConfigError(
+            "on_notice='save' with elastic: checkpoints are of a fixed number of workers; use 'leave', by which the "
+            "others go on"
+        )
     if settings.device != "cpu" or settings.split != "iid":
         name = "split" if settings.device == "cpu" else "device"
         raise ConfigError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,8 +25,10 @@ from thinwire.runs.settings import Settings
 from thinwire.runs.tensor import TensorParallel
 from thinwire.runs.writer import Writer
 from thinwire.tasks import Evaluation, Shard, Task
+from thinwire.worker.notice import Notice
 
 _PROGRESS_SECONDS = 0.5
+_NOTICE_STEPS = 10  # between two messages about signals
 _CPU = torch.device("cpu")
 
 
@@ -99,6 +102,8 @@ class Training:
         self._evaluated_step = -1
         self._clock_start = self._step_end = self._cpu_start = 0.0
         self._last_event = 0.0
+        self.notice: dict[str, str] = {}
+        """Why ranks were asked to leave, by rank; empty where none was."""
 
     @property
     def wire_bytes(self) -> WireBytes | None:
@@ -107,12 +112,29 @@ class Training:
         return now if now is None or self._wire_before is None else now + self._wire_before
 
     def run(self) -> None:
-        """Train to the end.
+        """Train to the end, or until a rank is asked to leave.
 
         Raises:
             NonFiniteError: a rank's loss is NaN or infinite; all ranks raise it under a strategy of thinwire's.
             CommError: another rank was lost, or does not answer.
         """
+        with self._listening() as notice:
+            self._run(notice)
+
+    @contextmanager
+    def _listening(self) -> Generator[Notice | None]:
+        """What tells the ranks of signals, while this context lasts."""
+        engine = self.engine
+        if self.context.settings.on_notice is None or not isinstance(engine, ThinwireEngine):
+            yield None
+            return
+        notice = Notice(engine.worker, every=_NOTICE_STEPS)
+        try:
+            yield notice
+        finally:
+            notice.close()
+
+    def _run(self, notice: Notice | None) -> None:
         self._barrier()
         self._timeline.origin = self._clock()
         over = self._schedule.is_over(self.engine.step, self.seconds)
@@ -125,8 +147,10 @@ class Training:
             self._cpu_start = time.process_time()
             self._clock_start = self._step_end = self._clock()
             self._switch()
-            while self.engine.step < next_sync:
+            while self.engine.step < next_sync and not self.notice:
                 self._take_step()
+                if notice is not None and notice.agreed():
+                    self.notice = {str(rank): reason for rank, reason in notice.reasons.items()}
             over = self._synchronise()
 
     def _switch(self) -> None:
@@ -216,13 +240,20 @@ class Training:
         over = self._schedule.is_over(step, self.seconds)
         if self._schedule.evaluation_is_due(step, self.seconds) or over:
             self._evaluate()
-        over = over or self.seconds_to_target is not None
+        over = over or self.seconds_to_target is not None or bool(self.notice)
         spans = self._timeline.gather(self.context.control, step, last=over)
         if writer is not None:
             writer.add_spans(spans)
-        if self._schedule.save_is_due(step) or (over and self.context.settings.save_every is not None):
+        if self._schedule.save_is_due(step) or (over and self._saves):
             self._save()
+        if self.notice and writer is not None:
+            self.context.emit({"event": "notice", "step": step, "reasons": self.notice})
         return over
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the end of the run is saved."""
+        return self.context.settings.save_every is not None or bool(self.notice)
 
     def _wait_pending(self) -> None:
         """Wait for messages in flight while the clock still runs: their time belongs to the last step."""

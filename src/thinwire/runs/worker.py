@@ -195,6 +195,7 @@ def _finish(training: Training) -> Fields | None:
     }
     more |= {} if context.coreset is None else context.coreset.summary()
     more |= {} if context.tensor_parallel is None else context.tensor_parallel.summary()
+    more |= {"notice": {"step": training.engine.step, "reasons": training.notice}} if training.notice else {}
     summary = context.writer.write_summary(training.evaluation, training.seconds_to_target, mean, more)
     context.writer.close()
     return summary

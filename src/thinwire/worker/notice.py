@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from types import FrameType
@@ -20,6 +21,8 @@ LEFT_WITH_NOTICE = 75
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """Those that give notice: of spot machines and Kubernetes, and of Slurm; Windows has not both."""
 
+_ONE_NOTICE_SECONDS = 5.0  # a launcher may pass on the signal that the worker itself has got, too
+
 
 class Notice:
     """Tells all ranks, after the same step, which of them were asked to leave by a signal.
@@ -27,7 +30,7 @@ class Notice:
     Its handlers replace those of the process until `close`. Every `every` steps the ranks tell each other, in 8 bytes;
     a step in between costs nothing. What the ranks do then is the loop's: all save, and exit with `LEFT_WITH_NOTICE`,
     from which a launcher starts them again; or, under `attach(elastic=True)`, those that were asked `leave`, and the
-    others go on. A second signal is handled as if there were no notice.
+    others go on. A signal that comes 5 s later or more is handled as if there were no notice.
 
     Attributes:
         received: why this rank has to leave: the name of the signal that it got; None while there is no reason. Set it
@@ -77,21 +80,25 @@ class Notice:
         self.received: str | None = None
         self.reasons: dict[int | str, str] = {}
         self._worker = worker
-        # Where ranks meet only at multiples of a round, they are asked there.
-        meets = worker.strategy.meets_every
-        self._every = -(-every // meets) * meets
+        self._every = every
         self._asked_at = -1
+        self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {each: signal.signal(each, self._receive) for each in signals}
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-        self.close()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._received_at > _ONE_NOTICE_SECONDS:
+            self.close()
+            signal.raise_signal(number)
 
     def agreed(self) -> bool:
         """Whether any rank has a reason to leave; the same on all ranks. Call it after every step, on all ranks."""
         worker = self._worker
-        step = worker.step
-        if self.reasons or step % self._every or step == self._asked_at:
+        step, meets = worker.step, worker.strategy.meets_every
+        # Where ranks meet only at multiples of a round, they are asked there.
+        every = -(-self._every // meets) * meets
+        if self.reasons or step % every or step == self._asked_at:
             return bool(self.reasons)
         self._asked_at = step
         if worker.elastic is not None and _somebody_joined(worker.crews, step):
