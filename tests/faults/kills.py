@@ -64,17 +64,33 @@ def run_processes(seed: int) -> tuple[int, int]:
     draw = random.Random(seed)
     recipe, size = draw.choice(RECIPES), draw.randint(2, 4)
     victims = draw.sample(range(size), draw.randint(1, size - 1))
-    processes = Processes(recipe, size, steps=30, seconds=0.005)
+    joins = draw.choice((0, 1, 2))
+    processes = Processes(recipe, size, steps=60 if joins else 30, seconds=0.02 if joins else 0.005)
     for number, victim in enumerate(victims):
         processes.until(victim, 4 + 6 * number)
-        time.sleep(draw.random() * 0.05)
+        if number < joins:
+            processes.start(0)
+        time.sleep(draw.random() * 0.2)
         processes.kill(victim)
     reports = processes.finish()
-    alive = [report for number, report in enumerate(reports) if number not in victims]
+    came = [report for report in reports[size:] if report.views]
+    late = [report for report in reports[size:] if not report.views]
+    assert all("has ended" in report.error or "left the run" in report.error for report in late), late
+    alive = [report for number, report in enumerate(reports[:size]) if number not in victims] + came
     for report in alive:
         assert not report.error, report.error
-        assert report.agreed is not None and report.agreed == alive[0].agreed
-    return len(victims), 0
+        assert report.agreed is not None
+        # One that is left alone at the end, since all others ended, agrees with itself.
+        assert report.agreed == alive[0].agreed or report.views[-1][1] != alive[0].views[-1][1]
+        check_mass(report.told, size, len(came), report.weights)
+    return len(victims), len(came)
+
+
+def check_mass(told: dict[str, float], size: int, joined: int, weights: list[float]) -> None:
+    """Push-sum's weight is one for each worker; what was lost is told, and is no more than there was."""
+    assert -1e-12 <= told.get("lost_weight", 0.0) <= size + joined + 1e-12
+    for total, number in zip(weights[::2], weights[1::2], strict=True):
+        assert abs(total - number) <= 1e-12, (total, number)
 
 
 def main() -> int:

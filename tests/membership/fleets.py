@@ -35,6 +35,7 @@ class End:
         epochs: of the views that it was in.
         told: what the changes of view have cost.
         steps: taken in all.
+        trace: its parameters after each step, by the step.
         batches: the step and the number of each batch that it was dealt.
         error: what ended it.
     """
@@ -44,6 +45,7 @@ class End:
     epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list[tuple[int, tuple[str, ...]]])
     told: dict[str, float] = field(default_factory=dict[str, float])
     steps: int = 0
+    trace: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     batches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     error: BaseException | None = None
 
@@ -134,6 +136,7 @@ def run_fleet(
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
             sampler = ElasticSampler(epoch) if epoch else None
+            end.trace[worker.step] = worker.replicas[0].x.clone()
             while worker.step < steps:
                 due = [at for at in joins if worker.step >= at]
                 for at in due:
@@ -142,6 +145,8 @@ def run_fleet(
                 limit = time.monotonic() + 20
                 while fleet.membership.requests() < len(due) and time.monotonic() < limit:
                     time.sleep(0.005)
+                if any(f"w{size + i}" not in worker.view.members for i in range(len(due))):
+                    time.sleep(0.01)  # a state is sent meanwhile, which takes longer than a step here
                 if sampler is not None:
                     end.batches.append((worker.step, sampler.share(worker)))
                 x, y = batch(number, worker.step)
@@ -151,6 +156,7 @@ def run_fleet(
                 worker.record_batch(len(x), loss=loss)
                 worker.optimizer.step()
                 end.steps += 1
+                end.trace[worker.step] = worker.replicas[0].x.clone()
             with worker.consensus():
                 end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
             end.x = worker.replicas[0].x.clone()

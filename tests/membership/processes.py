@@ -18,11 +18,12 @@ WIDTHS = (3, 16, 2)
 
 @dataclass
 class Report:
-    """What a worker said: when each step ended, its views, and its parameters at the end."""
+    """What a worker said: when each step ended, its views, its parameters at the end, and push-sum's weights."""
 
     steps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     views: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     agreed: list[float] | None = None
+    weights: list[float] = field(default_factory=list[float])
     told: dict[str, float] = field(default_factory=dict[str, float])
     error: str = ""
 
@@ -126,7 +127,7 @@ class Processes:
                 elif kind == "error":
                     report.error = content[0]
                 else:
-                    report.agreed, report.told = content[0], content[1]
+                    report.agreed, report.told, report.weights = content
         return enough() or time.monotonic() < end
 
 
@@ -169,4 +170,27 @@ def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...],
     with worker.consensus():
         agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     assert worker.elastic is not None
-    outbox.send(("end", agreed if len(agreed) < 10_000 else agreed[:100], worker.elastic.told))
+    weights = weights_of(worker)
+    outbox.send(("end", agreed if len(agreed) < 10_000 else agreed[:100], worker.elastic.told, weights))
+
+
+def weights_of(worker: Any) -> list[float]:
+    """The sum of all push-sum weights, those in flight too, and the number of workers; empty without weights."""
+
+    from thinwire import PushSum
+    from thinwire.strategies.push_sum.mass import mix_mass_, weight
+
+    strategy, r = worker.strategy, worker.replicas[0]
+    found: list[float] = []
+
+    def add() -> None:
+        found.clear()
+        if isinstance(strategy, PushSum) and "mass" in r.state:
+            mass = r.state["mass"].clone()
+            for name, shares in strategy._in_flight(r):
+                mix_mass_(mass, r.inflight[name].wait(), shares)
+            total = worker.comm.all_reduce_(weight(mass).view(1)).wait()
+            found.extend([float(total), float(worker.size)])
+
+    worker._together(add)
+    return found

@@ -47,6 +47,7 @@ class Comm(ABC):
         round: what the next collective call belongs to; it is launched with a check that all ranks are there. Empty
             for no check.
         calling: the check that is being launched, for errors.
+        silent: ranks that have just joined, and add nothing to means of parameters yet.
         check_device: where the checks' few bytes lie.
         runtime: the clock that waits are measured by, the locks and the threads; a simulation brings its own.
 
@@ -72,6 +73,7 @@ class Comm(ABC):
         self.in_step = True
         self.round = ""
         self.calling = ""
+        self.silent: frozenset[int] = frozenset()
         self.check_device = torch.device("cpu")
         self.runtime: Runtime = REAL
         # Weak, so that a mailbox ends with its owner without being closed.

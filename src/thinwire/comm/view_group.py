@@ -120,6 +120,10 @@ class GlooConnector:
         """The comm of this worker in one view."""
         return ViewComm(PrefixStore(f"group/{epoch}", self._store), rank, size, timeout=timeout, lost=lost)
 
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """A comm of two workers, beside those of views."""
+        return ViewComm(PrefixStore(f"pair/{name}", self._store), rank, 2, timeout=timeout, lost=lost)
+
     def disconnect(self, comm: Comm) -> None:
         """Close a comm's connections."""
         assert isinstance(comm, ViewComm)

@@ -31,6 +31,14 @@ class Connector(Protocol):
         """
         ...
 
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """A comm of two workers, beside those of views; `name` is its own, and one of the two is rank 0.
+
+        Raises:
+            CommError: the other did not connect.
+        """
+        ...
+
     def disconnect(self, comm: Comm) -> None:
         """Close a comm's connections, so that the waits of all others fail at once."""
         ...

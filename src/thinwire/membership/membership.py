@@ -5,6 +5,7 @@
     view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
     next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
     join/NUMBER         the id and the process of a worker that asks to join; `joins` counts them
+    offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
     beat/ID             counts up while the worker's process runs
     epoch               about how many views there were; a worker that joins looks from there
 
@@ -70,6 +71,8 @@ class Membership:
 
     Attributes:
         view: the current one; None before `enter`.
+        row: where this worker's process runs, as `View.rows` has it.
+        on_offer: called with each part of a state that this worker is offered while it waits to be taken in.
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class Membership:
         self.worker = worker
         self.view: View | None = None
         self.timeout = timeout
+        self.on_offer: Callable[[str], None] | None = None
         self._store = store
-        self._row = own_row().hex()
+        self.row = own_row().hex()
         self._given_state = state
         self._beat_seconds = beat_seconds
         self._beats: dict[str, tuple[bytes, float]] = {}
@@ -109,7 +113,7 @@ class Membership:
         threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
         if self._ask(lambda store: store.check(["view/0"])):
             return self._join()
-        self._ask(lambda store: store.set(f"first/{rank}", json.dumps([self.worker, self._row])))
+        self._ask(lambda store: store.set(f"first/{rank}", json.dumps([self.worker, self.row])))
         keys, end = [f"first/{other}" for other in range(size)], time.monotonic() + self.timeout
         while not self._ask(lambda store: store.check(["view/0"])):
             if self._ask(lambda store: store.check(keys)):
@@ -128,7 +132,7 @@ class Membership:
         return self._accept(self._read(0))
 
     def _join(self) -> View:
-        number = self._request()
+        number, part = self._request(), 0
         epoch, end = self._hint(), time.monotonic() + self.timeout
         last: View | None = None
         while True:
@@ -137,9 +141,13 @@ class Membership:
                 if view.rank(self.worker) is not None:
                     return self._accept(view)
                 if view.requests >= number:
-                    number = self._request()  # the others were faster than this worker could give its name
+                    # The others were faster than this worker could give its name.
+                    number, part = self._request(), 0
                 last = view
-            if last is not None and all(self._state(each, row) is State.ENDED for each, row in last.rows.items()):
+            if self.on_offer and self._ask(lambda store, key=f"offer/{number}/{part}": store.check([key])):
+                self.on_offer(self._ask(lambda store, key=f"offer/{number}/{part}": store.get(key)).decode())
+                part, end = part + 1, time.monotonic() + self.timeout
+            if last is not None and all(self.state_of(each, row) is State.ENDED for each, row in last.rows.items()):
                 raise RunEndedError(
                     f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone; to begin "
                     "a new run in the same store, name it with THINWIRE_RUN"
@@ -154,12 +162,32 @@ class Membership:
     def _request(self) -> int:
         """Ask to join; returns the number of the request."""
         number = self._ask(lambda store: store.add("joins", 1))
-        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self._row])))
+        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self.row])))
         return number
+
+    def asked(self, upto: int) -> dict[int, tuple[str, str]]:
+        """The workers that have asked to join since the last view: by the number of the request, id and process."""
+        assert self.view is not None, "enter() comes first"
+        found: dict[int, tuple[str, str]] = {}
+        for number in range(self.view.requests + 1, upto + 1):
+            if self._ask(lambda store, key=f"join/{number}": store.check([key])):
+                worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
+                if self.state_of(worker, row) is not State.ENDED:
+                    found[number] = worker, row
+        return found
+
+    def offer(self, number: int, what: str) -> None:
+        """Offer a part of a state to the worker of a request."""
+        part = 0
+        while self._ask(lambda store, key=f"offer/{number}/{part}": store.check([key])):
+            part += 1  # by one that was lost since
+        self._ask(lambda store: store.set(f"offer/{number}/{part}", what))
 
     # -- a change of view ------------------------------------------------------------------------------------------
 
-    def change(self, progress: Progress, *, requests: int | None = None, timeout: float | None = None) -> View:
+    def change(
+        self, progress: Progress, *, requests: int | None = None, timeout: float | None = None, donor: str = ""
+    ) -> View:
         """Agree on the next view with all other survivors.
 
         Who has joined and has no state yet is not in it: the others may be in the middle of a round, in which nobody
@@ -169,6 +197,7 @@ class Membership:
             progress: of this worker.
             requests: take in those that have asked to join, up to this number; None takes nobody in.
             timeout: how long to wait for workers of which nothing is known, in seconds.
+            donor: who has sent its state to those that have asked.
 
         Raises:
             PeerLostError: the others go on without this worker; or the store cannot be reached.
@@ -185,7 +214,13 @@ class Membership:
             if not away or time.monotonic() > end:
                 # It may have registered and ended just now, or since it was looked for.
                 here = [each for each in before.members if self._has_registered(each, epoch)]
-                self._propose(self._proposal(before, here, requests))
+                proposal = self._proposal(before, here, requests, donor)
+                if not proposal.progress:  # those that have a state are in the middle of a round, or gone
+                    raise RunEndedError(
+                        f"worker {self.worker} has no state yet, and none of those that have one has answered within "
+                        f"{self.timeout:g} s; start it again"
+                    )
+                self._propose(proposal)
                 self._ask(lambda store: store.set("epoch", str(epoch)))
                 break
             time.sleep(_POLL_SECONDS)
@@ -212,17 +247,12 @@ class Membership:
         key = f"next/{self.view.epoch + 1}/{self.worker}"
         self._ask(lambda store: store.set(key, json.dumps(asdict(progress))))
 
-    def _proposal(self, before: View, here: list[str], requests: int | None) -> View:
+    def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
         progress = {
             each: Progress(**json.loads(self._ask(lambda store, key=f"next/{before.epoch + 1}/{each}": store.get(key))))
             for each in here
         }
-        joined: dict[str, str] = {}
-        for number in range(before.requests + 1, (requests or 0) + 1):
-            if self._ask(lambda store, key=f"join/{number}": store.check([key])):
-                worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
-                if self._state(worker, row) is not State.ENDED:
-                    joined[worker] = row
+        joined = dict(self.asked(requests or 0).values())
         left = {each: found.left for each, found in progress.items() if found.left}
         progress = {each: found for each, found in progress.items() if found.ready and not found.left}
         rows = {each: before.rows[each] for each in progress} | joined
@@ -235,6 +265,7 @@ class Membership:
             progress=progress,
             rows=rows,
             requests=max(before.requests, requests or 0),
+            donor=donor,
         )
 
     def _has_registered(self, worker: str, epoch: int) -> bool:
@@ -260,9 +291,10 @@ class Membership:
     def state(self, worker: str) -> State:
         """Whether the process of a member of this view runs."""
         assert self.view is not None, "enter() comes first"
-        return self._state(worker, self.view.rows[worker])
+        return self.state_of(worker, self.view.rows[worker])
 
-    def _state(self, worker: str, row: str) -> State:
+    def state_of(self, worker: str, row: str) -> State:
+        """Whether a process runs, by what it says of itself."""
         if worker == self.worker:
             return State.RUNNING
         if self._given_state is not None:
@@ -290,6 +322,11 @@ class Membership:
             with suppress(RuntimeError, OSError):
                 self._store.set(f"beat/{self.worker}", str(beat))
                 self._requests = self._store.add("joins", 0)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker takes part no more."""
+        return self._ended.is_set()
 
     def close(self) -> None:
         """End the thread that shows that this process runs."""

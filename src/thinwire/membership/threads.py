@@ -27,7 +27,7 @@ class ThreadNetwork:
         self.store = memory_store()
         self.ended: set[str] = set()
         self._lock = threading.Lock()
-        self._hubs: dict[int, Hub] = {}
+        self._hubs: dict[int | str, Hub] = {}
 
     def state(self, worker: str) -> State:
         """Whether a worker's thread runs."""
@@ -45,10 +45,10 @@ class ThreadNetwork:
         membership = Membership(self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02)
         return Fleet(membership, ThreadConnector(self, worker), rank, size)
 
-    def hub(self, epoch: int, size: int) -> Hub:
-        """What the threads of one view share."""
+    def hub(self, name: int | str, size: int) -> Hub:
+        """What the threads of one view share, or those of a pair."""
         with self._lock:
-            return self._hubs.setdefault(epoch, Hub(size))
+            return self._hubs.setdefault(name, Hub(size))
 
 
 class ThreadConnector:
@@ -63,6 +63,7 @@ class ThreadConnector:
         self.worker = worker
         self._network = network
         self._comm: ThreadComm | None = None
+        self._pairs: list[ThreadComm] = []
 
     def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
         """This worker's comm in the hub of the view."""
@@ -70,6 +71,14 @@ class ThreadConnector:
         if lost():
             self.disconnect(self._comm)
         return self._comm
+
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of two."""
+        comm = ThreadComm(self._network.hub(name, 2), rank, timeout=timeout)
+        self._pairs.append(comm)
+        if lost() or self.worker in self._network.ended:
+            self.disconnect(comm)
+        return comm
 
     def disconnect(self, comm: Comm) -> None:
         """Let the waits of all others in this view fail."""
@@ -79,5 +88,5 @@ class ThreadConnector:
     def end(self) -> None:
         """This worker's thread has ended, in whatever way."""
         self._network.ended.add(self.worker)
-        if self._comm is not None:
-            self.disconnect(self._comm)
+        for comm in [*self._pairs, *([self._comm] if self._comm else [])]:
+            self.disconnect(comm)

@@ -63,6 +63,7 @@ class View:
         progress: of each member of the view before that is in this one too.
         rows: where each member's process runs, as `comm.liveness.own_row` in hexadecimal digits.
         requests: how many workers had asked to join so far.
+        donor: who has sent its state to those that joined, before they came; empty if they get it in this view.
 
     Example:
         >>> view = View(1, ("a", "c"), lost=("b",), progress={"a": Progress(7, True, 3)})
@@ -78,6 +79,7 @@ class View:
     progress: Mapping[str, Progress] = field(default_factory=dict[str, Progress])
     rows: Mapping[str, str] = field(default_factory=dict[str, str])
     requests: int = 0
+    donor: str = ""
 
     @property
     def size(self) -> int:

@@ -17,24 +17,27 @@ from thinwire.quorum.messages import StateChunk
 from thinwire.replica.replica import Replica
 
 _PLAIN = "plain"
+_MOMENTS = "moments"
 _MAX_CHUNKS = 24
 Place = tuple[str, dict[str, Any], bool]
 """A name, a dictionary of the optimizer, and whether entries that a packed state lacks are to be deleted from it."""
 
 
-def pack(r: Replica, names: Sequence[str]) -> Tensor:
+def pack(r: Replica, names: Sequence[str], *, x: bool = True, moments: bool = True) -> Tensor:
     """Everything that the next steps depend on, as bytes on the CPU: parameters, optimizer, and the strategy's state.
 
     Args:
         r: a replica between two steps.
         names: entries of its state to be packed.
+        x: with the parameters.
+        moments: with the optimizer's state; its settings are always there.
 
     Raises:
         ConfigError: the optimizer's state holds something that is neither a tensor nor JSON.
     """
-    tensors = {"x": r.x.detach()} | {f"state/{name}": r.state[name] for name in names}
-    plain: dict[str, Any] = {}
-    for where, content, _ in _places(r):
+    tensors = {f"state/{name}": r.state[name] for name in names} | ({"x": r.x.detach()} if x else {})
+    plain: dict[str, Any] = {_MOMENTS: moments}
+    for where, content, _ in _places(r, moments=moments):
         for name, value in content.items():
             if isinstance(value, Tensor):
                 tensors[f"{where}/{name}"] = value.detach()
@@ -53,14 +56,15 @@ def pack(r: Replica, names: Sequence[str]) -> Tensor:
 
 
 def unpack_(r: Replica, data: Tensor) -> None:
-    """Make a replica what another one was when it was packed, to the bit."""
+    """Make a replica what another one was when it was packed, to the bit; what was not packed stays."""
     tensors = _safetensors().load(data.numpy().tobytes())
     plain = json.loads(tensors.pop(_PLAIN).numpy().tobytes())
-    r.x.copy_(tensors["x"])
+    if "x" in tensors:
+        r.x.copy_(tensors["x"])
     for name, x in tensors.items():
         if name.startswith("state/"):
             r.state[name.removeprefix("state/")] = x
-    for where, content, is_state in _places(r):
+    for where, content, is_state in _places(r, moments=plain.pop(_MOMENTS)):
         prefix = f"{where}/"
         values = {name.removeprefix(prefix): x for name, x in (tensors | plain).items() if name.startswith(prefix)}
         if is_state:
@@ -112,12 +116,12 @@ def split_state(step: int, data: Tensor, nbytes: int) -> list[StateChunk]:
     return [StateChunk(step, len(chunks), number, data.numel(), content) for number, content in enumerate(chunks)]
 
 
-def _places(r: Replica) -> list[Place]:
-    """Where an optimizer keeps its state of each parameter, and the settings of its groups."""
+def _places(r: Replica, *, moments: bool) -> list[Place]:
+    """Where an optimizer keeps its state of each parameter, if that is asked for, and the settings of its groups."""
     optimizer, parameters = r.moments.optimizer, r.moments.parameters
     if optimizer is None:
         return []
-    states = [(f"parameter {i}", optimizer.state[p], True) for i, p in enumerate(parameters)]
+    states = [(f"parameter {i}", optimizer.state[p], True) for i, p in enumerate(parameters if moments else ())]
     return [*states, *((f"group {i}", group, False) for i, group in enumerate(optimizer.param_groups))]
 
 

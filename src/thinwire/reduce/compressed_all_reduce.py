@@ -46,9 +46,16 @@ def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
         x: a vector; must not be used before the wait.
         count: divide the sum by this instead of the number of ranks, where some ranks contribute zeros.
     """
-    divisor = count or comm.size
+    divisor = count or _count_speaking(comm, x)
     work = comm.all_reduce_(x)
     return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
+
+
+def _count_speaking(comm: Comm, x: Tensor) -> int:
+    """How many ranks a mean is over; the vector of one that has just joined, and has nothing to add, becomes zero."""
+    if comm.rank in comm.silent:
+        x.zero_()
+    return comm.size - len(comm.silent)
 
 
 def compressed_mean_(
@@ -78,10 +85,11 @@ def compressed_mean_(
         segments: the tensors of that vector; without them a codec of matrices sends vectors as they are.
         pending: the means that this one finishes together with; it is alone unless given.
     """
+    count = count or _count_speaking(comm, x)
     if codec.linear and not codec.keeps_residual:
-        return _linear_mean(comm, x, codec, state, key=key, count=count or comm.size)
+        return _linear_mean(comm, x, codec, state, key=key, count=count)
     where = Place(offset, length if length is not None else x.numel(), segments)
-    mean = _stages(comm, x, codec, state, where, key=key, count=count or comm.size)
+    mean = _stages(comm, x, codec, state, where, key=key, count=count)
     return (pending or PendingMeans()).launch(mean)
 
 

@@ -14,18 +14,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.comm.base import Comm
 from thinwire.comm.liveness import State
 from thinwire.comm.work import Work
-from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 from thinwire.membership.elastic_comm import Connector, ElasticComm
 from thinwire.membership.fleet import Fleet, fleet_from_environment
 from thinwire.membership.membership import Membership, StoreLostError
@@ -33,10 +32,9 @@ from thinwire.membership.patience import Patience
 from thinwire.membership.view import Progress, View, settled
 from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
-from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy, codecs_of, nested
+from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.wrapper import Wrapper
-from thinwire.worker.compatibility import evaluates_several_gradients
+from thinwire.worker.arriving import Arrivals, Offered, can_copy
 from thinwire.worker.handover import hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference
 from thinwire.worker.state import WorkerState
@@ -63,6 +61,7 @@ class Elastic:
         membership: has entered the run.
         connector: opens the connections of each view.
         comm: that the worker's replicas have.
+        offered: what this worker was sent of the others' state before it was taken in.
 
     Attributes:
         view: the current view.
@@ -70,7 +69,7 @@ class Elastic:
         on_view: called with each new view, on every worker in it.
     """
 
-    def __init__(self, membership: Membership, connector: Connector, comm: ElasticComm) -> None:
+    def __init__(self, membership: Membership, connector: Connector, comm: ElasticComm, offered: Offered) -> None:
         assert membership.view is not None
         self.view: View = membership.view
         self.told: dict[str, float] = {}
@@ -83,6 +82,9 @@ class Elastic:
         self._requests = 0
         self._size = 0 if self.view.progress else self.view.size  # of the last view that was opened; 0 of none yet
         self._opens_at: int | None = None
+        self._arrivals: Arrivals | None = None
+        self._newcomers: set[str] = set()
+        self._offered = offered
         self._worker: WorkerState | None = None
         self._patience = Patience(comm.timeout)
         self._round_ended = time.monotonic()
@@ -95,7 +97,14 @@ class Elastic:
         Raises:
             CommError: not all its workers connected.
         """
-        self._connect(self.view)
+        try:
+            self._connect(self.view)
+            return
+        except _LOST as error:
+            if not self.joins:
+                raise
+            problem = str(error)
+        self._next_view(problem, None)  # another worker was lost just then
 
     @property
     def comm(self) -> ElasticComm:
@@ -128,8 +137,13 @@ class Elastic:
         # Its messages were sent during the pass, before the round began.
         self.round(exchange, keeps_x=False, sends=True)
 
-    def begin(self, worker: WorkerState) -> None:
-        """Watch over this worker, whose replicas are there."""
+    def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
+        """Watch over this worker, whose replicas are there; one that joins takes part in the round that the others end.
+
+        Args:
+            worker: this one.
+            after_step: the strategies' hook after the optimizer's step.
+        """
         self._worker = worker
         strategy = worker.strategy
         # Their workers exchange with neighbours, each at its own time, so that not every step is a round.
@@ -144,6 +158,8 @@ class Elastic:
             # Of a run that has begun: its state comes from one of its workers.
             self._round = settled(self.view.ready.values())
             self._open_again()
+            if self._newcomers:
+                self._be_silent(after_step)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +174,7 @@ class Elastic:
 
     def after_step(self, hook: Callable[[], None]) -> None:
         """Run the strategies' hook after the optimizer's step; then take in who wants to join."""
-        step = self.worker.step
+        step, ended = self.worker.step, False
         if self._opens_at is not None:
             if step >= self._opens_at:
                 self._open_again()
@@ -166,12 +182,60 @@ class Elastic:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
         elif (waits := any(r.inflight for r in self.worker.replicas)) or self._may_send(step):
             ends = not self._neighbours or self.worker.strategy.averages_at(step)
+            if self._arrivals is not None:
+                self._admit(self._arrivals)
             # What is in flight may be waited for in this hook, and fail on some workers only.
             self.round(hook, ends=ends, drops=self._neighbours, sends=waits and ends)
+            ended = True
+            if self._newcomers:
+                self._end_arrival()
         else:
             hook()
         if not self._neighbours and self._requests > self.view.requests:
+            self._take_in(round_ended=ended)
+
+    def _take_in(self, *, round_ended: bool) -> None:
+        """Let those come that ask to: with the state of another worker at once, or when they have got a copy of it."""
+        if not can_copy(self.worker) or (self._arrivals is not None and self._arrivals.failed):
             self._change("a worker asks to join", [], repeats=False, requests=self._requests)
+        elif self._arrivals is None:
+            self._arrivals = Arrivals(self.worker, self._membership, self._connector, self._requests)
+        elif round_ended:
+            self._arrivals.end_round()
+
+    def _admit(self, arrivals: Arrivals) -> None:
+        """Before a round: take in those that have the state in which it began."""
+        problem = ""
+        self._comm.timeout = self._membership.timeout  # the one that sends waits until all has arrived
+        try:
+            arrivals.agree(self._comm)
+        except _LOST as error:
+            if isinstance(error, StoreLostError):
+                raise
+            problem = str(error)
+        if problem:
+            self._change(problem, [], repeats=False)
+        elif arrivals.complete:
+            self._change("a worker joins", [], repeats=False, requests=arrivals.upto, donor=arrivals.donor)
+
+    def _be_silent(self, after_step: Callable[[], None]) -> None:
+        """Take part in the round that the others end, with nothing to add."""
+        with torch.no_grad():
+            for r in self.worker.replicas:
+                r.x.zero_()
+                r.samples = 0.0
+                if (weight := self.worker.strategy.weight(r)) is not None:
+                    weight.zero_()
+            self.round(after_step, sends=True)
+            for r in self.worker.replicas:
+                r.samples = 1.0
+        self._end_arrival()
+        self._comm.round = ""
+
+    def _end_arrival(self) -> None:
+        """From here on the new workers are as all others."""
+        self._newcomers.clear()
+        self._comm.silent = frozenset()
 
     def together(self, body: Callable[[], T]) -> T:
         """Run what all workers do at the same step, such as evaluate, again where one is lost in it."""
@@ -291,7 +355,9 @@ class Elastic:
 
     # -- a change of view ------------------------------------------------------------------------------------------
 
-    def _change(self, problem: str, kept: list[_Kept], *, repeats: bool, requests: int | None = None) -> bool:
+    def _change(
+        self, problem: str, kept: list[_Kept], *, repeats: bool, requests: int | None = None, donor: str = ""
+    ) -> bool:
         """Agree on a new view, and open it; returns whether the round's result is kept.
 
         Args:
@@ -299,8 +365,9 @@ class Elastic:
             kept: what the replicas were before the round.
             repeats: whether this worker is in a round; else it keeps what it has.
             requests: of workers that ask to join, how many are to be taken in; None is nobody.
+            donor: who has sent them its state.
         """
-        self._next_view(problem, requests)
+        self._next_view(problem, requests, donor)
         others = self.view.ready.values()
         keep = repeats and self._round <= settled(others)
         if not keep:
@@ -313,15 +380,20 @@ class Elastic:
             self._open_again()
         return keep
 
-    def _next_view(self, problem: str, requests: int | None) -> None:
+    def _next_view(self, problem: str, requests: int | None, donor: str = "") -> None:
         """Leave the view, and connect with the workers of the next one that comes about."""
         while True:
+            # What is known of those that ask to join may differ between the survivors.
+            self._requests = 0
             self._connector.disconnect(self._comm.comm)
             self._comm.round = ""
             if self._neighbours:
                 requests = self._membership.requests()
             progress = Progress(self._round, self._done, self.worker.step, ready=self._size > 0)
-            view = self._membership.change(progress, requests=requests)
+            view = self._membership.change(progress, requests=requests, donor=donor)
+            if self._arrivals is not None and not (view.joined and view.donor):
+                self._arrivals.close()
+                self._arrivals = None
             if self._size:
                 self._size -= len(view.left)  # they have handed on what they had: nothing is lost with them
             else:
@@ -346,6 +418,12 @@ class Elastic:
         )
         self._comm.use(comm)
         self.view = view
+        # Who joins has to be made ready first, which no round before has taken.
+        self._comm.timeout = self._membership.timeout
+        if view.joined:
+            self._newcomers = set(view.joined) if view.donor else set()
+        self._newcomers &= set(view.members)
+        self._comm.silent = frozenset(view.members.index(each) for each in self._newcomers)
 
     def _open_again(self) -> None:
         """Let the strategy go on among the workers of the view; where one is lost meanwhile, in the next view."""
@@ -380,7 +458,14 @@ class Elastic:
         step = max(each.step for each in there.values())
         source = next(each for each in there if there[each].step == step)
         self._comm.step = step
-        hand_over(self.worker, new, self.view.members.index(source))
+        if not self._newcomers:
+            hand_over(self.worker, new, self.view.members.index(source))
+            return
+        if self._membership.worker in self._newcomers:
+            self._offered.unpack(self.worker, self.view)
+        elif self._arrivals is not None:
+            self._arrivals.finish(self.worker, [self.view.members.index(each) for each in self._newcomers])
+        self._arrivals = None
 
     @property
     def worker_id(self) -> str:
@@ -406,85 +491,9 @@ class Elastic:
     def close(self) -> None:
         """Leave: the others' next call finds this worker gone."""
         self._membership.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._connector.disconnect(self._comm.comm)
-
-
-class ElasticState(WorkerState):
-    """What an elastic worker knows of the others.
-
-    Attributes:
-        elastic: the views, and the rounds that survive a loss; None where the ranks are fixed.
-    """
-
-    elastic: Elastic | None = None
-
-    @property
-    def view(self) -> View:
-        """The workers that train together, under `attach(elastic=True)`; its `members` are in the order of ranks.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("view: only workers of attach(elastic=True) have views; use worker.comm.rank and .size")
-        return self.elastic.view
-
-    @property
-    def worker_id(self) -> str:
-        """This worker's id among `view.members`, under `attach(elastic=True)`; unlike the rank it never changes.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("worker_id: only workers of attach(elastic=True) have views; use worker.comm.rank")
-        return self.elastic.worker_id
-
-    @property
-    def rank(self) -> int:
-        """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """How many workers train together; under `elastic=True` it changes with views."""
-        return self.comm.size
-
-    @property
-    def crews(self) -> list[Crew]:
-        """Who took part from which step on, under `attach(elastic=True)`; by it `ElasticSampler.share` deals the data.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError(
-                "crews: only workers of attach(elastic=True) have views; all ranks take part in all steps"
-            )
-        return self.elastic.crews()
-
-    def on_view(self, call: Callable[[View], None]) -> None:
-        """Call a function with each new view, on every worker in it, between two steps or in a step that is repeated.
-
-        Args:
-            call: such as one that divides the data anew; it must not communicate.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("on_view: only workers of attach(elastic=True) have views")
-        self.elastic.on_view.append(call)
-
-    def _before(self, hook: Callable[[], None]) -> None:
-        hook() if self.elastic is None else self.elastic.before_step(hook)
-
-    def _after(self, hook: Callable[[], None]) -> None:
-        hook() if self.elastic is None else self.elastic.after_step(hook)
-
-    def _together(self, call: Callable[[], T]) -> T:
-        """What all ranks do together; an elastic worker does it again where one is lost in it."""
-        return call() if self.elastic is None else self.elastic.together(call)
 
 
 def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
@@ -495,8 +504,10 @@ def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
         CommError: the others did not come, or do not take this worker in.
     """
     fleet = fleet_from_environment(timeout=timeout) if elastic is True else elastic
+    offered = Offered(fleet.membership, fleet.connector)
+    fleet.membership.on_offer = offered.take
     fleet.membership.enter(fleet.rank, fleet.size)
-    views = Elastic(fleet.membership, fleet.connector, ElasticComm(timeout=timeout))
+    views = Elastic(fleet.membership, fleet.connector, ElasticComm(timeout=timeout), offered)
     views.connect()
     return views
 
@@ -511,56 +522,6 @@ def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.de
         agree(comm, facts, device)
     else:
         views.agree(facts, device)
-
-
-def check_elastic(
-    strategy: Strategy,
-    optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
-    others: Sequence[object],
-    *,
-    scaled: bool,
-    find_unused: bool,
-) -> None:
-    """Refuse what could not go on when a worker is lost, before anything is sent.
-
-    Raises:
-        ConfigError: with the reason and what to use instead.
-    """
-    check_survives(strategy)
-    if any(other is not None for other in others):
-        raise ConfigError(
-            "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
-        )
-    if any(is_sharded(p) or p.device.type != "cpu" for p in parameters.values()):
-        raise ConfigError(
-            "elastic=True with parameters that are sharded or not on the CPU: connections are Gloo's, and every worker "
-            "must hold the whole model; use worker.save and resume where a worker is lost"
-        )
-    if evaluates_several_gradients(optimizer):
-        raise ConfigError(
-            f"elastic=True with {type(optimizer).__name__}: its step evaluates several gradients, and could not be "
-            "repeated as a whole; use an optimizer that takes one"
-        )
-    if find_unused:
-        raise ConfigError("elastic=True with find_unused=True: use find_unused=False, where a missing gradient is zero")
-    if scaled and (strategy.reads_gradient or not strategy.sends_gradients):
-        raise ConfigError(
-            f"elastic=True with a GradScaler and {type(strategy).__name__}: workers would have to agree on skipped "
-            "steps; train in bf16, which needs no scaler, or use AllReduce()"
-        )
-
-
-def check_survives(strategy: Strategy) -> None:
-    """Refuse a strategy that cannot go on when a worker is lost.
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    for each in reversed(list(nested(strategy))):
-        for part in (each, *codecs_of(each)):
-            if part.inelastic:
-                raise ConfigError(f"elastic=True with {type(part).__name__}: {part.inelastic}")
 
 
 def _silent(strategy: Strategy) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.work import Work, completed
 from thinwire.errors import CommError
 from thinwire.quorum.state_transfer import pack, unpack_
+from thinwire.replica.replica import Replica
 from thinwire.worker.snapshot import others_of
 from thinwire.worker.state import WorkerState
 
@@ -38,43 +39,56 @@ def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
     """
     comm = worker.comm
     if comm.rank == source:
-        content = _packed(worker)
+        content = packed(worker, _whole, others=True)
         for rank in joined:
-            _send(comm, content, rank)
+            send(comm, content, rank)
     elif comm.rank in joined:
-        _unpack(worker, _receive(comm, source))
+        unpack(worker, receive(comm, source), anew=True)
 
 
-def _packed(worker: WorkerState) -> Tensor:
-    """All replicas' states, each behind its length; then what is not trained."""
-    others = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values()]
+def _whole(r: Replica) -> Tensor:
     # A server's residual is of a piece that one rank alone adds up: a copy would enter the mean a second time.
-    parts = [pack(r, [name for name in r.state if not of_server(name)]) for r in worker.replicas]
-    parts += [torch.cat(others) if others else torch.empty(0, dtype=torch.uint8)]
+    return pack(r, [name for name in r.state if not of_server(name)])
+
+
+def packed(worker: WorkerState, each: Callable[[Replica], Tensor], *, others: bool) -> Tensor:
+    """All replicas' states, each behind its length; then what is not trained, if that is asked for."""
+    rest = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values() if others]
+    parts = [each(r) for r in worker.replicas]
+    parts += [torch.cat(rest) if rest else torch.empty(0, dtype=torch.uint8)]
     in_flight = sum(len(r.inflight) for r in worker.replicas)
     lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)])
     return torch.cat([lengths.view(torch.uint8), *parts])
 
 
-def _unpack(worker: WorkerState, content: Tensor) -> None:
+def unpack(worker: WorkerState, content: Tensor, *, anew: bool) -> None:
+    """Take over what was packed.
+
+    Args:
+        worker: this rank's.
+        content: of `packed`.
+        anew: whether the strategy's state so far is dropped.
+    """
     head = 8 * (len(worker.replicas) + 3)
     step, in_flight, *lengths = content[:head].clone().view(torch.int64).tolist()
     *states, rest = content[head:].split(lengths)
     with torch.no_grad():
         for r, state in zip(worker.replicas, states, strict=True):
-            r.state.clear()  # of an earlier view, which has ended before it was in step with the others
+            if anew:
+                r.state.clear()  # of an earlier view, which has ended before it was in step with the others
             unpack_(r, state)
             r.step = step
             if in_flight:
                 # Messages are not handed over. The others drop theirs, which `change_view` sees by there being some.
                 r.launch("dropped", completed([]))
-        for x in others_of(worker).values():
+        for x in others_of(worker).values() if len(rest) else ():
             own, rest = rest[: x.nbytes], rest[x.nbytes :]
             x.copy_(own.clone().view(x.dtype).view(x.shape))
     worker.comm.step = step
 
 
-def _send(comm: Comm, content: Tensor, dst: int) -> None:
+def send(comm: Comm, content: Tensor, dst: int) -> None:
+    """Send bytes to one rank, in chunks."""
     device = comm.check_device
     comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
     sent: deque[Work[list[Tensor]]] = deque()
@@ -87,7 +101,12 @@ def _send(comm: Comm, content: Tensor, dst: int) -> None:
         work.wait()
 
 
-def _receive(comm: Comm, src: int) -> Tensor:
+def receive(comm: Comm, src: int) -> Tensor:
+    """The bytes that `send` has sent.
+
+    Raises:
+        CommError: a chunk was damaged.
+    """
     device = comm.check_device
     length = int(comm.send_recv(torch.zeros(1, dtype=torch.int64, device=device), [], [src]).wait()[0])
     content = torch.empty(length, dtype=torch.uint8)

@@ -35,7 +35,8 @@ from thinwire.worker.compatibility import (
     check_skipped_steps,
     several_evaluations,
 )
-from thinwire.worker.elastic import ElasticState, agree_with, check_elastic, enter
+from thinwire.worker.elastic import agree_with, enter
+from thinwire.worker.elastic_state import ElasticState
 from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
@@ -43,6 +44,7 @@ from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfi
 from thinwire.worker.parameters import trained
 from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start
 from thinwire.worker.state import Policy
+from thinwire.worker.survivable import check_elastic
 from thinwire.worker.switching import Switched
 
 Batch = TypeVar("Batch")
@@ -574,7 +576,7 @@ def attach(
         worker.elastic, worker.survives = views, views.gradients
     register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
     if views is not None:
-        views.begin(worker)
+        views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
     for replica in worker.replicas:
         worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     worker.attachment = Attachment(worker, inside_ddp)

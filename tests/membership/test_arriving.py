@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that joins gets its state while the others train, and changes no mean before it has trained itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.membership.fleets import End, run_fleet, survivors
+from thinwire import (
+    QSGD,
+    AllReduce,
+    Comm,
+    DiLoCo,
+    ErrorFeedback,
+    LocalSGD,
+    OneBit,
+    PeerLostError,
+    SlowMo,
+    Strategy,
+)
+from thinwire.comm.rendezvous import memory_store
+from thinwire.membership import patience
+from thinwire.membership.membership import Membership, RunEndedError
+from thinwire.membership.threads import ThreadNetwork
+from thinwire.membership.view import Progress, View
+from thinwire.worker import arriving, handover
+
+ROUNDS: list[Strategy] = [
+    LocalSGD(period=3),
+    LocalSGD(period=3, weights="samples"),
+    LocalSGD(period=3, codec=QSGD(8)),
+    SlowMo(period=3),
+    DiLoCo(period=3),
+    DiLoCo(period=3, codec=ErrorFeedback(OneBit(8))),
+]
+STEPS = 36
+
+
+def joined(ends: list[End]) -> int:
+    """The step at which the last worker entered, with the parameters that the others had there."""
+    assert ends[-1].epochs[-1][1] == ends[0].epochs[-1][1]
+    step = min(ends[-1].trace)
+    assert torch.equal(ends[-1].trace[step], ends[0].trace[step])
+    return step
+
+
+@pytest.mark.parametrize("strategy", ROUNDS, ids=str)
+def test_a_joiner_enters_with_the_result_of_a_round_that_it_has_not_changed(strategy: Strategy) -> None:
+    alone = run_fleet(2, strategy, steps=STEPS)
+    ends = survivors(run_fleet(2, strategy, joins=(3,), steps=STEPS))
+    step = joined(ends)
+    assert step % 3 == 0 and step > 3
+    # Codes are rounded in other pieces where there are more workers.
+    tolerance = 0.02 if "codec=QSGD" in str(strategy) else 0.0
+    for at in range(step + 1):
+        assert torch.allclose(ends[0].trace[at], alone[0].trace[at], rtol=0, atol=tolerance), at
+    if step < STEPS:
+        assert not torch.equal(ends[0].trace[STEPS], alone[0].trace[STEPS]), "then its steps count as all others'"
+    assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
+
+
+def test_learning_rates_that_change_in_the_round_are_those_of_the_others() -> None:
+    """Slow momentum divides by the mean rate of the round, which the new worker has not seen."""
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        found = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        torch.optim.lr_scheduler.ExponentialLR(found, 0.9)
+
+        def fall(*_: Any) -> None:
+            found.param_groups[0]["lr"] *= 0.9
+
+        found.register_step_post_hook(fall)
+        return found
+
+    ends = survivors(run_fleet(2, SlowMo(period=4), joins=(3,), steps=STEPS, optimizer=optimizer))
+    assert joined(ends) > 3
+    assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
+
+
+def test_the_others_train_on_while_the_state_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    sent = arriving.send
+
+    def slow(comm: Comm, content: torch.Tensor, dst: int) -> None:
+        if comm.size == 2 and comm.step == 0:  # a pair of their own
+            assert told.wait(20)
+        sent(comm, content, dst)
+
+    class Loud(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Loud.steps += 1
+            if Loud.steps == 40:
+                told.set()
+            return super().step(closure)
+
+    monkeypatch.setattr(arriving, "send", slow)
+    ends = survivors(
+        run_fleet(2, LocalSGD(period=3), joins=(3,), steps=60, optimizer=lambda m: Loud(m.parameters(), lr=0.05))
+    )
+    assert joined(ends) >= 18, "at least the 40 steps of two workers"
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_joiner_whose_sender_is_lost_gets_the_state_in_the_next_view(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, calls = arriving.send, [0]
+
+    def breaks(comm: Comm, content: torch.Tensor, dst: int) -> None:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise PeerLostError("a connection was closed")
+        sent(comm, content, dst)
+
+    monkeypatch.setattr(arriving, "send", breaks)
+    ends = survivors(run_fleet(2, SlowMo(period=3), joins=(3,), steps=STEPS))
+    assert joined(ends) < STEPS
+    assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
+
+
+def test_workers_wait_longer_than_a_round_for_one_that_gets_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned timeouts are of rounds, and a state may take longer to arrive."""
+    monkeypatch.setattr(patience, "_FLOOR_SECONDS", 0.2)
+    sent = handover.send
+
+    def slow(comm: Comm, content: torch.Tensor, dst: int) -> None:
+        time.sleep(0.6)
+        sent(comm, content, dst)
+
+    monkeypatch.setattr(handover, "send", slow)
+    ends = survivors(run_fleet(2, AllReduce(), joins=(12,), steps=STEPS))
+    assert joined(ends) < STEPS
+    assert [epoch for epoch, _ in ends[0].epochs] == [0, 1], "nobody was given up meanwhile"
+
+
+def test_a_worker_without_a_state_makes_no_view() -> None:
+    """The others may be in the middle of a long round, and would find themselves left out of the run."""
+    network = ThreadNetwork()
+    store = memory_store()
+    member = Membership(store, "new", timeout=0.1, state=network.state)
+    member.view = View(1, ("old", "new"), joined=("new",), rows={"old": "", "new": ""})
+    with pytest.raises(RunEndedError, match="has no state yet"):
+        member.change(Progress(0, True, 0, ready=False))
+    assert not store.check(["view/2"])
