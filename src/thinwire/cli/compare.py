@@ -15,6 +15,7 @@ from thinwire.cli.console import err, out
 from thinwire.cli.options import default_folder, save_config, settings_as_options
 from thinwire.cli.progress import Watch, show_summaries
 from thinwire.errors import ConfigError
+from thinwire.report.units import workers
 
 if TYPE_CHECKING:
     from thinwire.plan.predict import ModelTime
@@ -215,7 +216,7 @@ def title(settings: Settings, count: int, *, simulated: bool = False, network: P
     link = f" over {settings.link or network}" if settings.link or network else ""
     link += ", simulated" * simulated
     size = "" if settings.own_model is not None else f" ({settings.model})"
-    return f"{count} strategies on {settings.task}{size}, {settings.workers} workers{link}"
+    return f"{count} strategies on {settings.task}{size}, {workers(settings.workers)}{link}"
 
 
 def show(done: Comparison, *, markdown: bool = False) -> None:

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from thinwire.cli.console import out
 from thinwire.cli.options import settings_as_options, slowest_rate
 from thinwire.errors import ConfigError
-from thinwire.report.units import count, nbytes, rate, seconds, times
+from thinwire.report.units import count, nbytes, rate, seconds, times, workers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -174,7 +174,7 @@ def _print_card(card: Card, model: str) -> None:
     from rich.text import Text
 
     out.print(card.recipe, style="bold", markup=False)
-    out.print(f"{model}, {count(card.parameters)} parameters in {card.dtype}, {card.workers} workers", markup=False)
+    out.print(f"{model}, {count(card.parameters)} parameters in {card.dtype}, {workers(card.workers)}", markup=False)
     for heading, lines in _sections(card):
         out.print(Text.assemble("\n", (heading, "bold")))
         for name, words in lines:

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.errors import ConfigError
+from thinwire.report.units import workers
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Export:
             )
         found = export_checkpoint(self.source, self.target)
         out.print(
-            f"{found.path}: step {found.step} of {found.workers} workers under {found.strategy}, "
+            f"{found.path}: step {found.step} of {workers(found.workers)} under {found.strategy}, "
             f"{found.elements:,} numbers in {found.tensors} tensors",
             markup=False,
         )

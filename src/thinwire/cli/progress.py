@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 
 from thinwire.cli.console import err, out
+from thinwire.report.units import workers
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -107,7 +108,7 @@ class Watch:
             f"{step['payload_bytes'] / 1e6:.1f} MB sent",
         ]
         if self._workers:
-            words.insert(1, f"{self._workers} workers")
+            words.insert(1, workers(self._workers))
         if self._evaluation:
             words.insert(2, f"held-out {self._evaluation['eval_loss']:.3f}")
         words += budget_in_words(step.get("metrics", {}))

@@ -80,6 +80,11 @@ def count(value: float) -> str:
     return f"{round(value):,}"
 
 
+def workers(number: int) -> str:
+    """A number of workers: 1 worker, 4 workers."""
+    return f"{number:,} worker{'s' * (number != 1)}"
+
+
 def _scaled(value: float, units: tuple[tuple[str, float], ...], smallest: str) -> str:
     for unit, size in units:
         if abs(value) >= 0.9995 * size:
