@@ -111,8 +111,9 @@ def whole_and_resumed(folder: str, recipe: str, how: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("how", ["strategy", pytest.param("callback", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["DiLoCo(period=8)", pytest.param("AllReduce()", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["strategy", "callback"])
+@pytest.mark.parametrize("recipe", ["DiLoCo(period=8)", "AllReduce()"])
 def test_training_and_resuming_are_the_plain_loop_bit_for_bit(recipe: str, how: str, tmp_path: Path) -> None:
     for found in run_processes(2, whole_and_resumed, str(tmp_path), recipe, how, seconds=110):
         assert all(found.values()), found

@@ -148,6 +148,7 @@ def test_the_best_of_each_column_is_marked_in_words_too(page):
     assert len(marked) >= 6
 
 
+@pytest.mark.slow
 def test_plots_are_images_of_a_good_size(comparison):
     plots = sorted((comparison / "plots").glob("*.png"))
     assert [plot.stem for plot in plots] == [

@@ -38,6 +38,7 @@ with connected(resolve({"task": "digits", "workers": 2})) as (comm, control):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux's table of sockets")
 def test_on_one_machine_all_ports_of_a_run_are_on_the_loopback() -> None:
     lines: list[list[str]] = []

@@ -164,6 +164,7 @@ def test_squares_are_sums_of_entries_times_their_blocks_squared_scale() -> None:
     assert float(square_of(x.to(torch.bfloat16), 2)) == 59
 
 
+@pytest.mark.slow
 def test_codes_err_no_more_than_the_bound_says() -> None:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(4, 200, generator=draw)
