@@ -12,14 +12,18 @@ import thinwire
 from tests.membership.fleets import End, Kill, run_fleet, survivors
 from thinwire import (
     AllReduce,
+    BaseGraph,
     ConfigError,
     DiLoCo,
+    DoubleAveraging,
     ErrorFeedback,
     LocalSGD,
     MismatchError,
     OneBit,
     OverlapLocalSGD,
     PushSum,
+    QuasiGlobal,
+    RandomMatching,
     SlowMo,
     Strategy,
 )
@@ -79,6 +83,20 @@ def test_a_survivor_alone_trains_as_one_worker() -> None:
     (alone,) = run_fleet(1, AllReduce())
     assert end.x is not None and alone.x is not None
     assert torch.allclose(end.x, alone.x)
+
+
+def plain_descent(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("strategy", [QuasiGlobal(RandomMatching()), DoubleAveraging(BaseGraph())], ids=str)
+@pytest.mark.parametrize("rank", [None, 0, 1, 2])
+def test_ranks_without_a_partner_in_some_steps_stay_with_the_others(strategy: Strategy, rank: int | None) -> None:
+    """Of three workers one is idle in every step of a matching, and a loss shows to the other one first."""
+    kills = () if rank is None else (Kill(rank, 4),)
+    ends = survivors(run_fleet(3, strategy, kills=kills, optimizer=plain_descent))
+    agree(ends)
+    assert [end.steps for end in ends] == [12] * (3 if rank is None else 2)
 
 
 def test_push_sum_accounts_for_the_weight_that_is_lost() -> None:

@@ -148,6 +148,8 @@ class Elastic:
         strategy = worker.strategy
         # Their workers exchange with neighbours, each at its own time, so that not every step is a round.
         self._neighbours = any(each.restarts_on_resize for each in nested(strategy))
+        # Which of them send at a step depends on the rank, so that who was silent does not know that all were.
+        self._uneven = not self._neighbours and any(hasattr(each, "topology") for each in nested(strategy))
         self._parts = [each for each in nested(strategy) if not _silent(each)]
         self._reads_before = any(
             type(each).before_step not in (Strategy.before_step, Wrapper.before_step) for each in nested(strategy)
@@ -168,7 +170,9 @@ class Elastic:
         if self._opens_at is not None:
             return  # alone until then
         if self._reads_before:
-            self.round(hook, keeps_gradient=self.worker.strategy.reads_gradient, ends=not self._neighbours)
+            self.round(
+                hook, keeps_gradient=self.worker.strategy.reads_gradient, ends=not self._neighbours, sends=self._uneven
+            )
         else:
             hook()
 
@@ -185,7 +189,7 @@ class Elastic:
             if self._arrivals is not None:
                 self._admit(self._arrivals)
             # What is in flight may be waited for in this hook, and fail on some workers only.
-            self.round(hook, ends=ends, drops=self._neighbours, sends=waits and ends)
+            self.round(hook, ends=ends, drops=self._neighbours, sends=ends and (waits or self._uneven))
             ended = True
             if self._newcomers:
                 self._end_arrival()
