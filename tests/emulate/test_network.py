@@ -50,10 +50,12 @@ else:
 """
 
 
-def exchange(links, nbytes, **options):
+def exchange(links, nbytes, *, later=None, **options):
     """The seconds of the transfer and of ten round trips, and the traffic."""
     lines = []
     with Network(parse_links(links, 2), **options) as network:
+        if later is not None:
+            network.change(parse_links(later, 2))
         exits = run_workers(
             [*BARE_PYTHON, EXCHANGE],
             2,
@@ -83,6 +85,21 @@ def test_a_link_is_no_faster_than_asked_and_its_bytes_are_counted(user_namespace
     assert 1_000_000 < sender_side.sent_bytes < 1_050_000
     assert receiver_side.received_bytes == pytest.approx(sender_side.sent_bytes, rel=0.02)
     assert 0 < receiver_side.sent_bytes == pytest.approx(sender_side.received_bytes, abs=2000)
+
+
+@here
+@pytest.mark.emulation
+@pytest.mark.parametrize("user_namespace", [False, True])
+def test_the_rates_of_links_can_be_changed(user_namespace):
+    transfer, _, _ = exchange("200mbit", 1_000_000, later="200mbit,1:20mbit", user_namespace=user_namespace)
+    assert transfer > 0.95 * 8e6 / 20e6
+
+
+@here
+@pytest.mark.parametrize("later", ["none", "20mbit+5ms"])
+def test_links_get_no_delay_and_lose_no_limit_on_the_way(later):
+    with Network(parse_links("20mbit", 2)) as network, pytest.raises(ConfigError, match="only rates can change"):
+        network.change(parse_links(later, 2))
 
 
 @here
