@@ -221,7 +221,7 @@ def test_the_command_of_several_machines_runs_on_two(page: str, line: str, shell
 def test_the_commands_of_kubernetes_are_those_of_the_page(page: str) -> None:
     yaml = pytest.importorskip("yaml")
     documents = [each for _, body in blocks(Path(page), "yaml") for each in yaml.safe_load_all(body)]
-    assert [each["kind"] for each in documents] == ["Service", "Job", "PyTorchJob"]
+    assert [each["kind"] for each in documents] == ["Service", "Job", "TrainJob", "PyTorchJob"]
     (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
     words = shlex.split(container["command"][2])
     (printed,) = [line for where, line in RUN if where == page and line.startswith("torchrun")]

@@ -109,6 +109,7 @@ except ModuleNotFoundError as error:
         ("accelerate", "accelerate", "accelerate"),
         ("lightning", "lightning", "lightning"),
         ("ray", "ray_train", "ray[train]"),
+        ("ray", "ray_elastic", "ray[train]"),
     ],
 )
 @pytest.mark.slow

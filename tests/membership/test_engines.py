@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.comm.rendezvous import host_store
 
 ROOT = Path(__file__).parents[2]
+CLUSTERS = (ROOT / "docs/how-to/clusters.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/how-to/elastic.md").read_text(encoding="utf-8")
 PROGRAM = """
 import os, sys, time, torch, thinwire
@@ -84,17 +86,20 @@ def test_a_torchrun_agent_starts_its_killed_worker_again_while_the_other_goes_on
     assert sorted(set(steps)) == list(range(max(steps) + 1))
 
 
-def test_the_slurm_script_starts_one_process_for_each_task_and_each_has_its_variables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [0, 75, 1], ids=["done", "notice", "failed"])
+def test_the_slurm_script_starts_one_process_for_each_task_and_requeues_a_job_with_notice(
+    ends: int, tmp_path: Path
+) -> None:
     script = block("#!/bin/bash")
     assert "#SBATCH --requeue" in script and "#SBATCH --signal=USR1@90" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    # Stands for Slurm: srun runs the command once for each task.
-    srun = 'for i in 0 1 2; do SLURM_PROCID=$i "${@:3}"; done\n'
+    # Stands for Slurm: srun runs the command once for each task, and returns the highest exit code.
+    srun = 'for i in 0 1 2; do SLURM_PROCID=$i "${@:3}" || code=$?; done\nexit ${code:-0}\n'
     for name, content in {
         "srun": f"#!/bin/bash\n{srun}",
-        "scontrol": "#!/bin/bash\necho node-7\n",
+        "scontrol": '#!/bin/bash\n[ "$1" = requeue ] && echo "$@" || echo node-7\n',
         "thinwire": '#!/bin/bash\necho store "$@"\n',
-        "python": '#!/bin/bash\necho $THINWIRE_STORE $THINWIRE_RANK/$THINWIRE_WORKERS "$@"\n',
+        "python": f'#!/bin/bash\necho $THINWIRE_STORE $THINWIRE_RANK/$THINWIRE_WORKERS "$@"\nexit {ends}\n',
     }.items():
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
@@ -107,11 +112,13 @@ def test_the_slurm_script_starts_one_process_for_each_task_and_each_has_its_vari
         capture_output=True,
         text=True,
         timeout=30,
-        check=True,
+        check=False,
     )
     printed = run.stdout.splitlines()
+    assert run.returncode == ends
     assert "store store --host node-7 --port 29400" in printed
     assert [line for line in printed if "train.py" in line] == [f"node-7:29400 {i}/3 train.py" for i in range(3)]
+    assert ("requeue 1" in printed) == (ends == 75)
 
 
 def test_the_kubernetes_manifest_can_be_read_and_starts_one_worker_in_each_pod() -> None:
@@ -125,3 +132,79 @@ def test_the_kubernetes_manifest_can_be_read_and_starts_one_worker_in_each_pod()
     assert int(variables["THINWIRE_WORKERS"]["value"]) == workers["spec"]["completions"]
     assert "job-completion-index" in str(variables["THINWIRE_RANK"]["valueFrom"])
     assert workers["spec"]["backoffLimitPerIndex"] > 0
+
+
+# The fields of Kubeflow Trainer's types, in its files trainingruntime_types.go and trainjob_types.go.
+FIELDS = {
+    "TrainingRuntime": {"apiVersion", "kind", "metadata", "spec"},
+    "TrainingRuntime.spec": {"mlPolicy", "podGroupPolicy", "template"},
+    "TrainingRuntime.spec.mlPolicy": {"numNodes", "torch", "flux", "mpi"},
+    "TrainingRuntime.spec.template": {"metadata", "spec"},
+    "TrainJob": {"apiVersion", "kind", "metadata", "spec"},
+    "TrainJob.spec": {
+        *("runtimeRef", "initializer", "trainer", "runtimePatches", "suspend", "activeDeadlineSeconds", "managedBy"),
+    },
+    "TrainJob.spec.runtimeRef": {"name", "apiGroup", "kind"},
+    "TrainJob.spec.trainer": {
+        *("image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"),
+    },
+}
+
+
+def check_fields(document: dict[str, Any]) -> None:
+    """No field of Kubeflow's own is misspelt or in the wrong place."""
+    for path, known in FIELDS.items():
+        kind, *names = path.split(".")
+        if document["kind"] != kind:
+            continue
+        found: Any = document
+        for name in names:
+            found = found.get(name, {})
+        assert set(found) <= known, f"{path}: {set(found) - known}"
+
+
+def test_the_runtime_of_kubeflow_starts_elastic_workers_without_torchrun() -> None:
+    yaml = pytest.importorskip("yaml")
+    runtime, job = yaml.safe_load_all(block("apiVersion: trainer"))
+    for document in (runtime, job):
+        assert document["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        check_fields(document)
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    # Without a policy for torch nobody sets the variables of torchrun, and none is started.
+    assert set(runtime["spec"]["mlPolicy"]) == {"numNodes"}
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # The label and the container's name are how Trainer finds what the TrainJob overrides.
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "node" and "torchrun" not in str(job)
+    # Kubernetes counts losses by index only of pods that are not restarted in place.
+    assert node["template"]["spec"]["backoffLimitPerIndex"] > 0
+    assert node["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    variables = {each["name"]: each for each in [*container["env"], *job["spec"]["trainer"]["env"]]}
+    service, _, _ = yaml.safe_load_all(block("apiVersion: v1"))
+    assert variables["THINWIRE_STORE"]["value"].startswith(f"{service['metadata']['name']}:")
+    assert int(variables["THINWIRE_WORKERS"]["value"]) == job["spec"]["trainer"]["numNodes"]
+    assert "job-completion-index" in str(variables["THINWIRE_RANK"]["valueFrom"])
+
+
+def test_torchrun_reads_the_variables_that_kubeflows_torch_runtime_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    from torch.distributed.run import parse_args
+
+    (text,) = re.findall(r"```yaml\n(apiVersion: trainer.*?)```", CLUSTERS, flags=re.DOTALL)
+    job = yaml.safe_load(text)
+    check_fields(job)
+    trainer = job["spec"]["trainer"]
+    for name, value in {
+        "PET_NNODES": trainer["numNodes"],
+        "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
+        "PET_NODE_RANK": 2,
+        "PET_MASTER_ADDR": "thinwire-node-0-0.thinwire",
+        "PET_MASTER_PORT": 29500,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    program, *arguments = trainer["command"]
+    read = parse_args(arguments)
+    assert program == "torchrun"
+    assert (read.nnodes, read.nproc_per_node, str(read.node_rank)) == ("4", "1", "2")
+    assert (read.master_addr, read.master_port) == ("thinwire-node-0-0.thinwire", 29500)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class Part:
     """
 
     left_at: int | None = None
+    resumed_at: int | None = None
     before: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     after: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     views: list[tuple[tuple[str, ...], dict[str, str]]] = field(default_factory=list[Any])
@@ -59,6 +61,7 @@ def run(
     every: int = 4,
     batches: int = 0,
     optimizer: Any = momentum,
+    folder: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Part]:
     """Train on threads; `leaves` says after which step a worker has notice."""
@@ -74,6 +77,9 @@ def run(
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=10, bucket_bytes=48)
             worker.on_view(lambda view: part.views.append((view.members, dict(view.left))))
             notice = Notice(worker, every=every, signals=())
+            if folder is not None and any(folder.iterdir()):
+                worker.load(folder)
+                part.resumed_at = worker.step
             sampler = ElasticSampler(batches) if batches else None
             while worker.step < steps:
                 if sampler is not None:
@@ -86,11 +92,15 @@ def run(
                 worker.optimizer.step()
                 if leaves.get(number) == worker.step:
                     notice.received = "SIGUSR1"
-                due = worker.step % every == 0 and not part.before and worker.step >= min(leaves.values())
+                due = (
+                    worker.step % every == 0 and not part.before and worker.step >= min(leaves.values(), default=steps)
+                )
                 if due:
                     part.before = vectors(worker)
                 if notice.leave():
                     part.left_at = worker.step
+                    if folder is not None and len(notice.reasons) == worker.size:
+                        worker.save(folder)
                     return part
                 if due:
                     part.after = vectors(worker)
@@ -193,9 +203,12 @@ def test_no_batch_is_lost_or_used_twice() -> None:
     assert len(dealt) == 4 * 3 + 6 * 2 == len(set(dealt))
 
 
-def test_where_all_have_notice_all_leave_after_the_same_step() -> None:
-    parts = run(3, SlowMo(period=3), leaves={0: 1, 1: 3, 2: 2}, every=6)
+def test_where_all_have_notice_all_leave_after_the_same_step_and_can_save(tmp_path: Path) -> None:
+    parts = run(3, SlowMo(period=3), leaves={0: 1, 1: 3, 2: 2}, every=6, folder=tmp_path)
     assert [part.left_at for part in parts] == [6, 6, 6]
+    again = run(2, SlowMo(period=3), leaves={}, steps=9, folder=tmp_path)
+    assert [part.resumed_at for part in again] == [6, 6]
+    assert all(part.agreed is not None for part in again)
 
 
 def test_one_of_two_leaves_and_the_other_trains_alone() -> None:

@@ -329,13 +329,12 @@ class Elastic:
     def release(self, leaving: Mapping[str, str]) -> bool:
         """Let workers go that have said so; all call it after the same step. Returns whether this one has left.
 
-        What only they have goes to the others first; if nobody stays, all leave with what they have.
+        What only they have goes to the others first. If nobody stays, all remain connected, so that they can save.
 
         Args:
             leaving: why each of them leaves, by their ids.
         """
         if all(each in leaving for each in self.view.members):
-            self.close()
             return True
         self.round(lambda: self._let_go(leaving), sends=True)
         if self.worker_id in leaving:

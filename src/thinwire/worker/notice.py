@@ -116,8 +116,8 @@ class Notice:
         step, on all workers.
 
         Returns:
-            Whether this worker has left: end its loop, and exit with 0. Its parameters stay as they were. All have left
-            if all have a reason.
+            Whether this worker has left: end its loop, and exit with 0. If all workers have a reason, so that there are
+            as many `reasons` as workers, nobody goes on: save on all of them, and exit with `LEFT_WITH_NOTICE`.
 
         Raises:
             ConfigError: this worker is not elastic.
@@ -147,12 +147,11 @@ class Notice:
             )
         if not self.agreed():
             return False
-        leaving = {str(each): reason for each, reason in self.reasons.items()}
-        self.reasons = {}
-        left = elastic.release(leaving)
-        if left:
+        if elastic.release({str(each): reason for each, reason in self.reasons.items()}):
             self.close()
-        return left
+            return True
+        self.reasons = {}
+        return False
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic workers as Ray actors: `run(loop, config, workers=4)`, where `loop` calls `attach(..., elastic=True)`."""
+
+# Ray is too large to be installed only so that types can be checked.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thinwire.comm.rendezvous import host_store
+from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
+from thinwire.integrations.session import needs
+
+with needs("ray[train]"):
+    import ray
+    from ray.exceptions import RayActorError
+
+_LOGGER = logging.getLogger("thinwire")
+_LOST = (RayActorError, PeerLostError, CommTimeoutError)
+
+
+class _Worker:
+    """Runs the loop in a process of its own, whose environment says which run it belongs to."""
+
+    def run(self, loop: Callable[[Any], Any], config: Any, environment: Mapping[str, str]) -> Any:
+        """What the loop returns."""
+        os.environ.update(environment)
+        return loop(config)
+
+
+class Group:
+    """The actors that run, by what they will return."""
+
+    def __init__(self, loop: Callable[[Any], Any], config: Any, environment: dict[str, str], resources: Any) -> None:
+        self._arguments = (loop, config)
+        self._environment, self._resources = environment, resources
+        self.actors: dict[Any, tuple[int, Any]] = {}
+
+    def start(self, rank: int) -> None:
+        """Start one more actor."""
+        actor = ray.remote(**self._resources)(_Worker).remote()
+        environment = {**self._environment, "THINWIRE_RANK": str(rank)}
+        self.actors[actor.run.remote(*self._arguments, environment)] = (rank, actor)
+
+    def close(self) -> None:
+        """End all of them."""
+        for _, actor in self.actors.values():
+            ray.kill(actor)
+
+
+def run(
+    loop: Callable[[Any], Any],
+    config: Any = None,
+    *,
+    workers: int,
+    restarts: int = 0,
+    resources: Mapping[str, Any] | None = None,
+    last_seconds: float = 60.0,
+) -> dict[int, Any]:
+    """Run a training loop in actors of which each may be lost: the others train on, and a new one joins in its place.
+
+    The calling process hosts the store in which the workers agree on who they are, on its node's address, so it must be
+    part of the cluster (no Ray client), and its end ends the run.
+
+    Args:
+        loop: called with `config` in every actor; it calls `thinwire.attach(..., elastic=True)`, and ends by
+            `worker.step`.
+        config: the loop's argument.
+        workers: actors at the start.
+        restarts: how many actors are started in the place of lost ones, all together.
+        resources: options of `ray.remote`, such as `{"num_cpus": 2}`; one CPU each unless given.
+        last_seconds: how long the others may take after the first one has reached the end, before they are killed.
+
+    Returns:
+        What the loop returned, by rank, of the actors that reached the end.
+
+    Raises:
+        ConfigError: a number is out of its range.
+        PeerLostError: all actors were lost.
+        Exception: what the loop raises in an actor, other than that it has lost the others; all actors are ended.
+    """
+    if workers < 1 or restarts < 0:
+        raise ConfigError(f"workers={workers}, restarts={restarts}: must be at least 1 and 0")
+    if not ray.is_initialized():
+        ray.init()
+    address = ray.util.get_node_ip_address()
+    store = host_store(address, 0)  # lives as long as this call
+    environment = {"THINWIRE_STORE": f"{address}:{store.port}", "THINWIRE_WORKERS": str(workers)}
+    group = Group(loop, config, environment, {"num_cpus": 1, **(resources or {})})
+    results: dict[int, Any] = {}
+    try:
+        for rank in range(workers):
+            group.start(rank)
+        while group.actors:
+            done, _ = ray.wait(list(group.actors), num_returns=1, timeout=last_seconds if results else None)
+            if not done:
+                break
+            rank, _ = group.actors.pop(done[0])
+            try:
+                results[rank] = ray.get(done[0])
+            except _LOST as error:
+                # Of a run that has ended, or of which nobody is left, there is nothing to join.
+                again = restarts > 0 and not results and bool(group.actors)
+                _LOGGER.warning("worker %s is lost%s (%s)", rank, "; another one joins" if again else "", _brief(error))
+                if again:
+                    restarts -= 1
+                    group.start(rank)
+    finally:
+        group.close()
+    if not results:
+        raise PeerLostError(f"all {workers} actors were lost; give more restarts, or save and resume")
+    return results
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
