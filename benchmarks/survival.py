@@ -92,8 +92,8 @@ class Watched:
 
 
 def launch(
-    what: Callable[[Watched], dict[str, Any]], options: argparse.Namespace, recipe: str, size: int, more: int
-) -> Any:
+    what: Callable[[Watched], list[dict[str, Any]]], options: argparse.Namespace, recipe: str, size: int, more: int
+) -> list[dict[str, Any]]:
     """Start a store, so many workers, and those that wait to join; returns what the parent made of it."""
     links = parse_links("1gbit", 1) + parse_links(options.link, size + more)
     arguments = ["--size", str(size), "--recipe", recipe, *(["--waiting"] if options.waiting else [])]
@@ -193,9 +193,8 @@ def worker(options: argparse.Namespace) -> None:
     if rank == 0:
         from thinwire.comm.rendezvous import host_store
 
-        store = host_store(address(0), RENDEZVOUS_PORT)
-        while store is not None:
-            time.sleep(1.0)
+        _store = host_store(address(0), RENDEZVOUS_PORT)  # lives as long as the object
+        signal.pause()
     if rank > options.size:
         signal.signal(signal.SIGUSR1, lambda *_: None)
     import torch

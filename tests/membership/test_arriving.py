@@ -26,7 +26,7 @@ from thinwire import (
 from thinwire.comm.rendezvous import memory_store
 from thinwire.membership import patience
 from thinwire.membership.membership import Membership, RunEndedError
-from thinwire.membership.threads import ThreadNetwork
+from thinwire.membership.threads import ThreadConnector, ThreadNetwork
 from thinwire.membership.view import Progress, View
 from thinwire.worker import arriving, handover
 
@@ -62,6 +62,13 @@ def test_a_joiner_enters_with_the_result_of_a_round_that_it_has_not_changed(stra
     if step < STEPS:
         assert not torch.equal(ends[0].trace[STEPS], alone[0].trace[STEPS]), "then its steps count as all others'"
     assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
+
+
+def test_a_joiner_waits_for_the_whole_state_where_a_round_ends_without_a_mean() -> None:
+    ends = survivors(run_fleet(2, SlowMo(period=3, exact=False), joins=(3,), steps=STEPS))
+    step = min(ends[-1].trace)
+    assert step < STEPS and all(end.epochs[-1] == ends[0].epochs[-1] for end in ends)
+    assert ends[-1].trace[step].abs().sum() > 0
 
 
 def test_learning_rates_that_change_in_the_round_are_those_of_the_others() -> None:
@@ -138,6 +145,26 @@ def test_workers_wait_longer_than_a_round_for_one_that_gets_its_state(monkeypatc
     ends = survivors(run_fleet(2, AllReduce(), joins=(12,), steps=STEPS))
     assert joined(ends) < STEPS
     assert [epoch for epoch, _ in ends[0].epochs] == [0, 1], "nobody was given up meanwhile"
+
+
+def test_a_joiner_that_cannot_connect_since_another_is_lost_comes_in_with_the_next_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect, failed = ThreadConnector.connect, [False]
+
+    def fails(self: ThreadConnector, *arguments: Any) -> Comm:
+        comm = connect(self, *arguments)
+        if self.worker == "w2" and not failed[0]:
+            failed[0] = True
+            self.disconnect(comm)
+            raise PeerLostError("a worker of the new view is gone")
+        return comm
+
+    monkeypatch.setattr(ThreadConnector, "connect", fails)
+    for strategy in (AllReduce(), LocalSGD(period=3)):
+        failed[0] = False
+        ends = survivors(run_fleet(2, strategy, joins=(3,), steps=STEPS))
+        assert joined(ends) < STEPS and failed[0]
 
 
 def test_a_worker_without_a_state_makes_no_view() -> None:

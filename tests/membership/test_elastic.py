@@ -109,6 +109,34 @@ def test_push_sum_accounts_for_the_weight_that_is_lost() -> None:
     agree(ends)
 
 
+@pytest.mark.parametrize("kills", [(Kill(2, 5),), (Kill(0, 4, after=True), Kill(2, 8))], ids=["one", "two"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_survivors_hold_and_what_is_told_as_lost_are_all_the_weight_there_was(
+    staleness: int, kills: tuple[Kill, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.problems import Irregular
+    from thinwire.strategies.push_sum.mass import weight
+
+    seen: list[tuple[int, int, float, float, float]] = []
+    changed = PushSum.change_view
+
+    def watched(self: PushSum, r: thinwire.Replica, before: int) -> Any:
+        held = float(weight(r.state["mass"])) if "mass" in r.state else 1.0
+        told = changed(self, r, before)
+        after = float(weight(r.state["mass"])) if "mass" in r.state else 1.0
+        seen.append((r.comm.size, before, held, told["lost_weight"], after))
+        return told
+
+    monkeypatch.setattr(PushSum, "change_view", watched)
+    survivors(run_fleet(4, PushSum(Irregular(), staleness=staleness), kills=kills))
+    for size in {each[0] for each in seen}:
+        rows = [each for each in seen if each[0] == size]
+        (before,), (lost,) = {row[1] for row in rows}, {row[3] for row in rows}
+        assert abs(sum(row[2] for row in rows) + lost - before) <= 1e-12
+        assert abs(sum(row[4] for row in rows) - size) <= 1e-12
+    assert len(seen) >= 4 - len(kills)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_worker_joins_with_the_state_of_the_others(strategy: Strategy) -> None:
     ends = survivors(run_fleet(2, strategy, joins=(3,), steps=24))

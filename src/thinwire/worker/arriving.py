@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from math import lcm
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def can_copy(worker: WorkerState) -> bool:
     strategy = worker.strategy
     weighted = any(strategy.weight(r) is not None for r in worker.replicas)
     coded = any(True for each in nested(strategy) for _ in codecs_of(each))
-    return strategy.local_rounds and strategy.has_period and not (weighted and coded)
+    period = lcm(*(getattr(each, "period", 1) for each in nested(strategy)))
+    return strategy.local_rounds and strategy.averages_at(period) and not (weighted and coded)
 
 
 class Arrivals:
@@ -89,8 +91,9 @@ class Arrivals:
             CommError: a worker was lost.
         """
         mine = _PENDING if self._sender is None else self._sender.outcome(_WAITS * comm.timeout)
-        rows = comm.confirm(torch.tensor([mine], device=comm.check_device)).wait()
-        outcome = max(int(row[0]) for row in rows)
+        row = torch.tensor([mine], device=comm.check_device)
+        rows = comm.confirm(row).wait() if comm.size > 1 else [row]
+        outcome = max(int(each[0]) for each in rows)
         self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
 
     def finish(self, worker: WorkerState, ranks: list[int]) -> None:
@@ -156,9 +159,11 @@ class _Sender:
             self.wants_late.set()
             while not self._given.wait(_LOOKS_SECONDS) and not own.has_left:
                 pass
-            for number, (worker, row) in asked.items() if self.late is not None else ():
+            if self.late is None:
+                return
+            for number, (worker, row) in asked.items():
                 self._send(number, worker, row, "late", self.late)
-            self._arrived = self.late is not None
+            self._arrived = True
         except (PeerLostError, CommTimeoutError) as error:
             if not self._closed:
                 _LOGGER.warning(

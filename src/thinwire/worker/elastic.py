@@ -186,7 +186,7 @@ class Elastic:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
         elif (waits := any(r.inflight for r in self.worker.replicas)) or self._may_send(step):
             ends = not self._neighbours or self.worker.strategy.averages_at(step)
-            if self._arrivals is not None:
+            if self._arrivals is not None and self.worker.strategy.averages_at(step):
                 self._admit(self._arrivals)
             # What is in flight may be waited for in this hook, and fail on some workers only.
             self.round(hook, ends=ends, drops=self._neighbours, sends=ends and (waits or self._uneven))
@@ -230,7 +230,7 @@ class Elastic:
                 r.samples = 0.0
                 if (weight := self.worker.strategy.weight(r)) is not None:
                     weight.zero_()
-            self.round(after_step, sends=True)
+            self.round(after_step)
             for r in self.worker.replicas:
                 r.samples = 1.0
         self._end_arrival()
@@ -388,7 +388,8 @@ class Elastic:
         while True:
             # What is known of those that ask to join may differ between the survivors.
             self._requests = 0
-            self._connector.disconnect(self._comm.comm)
+            if self._comm.is_open:  # who joins may not have come that far
+                self._connector.disconnect(self._comm.comm)
             self._comm.round = ""
             if self._neighbours:
                 requests = self._membership.requests()
