@@ -4,6 +4,8 @@
     python -m benchmarks.race next              the next run that is missing, one file; --part, --only
     python -m benchmarks.race all               everything that is missing, in this order; hours
     python -m benchmarks.race left              what is missing, and how long it takes
+    python -m benchmarks.race peers             make the environments of the other libraries, in the cache folder
+    python -m benchmarks.race table             what the results say; plot draws them, page writes docs/race.md
 
 A curve takes two to five minutes on two cores, and a timed run one to three: about 75 minutes for the rates of the
 headline, 50 for its curves, 70 for its times with 4 workers, 60 with 8, and 50 for the curves of each other seed.

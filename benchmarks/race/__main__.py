@@ -7,7 +7,12 @@ import argparse
 import sys
 
 import benchmarks.race as rule
-from benchmarks.race.jobs import PARTS, missing, run_next
+from benchmarks.peers import LIBRARIES, install
+from benchmarks.race.jobs import PARTS, jobs, missing, run_next
+from benchmarks.race.page import PAGE, page
+from benchmarks.race.racers import LINKS, SIZES
+from benchmarks.race.table import table
+from thinwire.storage.files import write_atomically
 
 
 def main() -> int:
@@ -15,9 +20,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.race", description=rule.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("next", "all", "left"))
+    parser.add_argument("what", choices=("next", "all", "left", "table", "plot", "page", "peers", "run"))
+    parser.add_argument("names", nargs="*", help="of results, for run; of libraries, for peers")
     parser.add_argument("--part", nargs="*", default=[], choices=PARTS, help="only these parts")
     parser.add_argument("--only", nargs="*", default=[], help="LINK/WORKERS/RACER, each a pattern, such as '*/4/ddp*'")
+    parser.add_argument("--check", action="store_true", help="with page: write nothing; 1 if it would change")
     asked = parser.parse_args()
     if asked.what == "next":
         return 0 if run_next(asked.part, asked.only) else 3
@@ -25,12 +32,42 @@ def main() -> int:
         while run_next(asked.part, asked.only):
             pass
         return 0
+    if asked.what == "run":
+        for job in jobs():
+            if job.name in asked.names:
+                job.run()
+        return 0
+    if asked.what in ("table", "plot", "page"):
+        return show(asked.what, check=asked.check)
+    if asked.what == "peers":
+        for library in asked.names or LIBRARIES:
+            install(library)
+        return 0
     left = missing(asked.part, asked.only)
     for job in left:
         sys.stdout.write(f"{job.name:44} {job.seconds / 60:5.1f} minutes\n")
     for part in PARTS:
         seconds = [job.seconds for job in left if job.part == part]
         sys.stdout.write(f"{part}: {len(seconds)} runs, about {sum(seconds) / 60:.0f} minutes\n")
+    return 0
+
+
+def show(what: str, *, check: bool = False) -> int:
+    """Print the tables, draw the pictures, or write the page."""
+    if what == "table":
+        for workers in SIZES:
+            for link in LINKS:
+                sys.stdout.write(f"### {link}, {workers} workers\n\n{table(link, workers)}\n")
+    elif what == "plot":
+        # matplotlib is of no use to the runs.
+        from benchmarks.race.pictures import draw_all
+
+        for path in draw_all():
+            sys.stdout.write(f"{path}\n")
+    elif check:
+        return int(PAGE.read_text(encoding="utf-8") != page())
+    else:
+        write_atomically(PAGE, page().encode())
     return 0
 
 

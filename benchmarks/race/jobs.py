@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import subprocess
 import sys
 import time
 import traceback
@@ -11,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
+from benchmarks.peers import install, installed, python_of
+from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_run
 from benchmarks.race.racers import (
     BUDGET,
     EVALUATED_EVERY,
@@ -32,7 +37,7 @@ from benchmarks.race.results import RESULTS, Fields, best_try, is_enough, result
 from benchmarks.race.runs import curve, settings_of, step_times, steps_timed
 from thinwire.storage.files import write_atomically
 
-PARTS = ("tune", "losses", "times")
+PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
 START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 12.0, 0.64, 1.6
 GRADIENT_BYTES = 25.9e6
@@ -48,6 +53,7 @@ class Job:
         seconds: about how long it takes.
         make: runs it.
         needs: what must be there first.
+        library: in whose environment it runs.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Job:
     seconds: float
     make: Callable[[], Fields]
     needs: tuple[Job, ...] = ()
+    library: str | None = None
 
     @property
     def part(self) -> str:
@@ -72,8 +79,22 @@ class Job:
         return (RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt").exists()
 
     def run(self) -> None:
-        """Make the result file."""
+        """Make the result file, in the library's environment."""
+        if self.library is None or sys.prefix == str(python_of(self.library).parents[1]):
+            self.run_here()
+            return
+        if not installed(self.library):
+            install(self.library)
+        # The environment does not know this checkout.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [str(python_of(self.library)), "-m", "benchmarks.race", "run", self.name]
+        subprocess.run(command, check=True, env=environment)
+
+    def run_here(self) -> None:
+        """Make the result file, in this process."""
         try:
+            if self.library is not None:
+                importlib.import_module(f"benchmarks.peers.{self.library}")
             found = self.make()
         except Exception:
             path = RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt"
@@ -110,7 +131,7 @@ def tune_jobs(racer: Racer) -> tuple[Job, ...]:
     seconds = training_seconds(TUNING_STEPS, TUNING_STEPS // TUNING_EVALUATED_EVERY + 1)
     needs = () if inner is None else tune_jobs(inner)
     return tuple(
-        Job(name, f"-/4/{own.name}", seconds, lambda place=place: attempt(place), needs)
+        Job(name, f"-/4/{own.name}", seconds, lambda place=place: attempt(place), needs, own.library)
         for place, name in enumerate(tune_names(own))
     )
 
@@ -130,7 +151,7 @@ def curve_job(racer: Racer, seed: int) -> Job:
     needs = tune_jobs(own) + (() if own is first else (curve_job(first, seed),))
     steps = BUDGET if own is first else 1.3 * BUDGET
     seconds = training_seconds(round(steps), round(steps / EVALUATED_EVERY) + 1)
-    return Job(f"losses/{own.name}-{seed}", f"-/4/{own.name}", seconds, make, needs)
+    return Job(f"losses/{own.name}-{seed}", f"-/4/{own.name}", seconds, make, needs, own.library)
 
 
 def time_job(racer: Racer, link: str, workers: int) -> Job:
@@ -146,7 +167,27 @@ def time_job(racer: Racer, link: str, workers: int) -> Job:
         f"{link}/{workers}/{racer.name}",
         seconds,
         lambda: step_times(racer, link, workers),
+        library=racer.library,
     )
+
+
+def check_jobs() -> Iterator[Job]:
+    """Whole runs; each needs all times of its link and all curves of its racers."""
+    for link, own in WHERE:
+        headline = [racer for racer in RACERS if racer.headline and (racer.whose == "thinwire") == own]
+        needs = (
+            *(curve_job(racer, SEEDS[0]) for racer in (named("ddp"), *headline)),
+            *(time_job(racer, link, WORKERS) for racer in (LOCAL, *headline)),
+        )
+        first = first_of(link, own)
+        yield Job(
+            check_name(link, own),
+            f"{link}/{WORKERS}/{'' if first is None else first.name}",
+            training_seconds(BUDGET, BUDGET // EVALUATED_EVERY + 1),
+            lambda link=link, own=own: whole_run(link, own),
+            needs,
+            None if first is None else first.library,
+        )
 
 
 def _bits_per_second(link: str) -> float:
@@ -163,6 +204,7 @@ def _in_order() -> Iterator[Job]:
     others = [racer for racer in RACERS if not racer.headline]
     yield from _curves(headline, SEEDS[0])
     yield from _times(headline, SIZES[0])
+    yield from check_jobs()
     for seed in SEEDS[1:]:
         yield from _curves(headline, seed)
     yield from _times(headline, SIZES[1])
@@ -212,7 +254,8 @@ def missing(parts: Sequence[str], only: Sequence[str]) -> list[Job]:
     for job in chosen(parts, only):
         if job.done:
             continue
-        if job.failed or any(need.name in stuck for need in job.needs):
+        # A check compares those that could run.
+        if job.failed or (job.part != "checks" and any(need.name in stuck for need in job.needs)):
             stuck.add(job.name)
         else:
             left.append(job)

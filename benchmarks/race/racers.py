@@ -31,6 +31,7 @@ class Racer:
         rates_of: the racer whose rates it takes.
         same_as: the racer whose rates and curves it takes, because it computes the same.
         headline: raced first, and with all seeds; others after them, with the first seed.
+        library: that has an environment of its own, if it is not torch or thinwire.
         period: steps after which its communication repeats.
         dense: it sends all gradients, or a cast of them, at every step.
     """
@@ -43,6 +44,7 @@ class Racer:
     rates_of: str | None = None
     same_as: str | None = None
     headline: bool = True
+    library: str | None = None
     period: int = 8
     dense: bool = False
 
@@ -64,6 +66,7 @@ class Racer:
 
 
 CODED = "ErrorFeedback(Nearest(bits=4))"
+OUTER = "OuterOptimizer('SGD', lr={outer}, momentum=0.9, nesterov=True)"
 LOCAL = Racer("Local", "Local()")
 # In the order in which they are run.
 RACERS = (
@@ -73,12 +76,12 @@ RACERS = (
     Racer("post-local-sgd", "post-local-sgd(period=8)", "torch"),
     Racer(
         "DiLoCo-4bit",
-        f"DiLoCo(period=32, fragments=2, delay=8, mixing=0.5, codec={CODED}, outer=OuterOptimizer(lr={{outer}}))",
+        f"DiLoCo(period=32, fragments=2, delay=8, mixing=0.5, codec={CODED}, outer={OUTER})",
         inner="LocalSGD-32",
         period=32,
     ),
     Racer("Overlap-4bit-16", f"OverlapLocalSGD(period=16, codec={CODED})", period=16),
-    Racer("DiLoCo", "DiLoCo(period=32, outer=OuterOptimizer(lr={outer}))", inner="LocalSGD-32", period=32),
+    Racer("DiLoCo", f"DiLoCo(period=32, outer={OUTER})", inner="LocalSGD-32", period=32),
     Racer("ddp-bf16", "ddp+bf16", "torch", rates_of="ddp", dense=True),
     Racer("PowerSGD", "AllReduce(codec=PowerSGD(rank=4))"),
     Racer("LocalSGD", "LocalSGD(period=8)"),
@@ -89,6 +92,14 @@ RACERS = (
         "codec=ErrorFeedback(ChunkedTopK(kept=64, chunk=4096, bits=2), decay=0.95))",
         inner="LocalSGD-32",
         period=32,
+    ),
+    Racer("accelerate", "accelerate-local-sgd", "Accelerate", same_as="LocalSGD", library="accelerate"),
+    Racer("torchft", "torchft-local-sgd", "torchft", same_as="LocalSGD", library="torchft"),
+    Racer("torchft-diloco", "torchft-diloco(lr={outer})", "torchft", same_as="DiLoCo", library="torchft", period=32),
+    Racer("hivemind", "hivemind-averaging", "hivemind", rates_of="LocalSGD-32", library="hivemind", period=32),
+    Racer("fairscale-slowmo", "fairscale-slowmo", "fairscale", rates_of="LocalSGD", library="fairscale", period=48),
+    Racer(
+        "fairscale-sgp", "fairscale-sgp", "fairscale", rates_of="ddp", headline=False, library="fairscale", dense=True
     ),
     Racer("AllReduce", "AllReduce()", same_as="ddp", headline=False, dense=True),
     Racer("powersgd-1", "ddp+powersgd(rank=1)", "torch", headline=False),

@@ -152,6 +152,10 @@ class BaselineEngine:
         raise PeerLostError(f"rank {rank}, step {self.step}, {what}: a connection was closed ({first})") from error
 
 
+KINDS: dict[str, type[Baseline]] = {}
+"""The baselines by name; one of another package is among them once its module has been imported."""
+
+
 @dataclass(frozen=True)
 class Baseline(ABC):
     """One of PyTorch's own methods; its `str` is its name, with the arguments that are not at their defaults."""
@@ -160,6 +164,10 @@ class Baseline(ABC):
     paper: ClassVar[str] = (
         "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020"
     )
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            KINDS[cls.name] = cls
 
     def __post_init__(self) -> None:
         check_field_types(self)

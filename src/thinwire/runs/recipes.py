@@ -9,16 +9,14 @@ from dataclasses import fields, is_dataclass
 
 from thinwire.errors import ConfigError
 from thinwire.registry import REGISTERED
-from thinwire.runs.baselines import Baseline, Bf16Gradients, PlainDdp, PostLocalSGD, PowerSGD
+from thinwire.runs.baselines import KINDS, Baseline
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.recipe import brief, read
 from thinwire.topology.base import Topology
 
 Recipe = Strategy | Baseline
-BASELINES: Mapping[str, type[Baseline]] = {
-    kind.name: kind for kind in (PlainDdp, Bf16Gradients, PowerSGD, PostLocalSGD)
-}
+BASELINES: Mapping[str, type[Baseline]] = KINDS
 
 
 def parse_recipe(text: str, *, imports: bool = True) -> Recipe:
@@ -80,7 +78,8 @@ def modules_of(recipe: Recipe) -> list[str]:
                 "workers are other processes; put it into a module, which they can import"
             )
     optimizers = {part.module for part in parts if isinstance(part, OuterOptimizer) and part.module}
-    return sorted({kind.__module__ for kind in kinds} | optimizers)
+    baselines = {kind.__module__ for kind in map(type, parts) if issubclass(kind, Baseline)} - {Baseline.__module__}
+    return sorted({kind.__module__ for kind in kinds} | optimizers | baselines)
 
 
 def _parts(value: object) -> Iterator[object]:

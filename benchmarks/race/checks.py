@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs to the target, beside the products of steps and seconds that they check."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from benchmarks.race.racers import AVERAGED, EVALUATED_EVERY, LINKS, MOST, RACERS, SEEDS, Racer, named
+from benchmarks.race.results import BUDGET, Fields, best_try, result, targets
+from benchmarks.race.runs import curve, settings_of
+from benchmarks.race.table import NOT_RUN, rows
+
+WORKERS = 4
+# Where and of whom the first one is checked.
+WHERE = (("100mbit", True), ("100mbit", False), ("20mbit", True), ("1gbit", True), ("100mbit+50ms", True))
+assert {link for link, _ in WHERE} <= set(LINKS)
+
+
+def first_of(link: str, own: bool) -> Racer | None:
+    """Who is first on a link, of thinwire's or of the others; None before enough has been run."""
+    headline = [racer for racer in RACERS if racer.headline and (racer.whose == "thinwire") == own]
+    found = {row.racer.name: row for row in rows(link, WORKERS)}
+    raced = [found[racer.name] for racer in headline if found[racer.name].seconds is not None]
+    known = [row for row in raced if row.to_target < float("inf")]
+    return min(known, key=lambda row: row.to_target).racer if known else None
+
+
+def check_name(link: str, own: bool) -> str:
+    """The file of a check."""
+    return f"checks/{link}-{'own' if own else 'peer'}"
+
+
+def whole_run(link: str, own: bool) -> Fields:
+    """Train the first one on a link until the mean of three evaluations is no more than the target."""
+    racer, goals = first_of(link, own), targets(SEEDS[0])
+    assert racer is not None and goals is not None
+    best = best_try(racer)
+    assert best is not None
+
+    def reached(found: Fields) -> bool:
+        losses = found["losses"]
+        return len(losses) >= AVERAGED and fmean(losses[-AVERAGED:]) <= goals["losses"]
+
+    settings = settings_of(
+        racer,
+        best["rate"],
+        best["outer"],
+        steps=MOST * BUDGET,
+        seed=SEEDS[0],
+        eval_every=EVALUATED_EVERY,
+        link=link,
+    )
+    found = curve(settings, reached)
+    return {"link": link, "racer": racer.name, "reached": reached(found), **found}
+
+
+def check_lines() -> list[str]:
+    """A line of the table for each check."""
+    lines: list[str] = []
+    for link, own in WHERE:
+        found = result(check_name(link, own))
+        if found is None:
+            racer = first_of(link, own)
+            lines.append(f"| {link} | {racer.name if racer else NOT_RUN} | | {NOT_RUN} |")
+            continue
+        row = next(row for row in rows(link, WORKERS) if row.racer is named(found["racer"]))
+        product = NOT_RUN if row.seconds is None or not row.steps else f"{row.steps[0] * row.seconds:.0f} s"
+        whole = f"{found['seconds'][-1]:.0f} s" if found["reached"] else "not reached"
+        lines.append(f"| {link} | {found['racer']} | {product} | {whole} |")
+    return lines

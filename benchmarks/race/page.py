@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/race.md`, from the rule and the result files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import benchmarks.race as rule
+from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
+from benchmarks.race.checks import check_lines
+from benchmarks.race.racers import LINKS, RACERS, SIZES
+from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
+from benchmarks.race.table import COST, NOT_RUN, SPEED, Row, rows, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "race.md"
+_HEAD = """# The race
+
+Real training to a target loss over thin links: thinwire's recipes, PyTorch's own methods and other libraries, on the
+same model, parameters and batches. How long does each take until the held-out loss is as low as DDP's after 240 steps?
+
+This page is written by `python -m benchmarks.race page` from the rule and the committed results; what has no result
+says "not run".
+"""
+_PLACES = {
+    "20mbit": "20 Mbit",
+    "100mbit": "100 Mbit",
+    "1gbit": "1 Gbit",
+    "none": "no limit",
+    "100mbit+50ms": "100 Mbit with 50 ms",
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [_HEAD, _standing(), _tables(), _drawn(), _rates(), _checks(), _absent(), _rule(), _commands()]
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _standing() -> str:
+    """Who is first on each link, ours and theirs."""
+    lines = [
+        "## Where it stands",
+        "",
+        "Seconds to the target: the first of thinwire's, the first of the others, and DDP.",
+        "",
+        "| Link | Workers | First of thinwire's | First of the others | DDP | The others' over thinwire's |",
+        "| --- | ---: | --- | --- | ---: | ---: |",
+    ]
+    for workers in SIZES:
+        for link in LINKS:
+            found = rows(link, workers)
+            own = _first([row for row in found if row.racer.whose == "thinwire"])
+            peer = _first([row for row in found if row.racer.whose != "thinwire"])
+            ddp = _first([row for row in found if row.racer.name == "ddp"])
+            ratio = f"{peer.to_target / own.to_target:.2f}" if own and peer else NOT_RUN
+            cells = [_PLACES[link], str(workers), _told(own), _told(peer), _seconds(ddp), ratio]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _first(found: list[Row]) -> Row | None:
+    known = [row for row in found if row.to_target < float("inf")]
+    return min(known, key=lambda row: row.to_target) if known else None
+
+
+def _seconds(row: Row | None) -> str:
+    return NOT_RUN if row is None else f"{row.to_target:.0f}"
+
+
+def _told(row: Row | None) -> str:
+    return NOT_RUN if row is None else f"{row.racer.name}, {row.to_target:.0f} s"
+
+
+def _tables() -> str:
+    lines: list[str] = []
+    absent: list[str] = []
+    for workers in SIZES:
+        for link in LINKS:
+            title = f"{_PLACES[link]}, {workers} workers"
+            if result(f"times/{link}-{workers}-Local") is None:
+                absent.append(title)
+                continue
+            lines += [f"## {title}", "", table(link, workers, SPEED)]
+            lines += ["What a step costs, and the loss at equal cost:", ""]
+            lines += [table(link, workers, COST).split("\n\n")[0], ""]
+    return "\n".join([*lines, f"Not run: {'; '.join(absent)}." if absent else ""])
+
+
+def _drawn() -> str:
+    lines = ["## Pictures", ""]
+    found = sorted(path.name for path in (PAGE.parent / "_static").glob("race-*.svg"))
+    lines += [f"![{_title(name)}](_static/{name})\n" for name in found] or ["None yet: too little has been run."]
+    lost = [
+        f"- {_PLACES[link]}, {workers} workers: {', '.join(names)}"
+        for workers in SIZES
+        for link in LINKS
+        if (names := _later_than_ddp(link, workers))
+    ]
+    return "\n".join([*lines, "", "Later at the target than DDP:", "", *(lost or ["- none of those that were run"])])
+
+
+def _title(name: str) -> str:
+    if "speed-up" in name:
+        return "How much sooner than DDP, by the link's speed"
+    return f"Held-out loss by seconds and by bytes, {name.removeprefix('race-').removesuffix('.svg')}"
+
+
+def _later_than_ddp(link: str, workers: int) -> list[str]:
+    found = rows(link, workers)
+    ddp = next(row for row in found if row.racer.name == "ddp")
+    if ddp.to_target == float("inf"):
+        return []
+    return [row.racer.name for row in found if row.seconds is not None and row.steps and row.to_target > ddp.to_target]
+
+
+def _rates() -> str:
+    lines = [
+        "## Rates",
+        "",
+        "Held-out loss after the tries, by the multiple of the task's learning rate, or by the outer rate; the chosen "
+        "one is bold.",
+        "",
+        "| | recipe | tries |",
+        "| --- | --- | --- |",
+    ]
+    for racer in RACERS:
+        if racer.tuned_as is not racer:
+            lines.append(f"| {racer.name} | `{racer.recipe}` | those of {racer.tuned_as.name} |")
+            continue
+        best, told = best_try(racer), list[str]()
+        for each in tries(racer):
+            rate = each["rate"] if each["outer"] is None else each["outer"]
+            text = f"{rate:g}: {final_of_try(each):.3f}"
+            told.append(f"**{text}**" if best is not None and each is best else text)
+        lines.append(f"| {racer.name} | `{racer.recipe}` | {', '.join(told) or NOT_RUN} |")
+    return "\n".join(lines)
+
+
+def _checks() -> str:
+    lines = [
+        "## Products and whole runs",
+        "",
+        "Seconds to the target as steps times seconds, and as a whole run on the link took them:",
+        "",
+        "| Link | racer | product | whole run |",
+        "| --- | --- | ---: | ---: |",
+    ]
+    return "\n".join([*lines, *check_lines()])
+
+
+def _absent() -> str:
+    lines = ["## What was not run", ""]
+    lines += [f"- {name}: {reason}" for name, reason in PEERS_NOT_RUN.items()]
+    lines += ["- The ResNet on CIFAR-10 at 100 Mbit is not part of this edition."]
+    return "\n".join(lines)
+
+
+def _rule() -> str:
+    text = rule.__doc__ or ""
+    return "## The rule\n\n" + text[text.index("The rule, which") :]
+
+
+def _commands() -> str:
+    made = [found["made"] for path in sorted(RESULTS.rglob("*.json")) if (found := result(_name(path)))]
+    machines = sorted({f"{each['cores']} cores, torch {each['torch']}, Python {each['python']}" for each in made})
+    days = sorted(each["when"] for each in made)
+    when = f"Results of {days[0][:10]} to {days[-1][:10]}: {'; '.join(machines)}." if made else "No results yet."
+    return f"""## Machine and commands
+
+{when} Workers are processes with one thread each, in network namespaces of one machine, behind emulated links.
+
+`make race` runs everything that is missing, and goes on where it was stopped; `python -m benchmarks.race next` makes
+one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all columns
+and `python -m benchmarks.race page` writes this page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers
+and racers.
+"""
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(RESULTS).with_suffix(""))

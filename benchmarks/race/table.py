@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a link: what a step costs, how many it takes to the target, and the loss at equal cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.race.racers import BUDGET, LOCAL, RACERS, Racer, named
+from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
+
+NOT_RUN = "not run"
+FLOAT_BYTES = 4
+PARAMETERS = 6.48e6
+# An eighth of what DDP sends in the budget.
+BYTES_SHARE = 8
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over seeds: the median, the least and the most."""
+
+    middle: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread | None:
+        """None of no values."""
+        return Spread(median(values), min(values), max(values)) if values else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One racer on one link. Seconds and bytes are those of a step; None is what has not been run.
+
+    Attributes:
+        racer: whose row it is.
+        seconds: median over blocks.
+        exposed: the step less the wall's.
+        of_wall: the speed of a step beside the wall's.
+        payload: bytes that a worker sends.
+        wire: bytes of its interface; None where there is no link.
+        memory: peak of a worker's process, in bytes.
+        copies: what that is more than without communication, in copies of the parameters.
+        cpu: seconds of a worker's processor.
+        steps: to the held-out target, by seed; infinite where it was not reached.
+        training_steps: to the training target.
+        final: held-out loss at equal steps, by seed.
+        equal_bytes: at equal bytes.
+        equal_seconds: at equal seconds.
+        failed: why it could not run.
+    """
+
+    racer: Racer
+    seconds: float | None = None
+    exposed: float | None = None
+    of_wall: float | None = None
+    payload: float | None = None
+    wire: float | None = None
+    memory: float | None = None
+    copies: float | None = None
+    cpu: float | None = None
+    steps: tuple[float, ...] = ()
+    training_steps: tuple[float, ...] = ()
+    final: tuple[float, ...] = ()
+    equal_bytes: tuple[float, ...] = ()
+    equal_seconds: tuple[float, ...] = ()
+    failed: str | None = None
+
+    def seconds_to(self, steps: Sequence[float]) -> Spread | None:
+        """Steps times seconds."""
+        return None if self.seconds is None else Spread.of([count * self.seconds for count in steps])
+
+    @property
+    def to_target(self) -> float:
+        """Seconds to the held-out target, to sort by; infinite where they are not known."""
+        found = self.seconds_to(self.steps)
+        return float("inf") if found is None else found.middle
+
+
+def rows(link: str, workers: int) -> list[Row]:
+    """A row for each racer, from the least time to the target."""
+    wall = _times(LOCAL, link, workers)
+    found = [_row(racer, link, workers, wall) for racer in RACERS]
+    return sorted(found, key=lambda row: (row.to_target, row.seconds or float("inf")))
+
+
+def _times(racer: Racer, link: str, workers: int) -> Fields | None:
+    return result(f"times/{link}-{workers}-{racer.name}")
+
+
+def _row(racer: Racer, link: str, workers: int, wall: Fields | None) -> Row:
+    times = _times(racer, link, workers)
+    figures: dict[str, Any] = {}
+    if times is not None and "failed" in times:
+        figures["failed"] = times["failed"]
+    elif times is not None:
+        figures = _of_times(times, wall)
+    limit = median(wall["block_seconds"]) * BUDGET if wall is not None and "failed" not in wall else None
+    return Row(racer, **figures, **_of_curves(racer, figures.get("seconds"), limit))
+
+
+def _of_times(times: Fields, wall: Fields | None) -> dict[str, Any]:
+    seconds = median(times["block_seconds"])
+    sent, wire = times["payload_bytes_of_run"], times["wire_bytes_per_worker_per_step"]
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "payload": times["payload_bytes_per_step"],
+        # The counters are of the whole run, and the payload of the timed blocks.
+        "wire": None if not wire or not sent else times["payload_bytes_per_step"] * wire * times["steps"] / sent,
+        "memory": times["peak_memory_bytes"],
+        "cpu": times["cpu_seconds_per_worker_per_step"],
+    }
+    if wall is not None and "failed" not in wall:
+        free = median(wall["block_seconds"])
+        found |= {
+            "exposed": seconds - free,
+            "of_wall": free / seconds,
+            "copies": (times["peak_memory_bytes"] - wall["peak_memory_bytes"]) / (FLOAT_BYTES * PARAMETERS),
+        }
+    return found
+
+
+def _of_curves(racer: Racer, seconds: float | None, limit: float | None) -> dict[str, Any]:
+    # Of racers whose curves are others', all seeds that these have.
+    every = [(seed, found) for seed in racer.curve_of.seeds if (found := curve_of(racer, seed)) is not None]
+    curves = [(found, goals, _bytes_allowed(seed)) for seed, found in every if (goals := targets(seed)) is not None]
+    if not curves:
+        return {}
+    found: dict[str, Any] = {
+        "steps": tuple(float(steps_to(each, goals["losses"]) or "inf") for each, goals, _ in curves),
+        "training_steps": tuple(
+            float(steps_to(each, goals["training"], "training") or "inf") for each, goals, _ in curves
+        ),
+        "final": tuple(final(each) for each, _, _ in curves),
+        "equal_bytes": _known(loss_until(each, each["payload_bytes"], allowed) for each, _, allowed in curves),
+    }
+    if seconds is not None and limit is not None:
+        found["equal_seconds"] = _known(
+            loss_until(each, [step * seconds for step in each["steps"]], limit) for each, _, _ in curves
+        )
+    return found
+
+
+def _known(values: Any) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
+
+
+def _bytes_allowed(seed: int) -> float:
+    found = curve_of(named("ddp"), seed)
+    assert found is not None
+    return found["payload_bytes"][found["steps"].index(BUDGET)] / BYTES_SHARE
+
+
+# -- as Markdown -------------------------------------------------------------------------------------------------------
+
+
+def _cell(value: float | None, form: Callable[[float], str]) -> str:
+    return NOT_RUN if value is None else form(value)
+
+
+def _spread(found: Spread | None, form: Callable[[float], str]) -> str:
+    if found is None:
+        return NOT_RUN
+    if found.middle == float("inf"):
+        return "not reached"
+    if found.low == found.high:
+        return form(found.middle)
+    return f"{form(found.middle)} ({form(found.low)} to {'–' if found.high == float('inf') else form(found.high)})"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.2f}"
+
+
+COLUMNS: dict[str, Callable[[Row, Row], str]] = {
+    "seconds to the held-out target": lambda row, _: _spread(row.seconds_to(row.steps), "{:.0f}".format),
+    "DDP's over these": lambda row, ddp: _over(ddp, row),
+    "steps": lambda row, _: _spread(Spread.of(row.steps), "{:.0f}".format),
+    "seconds to the training target": lambda row, _: _spread(row.seconds_to(row.training_steps), "{:.0f}".format),
+    "seconds a step": lambda row, _: _cell(row.seconds, "{:.3f}".format),
+    "of the wall's speed": lambda row, _: _cell(row.of_wall, "{:.0%}".format),
+    "exposed seconds a step": lambda row, _: _cell(row.exposed, "{:.3f}".format),
+    "payload, MB a step": lambda row, _: _cell(row.payload, _megabytes),
+    "on the wire, MB a step": lambda row, _: _cell(row.wire, _megabytes),
+    "CPU seconds a step": lambda row, _: _cell(row.cpu, "{:.3f}".format),
+    "peak memory, MB": lambda row, _: _cell(row.memory, lambda value: f"{value / 1e6:.0f}"),
+    "more copies of the parameters": lambda row, _: _cell(row.copies, "{:.1f}".format),
+    "loss at equal steps": lambda row, _: _spread(Spread.of(row.final), "{:.3f}".format),
+    "at equal bytes": lambda row, _: _spread(Spread.of(row.equal_bytes), "{:.3f}".format),
+    "at equal seconds": lambda row, _: _spread(Spread.of(row.equal_seconds), "{:.3f}".format),
+}
+SPEED = tuple(COLUMNS)[:7]
+COST = tuple(COLUMNS)[7:]
+
+
+def _over(ddp: Row, row: Row) -> str:
+    if float("inf") in (ddp.to_target, row.to_target):
+        return "" if ddp.racer is not row.racer else NOT_RUN
+    return f"{ddp.to_target / row.to_target:.2f}"
+
+
+def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """The rows of a link, as Markdown; racers of which nothing has been run are told below it."""
+    found = rows(link, workers)
+    ddp = next(row for row in found if row.racer.name == "ddp")
+    there = [row for row in found if row.seconds is not None]
+    if not there:
+        return f"{NOT_RUN.capitalize()}.\n"
+    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    for row in there:
+        cells = [COLUMNS[name](row, ddp) for name in columns]
+        lines.append(f"| {row.racer.name} ({row.racer.whose}) | {' | '.join(cells)} |")
+    absent = [row.racer.name for row in found if row.seconds is None and row.failed is None]
+    failed = [f"{row.racer.name} failed: {row.failed}" for row in found if row.failed is not None]
+    notes = [f"Not run: {', '.join(absent)}."] * bool(absent) + [f"{each}." for each in failed]
+    return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in notes)

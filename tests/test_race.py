@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `python -m benchmarks.race` makes of results, and which run comes next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import HERE, LIBRARIES
+from benchmarks.race import jobs, page, results
+from benchmarks.race.racers import LINKS, RACERS, RATES, named
+from benchmarks.race.results import curve_of, final, steps_to
+from benchmarks.race.runs import steps_timed
+from benchmarks.race.table import rows, table
+
+MADE = {"when": "2026-11-23 05:00", "torch": "2.13.0", "python": "3.11.7", "cores": 2}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in (results, jobs, page):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def write(place: Path, name: str, content: dict[str, object]) -> None:
+    path = place / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"made": MADE, **content}))
+
+
+def write_curve(place: Path, name: str, *, falls: float, payload: float, steps: int = 240) -> None:
+    """A held-out loss that falls by `falls` in every ten steps, from 4."""
+    marks = list(range(10, steps + 1, 10))
+    losses = [4 - falls * step / 10 for step in marks]
+    write(
+        place,
+        f"losses/{name}-0",
+        {"steps": marks, "losses": losses, "training": losses, "payload_bytes": [payload * step for step in marks]},
+    )
+
+
+def write_times(place: Path, name: str, *, seconds: float, payload: float) -> None:
+    write(
+        place,
+        f"times/100mbit-4-{name}",
+        {
+            "block_seconds": [seconds] * 3,
+            "steps": 37,
+            "payload_bytes_per_step": payload,
+            "payload_bytes_of_run": 37 * payload,
+            "wire_bytes_per_worker_per_step": 1.04 * payload,
+            "exposed_seconds_per_step": 0.1,
+            "cpu_seconds_per_worker_per_step": 0.3,
+            "peak_memory_bytes": 7e8 + payload,
+        },
+    )
+
+
+@pytest.fixture
+def raced(place: Path) -> Path:
+    write_curve(place, "ddp", falls=0.05, payload=40e6)
+    write_curve(place, "Overlap-4bit", falls=0.04, payload=1e6, steps=480)
+    write_curve(place, "powersgd-4", falls=0.01, payload=1e6, steps=480)
+    write_times(place, "Local", seconds=0.6, payload=0.0)
+    write_times(place, "ddp", seconds=4.0, payload=40e6)
+    write_times(place, "Overlap-4bit", seconds=0.65, payload=1e6)
+    write_times(place, "powersgd-4", seconds=0.7, payload=1e6)
+    return place
+
+
+def test_the_target_is_reached_at_the_first_mean_of_three_that_is_no_more() -> None:
+    found = {"steps": [10, 20, 30, 40, 50], "losses": [5.0, 1.0, 3.0, 2.0, 2.0], "training": [5.0, 4.0, 3.0, 2.0, 1.0]}
+    assert steps_to(found, 2.0) == 40
+    assert steps_to(found, 1.0) is None
+    assert steps_to(found, 3.0, "training") == 30
+
+
+def test_a_row_is_steps_times_seconds_beside_the_wall(raced: Path) -> None:
+    by_name = {row.racer.name: row for row in rows("100mbit", 4)}
+    ddp, ours = by_name["ddp"], by_name["Overlap-4bit"]
+    # The mean of the last three of DDP is the one at step 230, which the other reaches, as a mean, at 300.
+    assert ddp.steps == (240.0,) and ours.steps == (300.0,)
+    assert ddp.to_target == 960 and ours.to_target == pytest.approx(195)
+    assert ours.exposed == pytest.approx(0.05) and ours.of_wall == pytest.approx(0.6 / 0.65)
+    assert ours.wire == pytest.approx(1.04e6)
+    # 40 MB times 240, an eighth of it, are 1,200 MB; at equal seconds, 144, DDP has done 36 steps.
+    assert ours.equal_bytes == pytest.approx((4 - 0.04 * 47,))
+    assert ddp.equal_seconds == pytest.approx((4 - 0.05 * 2,))
+    assert by_name["DiLoCo"].seconds is None and by_name["DiLoCo"].to_target == float("inf")
+
+
+def test_the_table_says_what_was_not_reached_and_what_was_not_run(raced: Path) -> None:
+    lines = table("100mbit", 4).splitlines()
+    first = next(line for line in lines if line.startswith("| Overlap-4bit "))
+    assert "| 195 | 4.92 | 300 |" in first
+    assert "| not reached |" in next(line for line in lines if line.startswith("| powersgd-4"))
+    assert lines[-1].startswith("Not run: ") and "DiLoCo" in lines[-1]
+    assert table("20mbit", 4) == "Not run.\n"
+
+
+def test_the_page_tells_the_first_of_each_kind(raced: Path) -> None:
+    text = page.page()
+    assert "| 100 Mbit | 4 | Overlap-4bit, 195 s | ddp, 960 s | 960 | 4.92 |" in text
+    assert "| 20 Mbit | 4 | not run | not run | not run | not run |" in text
+    assert "100 Mbit, 4 workers: powersgd-4" in text
+
+
+def test_the_committed_page_is_what_the_results_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.race page`"
+
+
+def test_equal_curves_are_run_once(raced: Path) -> None:
+    assert curve_of(named("AllReduce"), 0) is curve_of(named("ddp"), 0)
+    found = curve_of(named("ddp"), 0)
+    assert found is not None and final(found) == pytest.approx(4 - 0.05 * 23)
+
+
+def test_rates_come_before_the_curves_that_take_them(place: Path) -> None:
+    left = [job.name for job in jobs.missing([], [])]
+    assert left[:5] == [*(f"tune/ddp-{rate:g}" for rate in RATES), "losses/ddp-0"]
+    assert left.index("tune/LocalSGD-32-0.25") < left.index("tune/DiLoCo-outer-0.4") < left.index("losses/DiLoCo-0")
+    assert left.index("losses/DiLoCo-0") < left.index("times/100mbit-4-Local") < left.index("times/20mbit-4-Local")
+    assert left.index("times/100mbit+50ms-4-ddp") < left.index("checks/100mbit-own") < left.index("losses/ddp-1")
+    assert len(left) == len(set(left))
+
+
+def test_a_pattern_keeps_what_it_names_and_what_that_needs(place: Path) -> None:
+    left = [job.name for job in jobs.missing(["losses"], ["*/4/powersgd-4"])]
+    assert left[:6] == [*(f"tune/powersgd-4-{rate:g}" for rate in RATES), "tune/ddp-0.25", "tune/ddp-0.5"]
+    assert [job.name for job in jobs.missing(["times"], ["1gbit/8/ddp"])] == ["times/1gbit-8-ddp"]
+
+
+def test_what_failed_is_not_tried_again_and_holds_up_only_what_needs_it(place: Path) -> None:
+    job = next(job for job in jobs.jobs() if job.name == "times/100mbit-4-Local")
+
+    def fail() -> dict[str, object]:
+        raise RuntimeError("no such link")
+
+    failing = jobs.Job(job.name, job.group, 1.0, fail)
+    with pytest.raises(RuntimeError):
+        failing.run()
+    assert "no such link" in (place / "failed" / "times-100mbit-4-Local.txt").read_text()
+    left = [each.name for each in jobs.missing(["times"], ["100mbit/4/*"])]
+    assert "times/100mbit-4-Local" not in left and "times/100mbit-4-ddp" in left
+
+
+def test_blocks_are_whole_periods() -> None:
+    for racer in RACERS:
+        for link in LINKS:
+            warm, timed, block = steps_timed(racer, link)
+            assert timed % block == 0 and warm > 0
+            assert timed >= 30 or (link == "20mbit" and racer.dense)
+
+
+def test_every_library_that_races_has_its_pins() -> None:
+    used = {racer.library for racer in RACERS if racer.library is not None}
+    assert used <= set(LIBRARIES)
+    for library in LIBRARIES:
+        pins = (HERE / f"{library}.txt").read_text()
+        assert "==" in pins and all("==" in line for line in pins.split())
