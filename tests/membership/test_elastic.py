@@ -13,14 +13,17 @@ from tests.membership.fleets import End, Kill, run_fleet, survivors
 from thinwire import (
     AllReduce,
     BaseGraph,
+    Budget,
     ConfigError,
     DiLoCo,
     DoubleAveraging,
     ErrorFeedback,
     LocalSGD,
     MismatchError,
+    Nearest,
     OneBit,
     OverlapLocalSGD,
+    PowerSGD,
     PushSum,
     QuasiGlobal,
     RandomMatching,
@@ -39,6 +42,8 @@ STRATEGIES: list[Strategy] = [
     PushSum(staleness=1),
     SlowMo(PushSum(staleness=1), period=3),
     OverlapLocalSGD(period=3),
+    Budget(LocalSGD(period=3, codec=ErrorFeedback(Nearest(4, 8))), "60B/step"),
+    Budget(AllReduce(PowerSGD()), "100kB/s"),
 ]
 
 

@@ -114,6 +114,9 @@ class Budget(Wrapper):
     timing_dependent = trait(lambda self: self.base.timing_dependent or not self.per_step)
     local_rounds = trait(lambda self: self.base.local_rounds and not self.base.postpones)  # a mean may be left out
     data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes or not self.per_step)
+    # Where a round ends is not known before, but all workers find the same.
+    local_rounds = False
+    inelastic = ""
     growing = ("buckets",)
 
     def __post_init__(self) -> None:
@@ -148,8 +151,8 @@ class Budget(Wrapper):
     def start(self, r: Replica) -> None:
         """As the base; with nothing to spend yet, or the bytes of the first step's gradients."""
         super().start(r)
-        _now[r] = _Now(r.comm.runtime.clock())
-        _together.setdefault(r.pending_means, WeakSet()).add(r)
+        _now.pop(r, None)
+        _of(r)
         for name in ("balance", "earned", "spent"):
             r.state[name] = torch.zeros((), dtype=torch.float64)
         if self._exchanges:
@@ -159,7 +162,7 @@ class Budget(Wrapper):
         """As the base at the level of this pass; gradients that cannot be paid for are kept for the next one."""
         if not self._exchanges:
             return super().on_gradient(r, part)
-        now = _now[r]
+        now = _of(r)
         if part.stop == r.g.numel():
             # Of steps, each has been earned by the one before it.
             if not self.per_step or not r.state["earned"]:
@@ -188,7 +191,7 @@ class Budget(Wrapper):
         if self._exchanges:
             super().after_step(r)
             self._earn(r) if self.per_step else self._share_seconds(r)
-            r.metrics.update(_now[r].shown)
+            r.metrics.update(_of(r).shown)
             return
         self._earn(r)
         level = 0
@@ -204,7 +207,7 @@ class Budget(Wrapper):
             self._forget_excess(r, level, lambda level: self._cost(r, level, r.step))
         if not self.per_step and self._sends(r, r.step + 1):
             self._share_seconds(r)
-        r.metrics.update(_now[r].shown)
+        r.metrics.update(_of(r).shown)
 
     def averages_at(self, step: int) -> bool:
         """As the base for gradients; else False: whether a round ends depends on what is left to spend."""
@@ -263,7 +266,7 @@ class Budget(Wrapper):
         else:
             periods = (getattr(each, "period", 1) for each in nested(self.base))
             place = int(where <= self.base.steady_from), where % lcm(*periods)
-        costs, key = _now[r].costs, (level, *place, size)
+        costs, key = _of(r).costs, (level, *place, size)
         if key not in costs:
             costs[key] = self._dry_run(r, level, where, size)
         return costs[key]
@@ -305,6 +308,7 @@ class Budget(Wrapper):
         if not self.per_step and (arrived := r.collect("seconds")) is not None and not arrived[0].is_meta:
             amount = float(arrived[0])
         # Of a model with several dtypes each vector gets its share of the budget.
+        _of(r)
         sizes = [each.x.numel() * each.x.element_size() for each in _together[r.pending_means]]
         earned = amount * self.rate * (r.x.numel() * r.x.element_size() / max(sum(sizes), 1))
         r.state["balance"] += earned
@@ -312,7 +316,7 @@ class Budget(Wrapper):
 
     def _share_seconds(self, r: Replica) -> None:
         """Tell the others how long it was since the last time; they learn the mean."""
-        clock, now = _now[r], r.comm.runtime.clock()
+        clock, now = _of(r), r.comm.runtime.clock()
         seconds = torch.tensor([now - clock.clock], dtype=torch.float64, device=r.x.device)
         clock.clock = now
         r.launch("seconds", mean_(r.comm, seconds).then(lambda mean: [mean]))
@@ -329,7 +333,7 @@ class Budget(Wrapper):
 
     def _record(self, r: Replica, level: int) -> None:
         """What was chosen, for `metrics`."""
-        now, levels = _now[r], self._levels
+        now, levels = _of(r), self._levels
         if levels is not None:
             now.shown[levels.name] = float(levels.values[level - 1]) if level else 0.0
         if level and not self._exchanges:
@@ -337,3 +341,11 @@ class Budget(Wrapper):
             now.last = r.step
         if earned := float(r.state["earned"]):
             now.shown["budget_used"] = float(r.state["spent"]) / earned
+
+
+def _of(r: Replica) -> _Now:
+    """What is no part of a checkpoint; a worker that joins others has their state, and begins with this anew."""
+    if r not in _now:
+        _now[r] = _Now(r.comm.runtime.clock())
+        _together.setdefault(r.pending_means, WeakSet()).add(r)
+    return _now[r]
