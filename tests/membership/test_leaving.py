@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,14 +64,18 @@ def run(
     batches: int = 0,
     optimizer: Any = momentum,
     folder: Path | None = None,
+    joins: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Part]:
-    """Train on threads; `leaves` says after which step a worker has notice."""
+    """Train on threads; `leaves` says after which step a worker has notice, `joins` after which one more comes."""
     network = ThreadNetwork()
+    comes = threading.Event()
 
     def work(number: int) -> Part:
         part = Part()
-        fleet = network.fleet(f"w{number}", number, size)
+        if number == size:
+            assert comes.wait(20)
+        fleet = network.fleet(f"w{number}", number % size, size)
         connector = fleet.connector
         assert isinstance(connector, ThreadConnector)
         try:
@@ -92,8 +98,16 @@ def run(
                 worker.optimizer.step()
                 if leaves.get(number) == worker.step:
                     notice.received = "SIGUSR1"
+                if joins is not None and worker.step == joins and not comes.is_set():
+                    comes.set()
+                    end = time.monotonic() + 20
+                    while not fleet.membership.requests() and time.monotonic() < end:
+                        time.sleep(0.005)
                 due = (
-                    worker.step % every == 0 and not part.before and worker.step >= min(leaves.values(), default=steps)
+                    joins is None
+                    and worker.step % every == 0
+                    and not part.before
+                    and worker.step >= min(leaves.values(), default=steps)
                 )
                 if due:
                     part.before = vectors(worker)
@@ -113,8 +127,9 @@ def run(
             fleet.membership.close()
         return part
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, range(size)))
+    count = size + (joins is not None)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
 
 
 ELASTIC = [each for each in STRATEGIES if not any(part.inelastic for part in nested(each.strategy))]
@@ -201,6 +216,16 @@ def test_no_batch_is_lost_or_used_twice() -> None:
     parts = run(3, AllReduce(), leaves={1: 4}, steps=10, every=1, batches=24)
     dealt = [batch for part in parts for batch in part.batches]
     assert len(dealt) == 4 * 3 + 6 * 2 == len(set(dealt))
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3), PushSum(Irregular(), staleness=1)], ids=str)
+@pytest.mark.parametrize("joins", [6, 8])
+def test_one_leaves_while_another_joins(strategy: Strategy, joins: int) -> None:
+    parts = run(3, strategy, leaves={1: 5}, joins=joins, every=4, steps=60, batches=50)
+    assert parts[1].left_at in (8, 12)  # who joins at step 8 does not ask then, so that nobody does
+    stay = [parts[0], parts[2], parts[3]]
+    assert parts[0].views[-1][0] == ("w0", "w2", "w3")
+    assert all(torch.equal(part.agreed, stay[0].agreed) for part in stay)  # type: ignore[arg-type]
 
 
 def test_where_all_have_notice_all_leave_after_the_same_step_and_can_save(tmp_path: Path) -> None:

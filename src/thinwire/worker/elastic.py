@@ -346,7 +346,7 @@ class Elastic:
         # Who is not in the view any more was lost meanwhile, or has been let go because of somebody who was.
         if gone := [each for each in self.view.members if each in leaving]:
             reasons = ", ".join(f"{each} has left: {leaving[each]}" for each in gone)
-            self._change(reasons, [], repeats=False, requests=self._requests)
+            self._change(reasons, [], repeats=False)  # who asks to join comes after that
         return False
 
     def _let_go(self, leaving: Mapping[str, str]) -> None:

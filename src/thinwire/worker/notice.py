@@ -103,7 +103,6 @@ class Notice:
         self._asked_at = step
         if worker.elastic is not None and _somebody_joined(worker.crews, step):
             return False  # who has joined just now has not taken the step after which the others would ask
-        worker.wait_pending()
         # Elastic workers ask again where one is lost meanwhile.
         self.reasons = worker._together(self._ask)  # pyright: ignore[reportPrivateUsage]
         return bool(self.reasons)
@@ -155,6 +154,7 @@ class Notice:
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
+        worker.wait_pending()
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
         names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.view.members
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
