@@ -269,3 +269,8 @@ def test_payload_of_a_run_that_has_just_begun_or_sends_nothing_is_its_mean() -> 
         totals = Totals()
         totals.add([Record(i, 0.0, 1.0, x, 1.0, 0.0) for i, x in enumerate(sent, 1)])
         assert totals.summary()["payload_bytes_per_worker_per_step"] == sent[-1] / len(sent)
+
+
+def test_auto_is_for_attach_and_the_error_says_what_recommends_a_recipe() -> None:
+    with pytest.raises(ConfigError, match="strategy='auto'.*`thinwire plan` recommends"):
+        resolve({"task": "digits", "strategy": "auto", "workers": 2})

@@ -68,3 +68,28 @@ def test_a_prediction_stands_for_the_fallback_and_all_ranks_go_by_the_slowest() 
 def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Guard(attach(None, LocalSGD(period=3)), **wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_another_guard_looks_again_after_the_link_has_changed() -> None:
+    """On the first link local steps are faster, on the second one not: all ranks fall back at the same step."""
+
+    def work(comm: Comm) -> tuple[bool, bool, int, Strategy]:
+        clock, seconds = Clock(), {"AllReduce": 2.0, "LocalSGD": 1.0}
+        comm.runtime = replace(comm.runtime, clock=clock)
+        worker = attach(comm, LocalSGD(period=3))
+
+        def watched() -> Verdict:
+            guard = Guard(worker)
+            while guard.verdict is None:
+                clock.now += seconds[type(worker.strategy).__name__]
+                steps(worker, batches(comm.rank, 1, first=worker.step))
+            return guard.verdict
+
+        first = watched()
+        seconds["AllReduce"] = 0.5
+        second = watched()
+        return first.kept, second.kept, second.step, worker.strategy
+
+    found = thinwire.run_threads(2, work)
+    assert found[0] == found[1]
+    assert found[0][:2] == (True, False) and found[0][3] == AllReduce()

@@ -112,6 +112,11 @@ def check_recipe(text: str, workers: int) -> str:
         raise ConfigError(f"workers={workers}: must be at least 1")
     if workers > MOST_WORKERS:
         raise ConfigError(f"workers={workers}: must be at most {MOST_WORKERS}")
+    if text.strip() == "auto":
+        raise ConfigError(
+            "strategy='auto': stands for a recipe in attach() only, which measures the links first; a run's folder names "
+            "its recipe. `thinwire plan` recommends one for a model and links; give that"
+        )
     recipe = parse_recipe(text)
     recipe.check(workers)
     return describe(recipe)
