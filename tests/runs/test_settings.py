@@ -272,5 +272,5 @@ def test_payload_of_a_run_that_has_just_begun_or_sends_nothing_is_its_mean() -> 
 
 
 def test_auto_is_for_attach_and_the_error_says_what_recommends_a_recipe() -> None:
-    with pytest.raises(ConfigError, match="strategy='auto'.*`thinwire plan` recommends"):
+    with pytest.raises(ConfigError, match=r"strategy='auto'.*`thinwire plan` recommends"):
         resolve({"task": "digits", "strategy": "auto", "workers": 2})

@@ -114,8 +114,8 @@ def check_recipe(text: str, workers: int) -> str:
         raise ConfigError(f"workers={workers}: must be at most {MOST_WORKERS}")
     if text.strip() == "auto":
         raise ConfigError(
-            "strategy='auto': stands for a recipe in attach() only, which measures the links first; a run's folder names "
-            "its recipe. `thinwire plan` recommends one for a model and links; give that"
+            "strategy='auto': only attach() takes it, and measures links first; `thinwire plan` recommends a recipe "
+            "for a model and links: give that"
         )
     recipe = parse_recipe(text)
     recipe.check(workers)
