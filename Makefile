@@ -55,7 +55,7 @@ format: $(VENV)/ok  ## let ruff write
 	$(BIN)/python tools/spdx.py
 	$(BIN)/python tools/write_stub.py
 
-bench: $(VENV)/ok  ## paired benchmarks: ratios, medians and spread
+bench: $(VENV)/ok  ## speeds against DDP in the same run, five minutes; python -m benchmarks --all has the other bars
 	$(BIN)/python -m benchmarks
 
 race: $(VENV)/ok  ## the race, whole; hours, and goes on where it was stopped. ONLY='100mbit/4/*' runs a part of it

@@ -10,12 +10,12 @@ from accelerate.local_sgd import LocalSGD
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.base import Peer, PeerEngine
+from benchmarks.peers.base import LibraryEngine, LibraryMethod
 from thinwire.comm.base import Comm
 from thinwire.runs.baselines import BaselineEngine
 
 
-class AccelerateEngine(PeerEngine):
+class AccelerateEngine(LibraryEngine):
     """The loop of the guide: `accelerator.backward`, `optimizer.step`, `local_sgd.step`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, control: Comm, period: int) -> None:
@@ -38,7 +38,7 @@ class AccelerateEngine(PeerEngine):
 
 
 @dataclass(frozen=True)
-class AccelerateLocalSGD(Peer):
+class AccelerateLocalSGD(LibraryMethod):
     """Parameters are averaged every `period` steps."""
 
     period: int = 8

@@ -39,7 +39,7 @@ class Held(nn.Module):
         return self.module(*inputs)
 
 
-class PeerEngine(BaselineEngine):
+class LibraryEngine(BaselineEngine):
     """A model whose gradients stay here; what a library sends, it sends in `average` or in the optimizer's step.
 
     Args:
@@ -68,7 +68,7 @@ class PeerEngine(BaselineEngine):
 
 
 @dataclass(frozen=True)
-class Peer(Baseline):
+class LibraryMethod(Baseline):
     """Another library's method."""
 
     def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:

@@ -17,7 +17,7 @@ from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoD
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.base import Peer, PeerEngine
+from benchmarks.peers.base import LibraryEngine, LibraryMethod
 from thinwire.comm.base import Comm
 from thinwire.runs.baselines import BaselineEngine
 
@@ -39,7 +39,7 @@ def without_cuda() -> None:
     Tensor.cuda = lambda tensor, *_: tensor
 
 
-class FairscaleEngine(PeerEngine):
+class FairscaleEngine(LibraryEngine):
     """`perform_slowmo` after each step, as the library's documentation has it."""
 
     def __init__(
@@ -77,7 +77,7 @@ class FairscaleEngine(PeerEngine):
 
 
 @dataclass(frozen=True)
-class FairscaleSlowMo(Peer):
+class FairscaleSlowMo(LibraryMethod):
     """Local SGD with slow momentum: averages every `period` steps, a slow step every `slow`."""
 
     period: int = 8
@@ -92,7 +92,7 @@ class FairscaleSlowMo(Peer):
 
 
 @dataclass(frozen=True)
-class FairscaleSGP(Peer):
+class FairscaleSGP(LibraryMethod):
     """Stochastic gradient push: the model goes to one worker at every step; a slow step every `slow`."""
 
     slow: int = 48

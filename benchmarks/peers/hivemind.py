@@ -15,7 +15,7 @@ from hivemind.compression import Float16Compression
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.peers.base import Held, Peer, PeerEngine, own_address
+from benchmarks.peers.base import Held, LibraryEngine, LibraryMethod, own_address
 from thinwire.comm.base import Comm
 from thinwire.errors import CommError
 from thinwire.runs.baselines import BaselineEngine
@@ -24,7 +24,7 @@ from thinwire.worker.handshake import gather_texts
 _ROUND_SECONDS = 120.0
 
 
-class HivemindEngine(PeerEngine):
+class HivemindEngine(LibraryEngine):
     """A model, and an averager in a process of its own."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, control: Comm, period: int) -> None:
@@ -67,7 +67,7 @@ class HivemindEngine(PeerEngine):
 
 
 @dataclass(frozen=True)
-class HivemindAveraging(Peer):
+class HivemindAveraging(LibraryMethod):
     """Parameters are averaged every `period` steps."""
 
     period: int = 32

@@ -20,7 +20,7 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from benchmarks.peers.base import Held, Peer, PeerEngine, own_address
+from benchmarks.peers.base import Held, LibraryEngine, LibraryMethod, own_address
 from thinwire.comm.base import Comm
 from thinwire.runs.baselines import BaselineEngine
 from thinwire.worker.handshake import gather_texts
@@ -28,7 +28,7 @@ from thinwire.worker.handshake import gather_texts
 _TIMEOUT = timedelta(seconds=300)
 
 
-class TorchftEngine(PeerEngine):
+class TorchftEngine(LibraryEngine):
     """A model under a manager; the library's hooks on the optimizer's step do the rest."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, control: Comm, period: int) -> None:
@@ -81,7 +81,7 @@ class TorchftEngine(PeerEngine):
 
 
 @dataclass(frozen=True)
-class _Torchft(Peer):
+class _Torchft(LibraryMethod):
     def engine(self, model: nn.Module, optimizer: Optimizer, control: Comm) -> BaselineEngine:
         """Start a manager and put the library's context around training."""
         engine = TorchftEngine(model, optimizer, control, self.period)

@@ -48,4 +48,16 @@ Added before any run, where the rule was silent:
   ms, and the peer that is first on 100 Mbit, with 4 workers.
 - Order: 4 workers, the racers of the headline, seed 0: racer by racer its rates and its curve; then times by link. Then
   the checks, the other seeds, 8 workers, the other racers. What has not been run is "not run" in every table.
+
+Added with the other libraries, before any of their runs:
+
+- Local SGD of Accelerate and of torchft computes what `LocalSGD(period=8)` does, and torchft's DiLoCo what
+  `DiLoCo(period=32)` does: the held-out losses were equal to the last digit in trials of 16 steps with a period of 8.
+  They take these rates and curves; their times are their own.
+- hivemind averages every 32 steps, in half precision, and waits for it; it takes the rates of `LocalSGD(period=32)`.
+  fairscale's SlowMo averages every 8 steps, with the values that its documentation recommends otherwise, and takes the
+  rates of `LocalSGD(period=8)`; its SGP takes DDP's. Their curves are their own.
+- 1-bit Adam compresses after 48 steps, a fifth of the budget, and its steps are timed after 50; the dearer ones before
+  are not in the product, nor are the ten of torch's PowerSGD.
+- What could not be run is listed with the reason in `benchmarks/peers/__init__.py`.
 """

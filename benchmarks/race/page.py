@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
 from benchmarks.race.checks import check_lines
-from benchmarks.race.racers import LINKS, RACERS, SIZES
+from benchmarks.race.racers import LINKS, OUTER_RATES, RACERS, SIZES
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
 from benchmarks.race.table import COST, NOT_RUN, SPEED, Row, rows, table
 
@@ -118,21 +118,24 @@ def _rates() -> str:
         "## Rates",
         "",
         "Held-out loss after the tries, by the multiple of the task's learning rate, or by the outer rate; the chosen "
-        "one is bold.",
+        "one is bold, and stands in the recipe.",
         "",
         "| | recipe | tries |",
         "| --- | --- | --- |",
     ]
     for racer in RACERS:
-        if racer.tuned_as is not racer:
-            lines.append(f"| {racer.name} | `{racer.recipe}` | those of {racer.tuned_as.name} |")
-            continue
         best, told = best_try(racer), list[str]()
+        recipe = racer.recipe.replace(
+            "{outer}", f"{best['outer'] if best else OUTER_RATES[0]:g}" if racer.outer else ""
+        )
+        if racer.tuned_as is not racer:
+            lines.append(f"| {racer.name} | `{recipe}` | those of {racer.tuned_as.name} |")
+            continue
         for each in tries(racer):
             rate = each["rate"] if each["outer"] is None else each["outer"]
             text = f"{rate:g}: {final_of_try(each):.3f}"
             told.append(f"**{text}**" if best is not None and each is best else text)
-        lines.append(f"| {racer.name} | `{racer.recipe}` | {', '.join(told) or NOT_RUN} |")
+        lines.append(f"| {racer.name} | `{recipe}` | {', '.join(told) or NOT_RUN} |")
     return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ class Racer:
         library: that has an environment of its own, if it is not torch or thinwire.
         period: steps after which its communication repeats.
         dense: it sends all gradients, or a cast of them, at every step.
+        warm: steps before the timed ones; more where a method begins by sending everything.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Racer:
     library: str | None = None
     period: int = 8
     dense: bool = False
+    warm: int = WARM_STEPS
 
     @property
     def curve_of(self) -> Racer:
@@ -58,6 +60,11 @@ class Racer:
         """The racer whose rates are its own."""
         own = self.curve_of
         return own if own.rates_of is None else named(own.rates_of)
+
+    @property
+    def outer(self) -> bool:
+        """Whether it has an outer rate."""
+        return "{outer}" in self.recipe
 
     @property
     def seeds(self) -> Sequence[int]:
@@ -106,7 +113,7 @@ RACERS = (
     Racer("powersgd-2", "ddp+powersgd(rank=2)", "torch", headline=False),
     Racer("Overlap", "OverlapLocalSGD(period=8)", headline=False),
     Racer("PushSum", "PushSum()", headline=False, dense=True),
-    Racer("OneBitAdam", "CompressedMomentum()", optimizer="onebit-adam", headline=False),
+    Racer("OneBitAdam", "CompressedMomentum(warmup_steps=48)", optimizer="onebit-adam", headline=False, warm=50),
     Racer("LocalSGD-32", "LocalSGD(period=32)", headline=False, period=32),
     Racer("SlowMo", "SlowMo(period=32, momentum=0.4, lr={outer})", inner="LocalSGD-32", headline=False, period=32),
 )

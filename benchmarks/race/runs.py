@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from benchmarks.race.racers import (
     FEW_STEPS,
     FEW_WARM_STEPS,
     FEWEST_STEPS,
-    WARM_STEPS,
     Racer,
 )
 from thinwire.errors import ThinwireError
@@ -99,13 +98,13 @@ def steps_timed(racer: Racer, link: str) -> tuple[int, int, int]:
     """Steps before the timed ones, the timed ones, and those of a block."""
     if link == "20mbit" and racer.dense:
         return FEW_WARM_STEPS, FEW_STEPS, FEW_BLOCK
-    return WARM_STEPS, -(-FEWEST_STEPS // racer.period) * racer.period, racer.period
+    return racer.warm, -(-FEWEST_STEPS // racer.period) * racer.period, racer.period
 
 
 def step_times(racer: Racer, link: str, workers: int) -> Fields:
     """What a step costs on a link: seconds, bytes, memory, CPU time."""
     warm, timed, block = steps_timed(racer, link)
-    outer = 0.7 if "{outer}" in racer.recipe else None  # neither rate changes what a step costs
+    outer = 0.7 if racer.outer else None  # neither rate changes what a step costs
     settings = settings_of(
         racer,
         0.5,
@@ -125,13 +124,14 @@ def step_times(racer: Racer, link: str, workers: int) -> Fields:
         steps = [line for line in lines_of(home) if "loss" in line]
     ends = range(warm + block - 1, warm + timed, block)
     seconds = [(steps[end]["seconds"] - steps[end - block]["seconds"]) / block for end in ends]
-    whole = steps[-1]["payload_bytes"] - steps[warm - 1]["payload_bytes"]
+    payload = [(steps[end]["payload_bytes"] - steps[end - block]["payload_bytes"]) / block for end in ends]
     return {
         "link": link,
         "workers": workers,
         "block_steps": block,
         "block_seconds": [round(each, 6) for each in seconds],
-        "payload_bytes_per_step": whole / timed,
+        # Torch's PowerSGD sends whole gradients in its first ten steps.
+        "payload_bytes_per_step": median(payload),
         "payload_bytes_of_run": steps[-1]["payload_bytes"],
         **{name: summary.get(name) for name in _SUMMARY},
         "made": made(settings),
