@@ -146,7 +146,7 @@ def run_fleet(
                 while fleet.membership.requests() < len(due) and time.monotonic() < limit:
                     time.sleep(0.005)
                 if any(f"w{size + i}" not in worker.view.members for i in range(len(due))):
-                    time.sleep(0.01)  # a state is sent meanwhile, which takes longer than a step here
+                    time.sleep(0.02)  # a state is sent meanwhile, which takes longer than a step here
                 if sampler is not None:
                     end.batches.append((worker.step, sampler.share(worker)))
                 x, y = batch(number, worker.step)

@@ -38,7 +38,7 @@ ROUNDS: list[Strategy] = [
     DiLoCo(period=3),
     DiLoCo(period=3, codec=ErrorFeedback(OneBit(8))),
 ]
-STEPS = 36
+STEPS = 60
 
 
 def joined(ends: list[End]) -> int:
@@ -109,7 +109,7 @@ def test_the_others_train_on_while_the_state_is_sent(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(arriving, "send", slow)
     ends = survivors(
-        run_fleet(2, LocalSGD(period=3), joins=(3,), steps=60, optimizer=lambda m: Loud(m.parameters(), lr=0.05))
+        run_fleet(2, LocalSGD(period=3), joins=(3,), steps=150, optimizer=lambda m: Loud(m.parameters(), lr=0.05))
     )
     assert joined(ends) >= 18, "at least the 40 steps of two workers"
 

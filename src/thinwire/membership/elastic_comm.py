@@ -61,11 +61,6 @@ class ElasticComm(Comm):
         self.check_device, self.runtime = comm.check_device, comm.runtime
 
     @property
-    def is_open(self) -> bool:
-        """Whether there was a view so far."""
-        return self._comm is not None
-
-    @property
     def comm(self) -> Comm:
         """The comm of the current view, as far along as this one."""
         assert self._comm is not None, "use() comes first"

@@ -97,14 +97,16 @@ class Elastic:
         Raises:
             CommError: not all its workers connected.
         """
-        try:
-            self._connect(self.view)
-            return
-        except _LOST as error:
-            if not self.joins:
-                raise
-            problem = str(error)
-        self._next_view(problem, None)  # another worker was lost just then
+        while True:
+            try:
+                self._connect(self.view)
+                return
+            except _LOST as error:
+                if not self.joins or isinstance(error, StoreLostError):
+                    raise
+                _LOGGER.warning("worker %s asks to join again: %s", self.worker_id, error)
+            # Outside the handler: a traceback would keep the connections open. Another worker was lost just then.
+            self.view = self._membership.change(Progress(0, done=True, step=0, ready=False))
 
     @property
     def comm(self) -> ElasticComm:
@@ -388,8 +390,7 @@ class Elastic:
         while True:
             # What is known of those that ask to join may differ between the survivors.
             self._requests = 0
-            if self._comm.is_open:  # who joins may not have come that far
-                self._connector.disconnect(self._comm.comm)
+            self._connector.disconnect(self._comm.comm)
             self._comm.round = ""
             if self._neighbours:
                 requests = self._membership.requests()
