@@ -112,7 +112,6 @@ class Budget(Wrapper):
     limits = "bytes are spent where the base sends; shorter periods spend them more evenly"
 
     timing_dependent = trait(lambda self: self.base.timing_dependent or not self.per_step)
-    local_rounds = trait(lambda self: self.base.local_rounds and not self.base.postpones)  # a mean may be left out
     data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes or not self.per_step)
     # Where a round ends is not known before, but all workers find the same.
     local_rounds = False
