@@ -16,7 +16,7 @@ from thinwire.strategies.wrapper import Wrapper
 
 TEXTS = {"paper", "waits", "limits"}
 """Of each class itself."""
-OWN = {"plain_average", "growing", "restarts_on_resize", "inelastic", "change_view"}
+OWN = {"plain_average", "growing", "restarts_on_resize", "inelastic", "change_view", "before_leave", "postpones"}
 """Traits and a hook that are a wrapper's own; a comment in `Wrapper` says why."""
 TRAITS = sorted(set(Strategy.__annotations__) - TEXTS - OWN)
 HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")

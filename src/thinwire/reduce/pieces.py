@@ -16,7 +16,7 @@ def pieces_at(edges: Sequence[int], size: int) -> list[slice]:
 
     Example:
         >>> pieces_at([6, 7, 12], size=2), pieces_at([12], size=2)
-        ([slice(0, 7, None), slice(7, 12, None)], [slice(0, 0, None), slice(0, 12, None)])
+        ([slice(0, 6, None), slice(6, 12, None)], [slice(0, 0, None), slice(0, 12, None)])
     """
     n = edges[-1]
     cuts = [min([0, *edges], key=lambda edge: abs(edge * size - rank * n)) for rank in range(size + 1)]

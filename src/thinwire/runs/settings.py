@@ -92,7 +92,7 @@ class Settings:
             with elastic, lets the worker go that got the signal, and the others train on. Unless given, a signal ends
             the run at once.
         restarts: with elastic, how many times workers that were killed are started again, all together; they join the
-            others. None are unless given.
+            others. 0 unless given.
         tensorboard: write TensorBoard events too.
         command: the command line that started the run.
 

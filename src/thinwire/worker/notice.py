@@ -137,6 +137,7 @@ class Notice:
             >>> worker.step
             0
             >>> notice.close()
+            >>> worker.detach()
         """
         elastic = self._worker.elastic
         if elastic is None:
