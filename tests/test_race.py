@@ -147,6 +147,19 @@ def test_what_failed_is_not_tried_again_and_holds_up_only_what_needs_it(place: P
     assert "times/100mbit-4-Local" not in left and "times/100mbit-4-ddp" in left
 
 
+def test_a_library_that_cannot_be_installed_holds_up_nobody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(library: str) -> None:
+        raise RuntimeError(f"no wheel of {library}")
+
+    monkeypatch.setattr(jobs, "installed", lambda library: False)
+    monkeypatch.setattr(jobs, "install", cannot)
+    pattern = ["100mbit/4/torchft"]
+    with pytest.raises(RuntimeError, match="no wheel of torchft"):
+        jobs.run_next(["times"], pattern)
+    assert jobs.missing(["times"], pattern) == []
+    assert not jobs.run_next(["times"], pattern)
+
+
 def test_blocks_are_whole_periods() -> None:
     for racer in RACERS:
         for link in LINKS:

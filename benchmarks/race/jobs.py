@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 
 from benchmarks.peers import install, installed, python_of
 from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_run
@@ -74,33 +75,40 @@ class Job:
         return result(self.name) is not None
 
     @property
+    def _failure(self) -> Path:
+        return RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt"
+
+    @property
     def failed(self) -> bool:
         """Whether it ended without a result."""
-        return (RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt").exists()
+        return self._failure.exists()
 
     def run(self) -> None:
         """Make the result file, in the library's environment."""
-        if self.library is None or sys.prefix == str(python_of(self.library).parents[1]):
-            self.run_here()
-            return
-        if not installed(self.library):
-            install(self.library)
+        try:
+            if self.library is None or sys.prefix == str(python_of(self.library).parents[1]):
+                self._run_here()
+            else:
+                self._run_apart(self.library)
+        except Exception:
+            # What a process of its own has written says more.
+            if not self.failed:
+                self._failure.parent.mkdir(parents=True, exist_ok=True)
+                self._failure.write_text(traceback.format_exc())
+            raise
+
+    def _run_apart(self, library: str) -> None:
+        if not installed(library):
+            install(library)
         # The environment does not know this checkout.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [str(python_of(self.library)), "-m", "benchmarks.race", "run", self.name]
+        command = [str(python_of(library)), "-m", "benchmarks.race", "run", self.name]
         subprocess.run(command, check=True, env=environment)
 
-    def run_here(self) -> None:
-        """Make the result file, in this process."""
-        try:
-            if self.library is not None:
-                importlib.import_module(f"benchmarks.peers.{self.library}")
-            found = self.make()
-        except Exception:
-            path = RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(traceback.format_exc())
-            raise
+    def _run_here(self) -> None:
+        if self.library is not None:
+            importlib.import_module(f"benchmarks.peers.{self.library}")
+        found = self.make()
         path = RESULTS / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(found) + "\n").encode())

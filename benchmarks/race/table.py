@@ -126,8 +126,8 @@ def _of_times(times: Fields, wall: Fields | None) -> dict[str, Any]:
 
 def _of_curves(racer: Racer, seconds: float | None, limit: float | None) -> dict[str, Any]:
     # Of racers whose curves are others', all seeds that these have.
-    every = [(seed, found) for seed in racer.curve_of.seeds if (found := curve_of(racer, seed)) is not None]
-    curves = [(found, goals, _bytes_allowed(seed)) for seed, found in every if (goals := targets(seed)) is not None]
+    every = [(seed, each) for seed in racer.curve_of.seeds if (each := curve_of(racer, seed)) is not None]
+    curves = [(each, goals, _bytes_allowed(seed)) for seed, each in every if (goals := targets(seed)) is not None]
     if not curves:
         return {}
     found: dict[str, Any] = {
@@ -152,7 +152,7 @@ def _known(values: Any) -> tuple[float, ...]:
 def _bytes_allowed(seed: int) -> float:
     found = curve_of(named("ddp"), seed)
     assert found is not None
-    return found["payload_bytes"][found["steps"].index(BUDGET)] / BYTES_SHARE
+    return (found["payload_bytes"] or [0.0])[-1] / BYTES_SHARE  # DDP ends with the budget
 
 
 # -- as Markdown -------------------------------------------------------------------------------------------------------
