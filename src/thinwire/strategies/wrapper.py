@@ -68,8 +68,8 @@ class Wrapper(Strategy):
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
     # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`,
     # `restarts_on_resize` and `inelastic` speak of a class itself; who asks for them looks at the base, too. So does
-    # `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these do. `before_leave`
-    # looks at the state of both. A class that `postpones` looks at `Replica.postponed` itself.
+    # `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these do.
+    # `before_leave` looks at the state of both. A class that `postpones` looks at `Replica.postponed` itself.
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""
