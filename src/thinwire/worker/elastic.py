@@ -86,6 +86,7 @@ class Elastic:
         self._newcomers: set[str] = set()
         self._offered = offered
         self._worker: WorkerState | None = None
+        self._neighbours = False  # one that joins may meet another loss before `begin`
         self._patience = Patience(comm.timeout)
         self._round_ended = time.monotonic()
 
