@@ -96,9 +96,14 @@ def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
         raise ConfigError(f"every={every}: must be at least 1 step; 10 is usual")
     read = figures_of(worker)
 
+    last = worker.step
+
     def after_step(*_: object) -> None:
-        if worker.step % every == 0:
+        nonlocal last
+        # Of a class that calls its base's step, that of the base ends before the worker's own.
+        if worker.step != last and worker.step % every == 0:
             logger.log(read(), worker.step)
+        last = worker.step
 
     # After the worker's own hook, which has counted the step.
     worker.undo.callback(worker.optimizer.register_step_post_hook(after_step).remove)

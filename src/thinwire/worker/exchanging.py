@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from thinwire.strategies.base import nested
@@ -48,5 +50,50 @@ def register_hooks(worker: WorkerState, before: Callable[..., Any], after: Calla
     """Hook the exchange to the backward pass, and the worker's hooks to the optimizer's step; `undo` removes them."""
     watch_gradients(worker)
     worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
-    worker.undo.callback(worker.optimizer.register_step_pre_hook(before).remove)
-    worker.undo.callback(worker.optimizer.register_step_post_hook(after).remove)
+    steps = _Steps(before, after)
+    worker.undo.callback(worker.optimizer.register_step_pre_hook(steps.before).remove)
+    worker.undo.callback(worker.optimizer.register_step_post_hook(steps.after).remove)
+
+
+class _Steps:
+    """Hooks that run once in a step.
+
+    Torch wraps the `step` of every class of which there has been an object. Where a subclass calls `super().step()`,
+    all hooks run for both, one step within the other.
+    """
+
+    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._before, self._after = before, after
+        self._outermost: FrameType | None = None
+
+    def before(self, *given: Any) -> Any:
+        """As the hook, unless a step is under way that has called this one."""
+        frame = _caller()
+        if _within(frame, self._outermost):
+            return None
+        # One that is here still has ended by an exception.
+        self._outermost = frame
+        return self._before(*given)
+
+    def after(self, *given: Any) -> None:
+        """As the hook, at the end of the outermost step."""
+        frame = _caller()
+        if frame is self._outermost or not _within(frame, self._outermost):
+            self._outermost = None
+            self._after(*given)
+
+
+def _caller() -> FrameType | None:
+    """Of the function that asks: where torch calls the hooks of one step."""
+    here = inspect.currentframe()
+    asking = here and here.f_back
+    return asking and asking.f_back
+
+
+def _within(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Whether a call was made in another one, which is still under way."""
+    while outer is not None and frame is not None:
+        frame = frame.f_back
+        if frame is outer:
+            return True
+    return False

@@ -104,6 +104,7 @@ class Guard:
         if fallback_seconds is None:
             worker.switch(self._fallback)
         self._begin()
+        self._seen = worker.step
         # Registered after the worker's own hook, and so called after it.
         self._handle = worker.optimizer.register_step_post_hook(self._after_step)
         worker.undo.callback(self._handle.remove)
@@ -114,6 +115,9 @@ class Guard:
         self._steps, self._marks = -_SKIPPED_STEPS, list[float]()
 
     def _after_step(self, *_: Any) -> None:
+        if self.worker.step == self._seen:
+            return  # a step within another one, of a class that calls its base's
+        self._seen = self.worker.step
         self._steps += 1
         if self._steps < 0 or self._steps % self._window:
             return
