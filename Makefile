@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # Code that is checked and formatted.
 CODE := src tests benchmarks examples reproductions tools conftest.py
-# Tests that run side by side: more than two cores, as many wait for links and timeouts.
-JOBS   ?= 3
+# Tests that run side by side.
+JOBS   ?= 2
 
 .PHONY: demo test test-all gpu coverage check types layout format bench race reproduce docs dist clean help
 help:            ## list the commands
