@@ -42,7 +42,9 @@ class ViewComm(GroupComm):
         Comm.__init__(self, rank, size, timeout=timeout)
         self._lost = lost
         self._first = store
-        self._connect(store, range(size), {"cpu"})
+        # Over a connection of its own: who waits for keys of workers that never come keeps all other calls waiting, and
+        # goes on to after this worker has given up, since it cannot be stopped.
+        self._connect(store.clone(), range(size), {"cpu"})
 
     def _connected(self, connect: Callable[[], T]) -> T:
         end = time.monotonic() + self.timeout

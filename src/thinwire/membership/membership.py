@@ -131,9 +131,14 @@ class Membership:
             time.sleep(_POLL_SECONDS)
         return self._accept(self._read(0))
 
-    def _join(self) -> View:
+    def _join(self, epoch: int = 0) -> View:
+        """Wait until the others take this worker in.
+
+        Args:
+            epoch: of the first view that counts; this worker may have been in those before.
+        """
         number, part = self._request(), 0
-        epoch, end = self._hint(), time.monotonic() + self.timeout
+        epoch, end = max(epoch, self._hint()), time.monotonic() + self.timeout
         last: View | None = None
         while True:
             while self._ask(lambda store, key=f"view/{epoch}": store.check([key])):
@@ -227,7 +232,7 @@ class Membership:
         view = self._read(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
-                return self._join()
+                return self._join(epoch)
             raise PeerLostError(
                 f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
                 "time; start it again to let it join"
@@ -278,8 +283,10 @@ class Membership:
             self._history.append(self._read(len(self._history)))
         return self._history
 
-    def requests(self) -> int:
-        """How many workers have asked to join so far, as the store said half a second ago."""
+    def requests(self, *, now: bool = False) -> int:
+        """How many workers have asked to join so far, as the store said half a second ago, or says now."""
+        if now:
+            self._requests = self._ask(lambda store: store.add("joins", 0))
         return self._requests
 
     def facts(self, own: str) -> str:

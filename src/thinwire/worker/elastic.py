@@ -244,10 +244,15 @@ class Elastic:
         self._newcomers.clear()
         self._comm.silent = frozenset()
 
-    def together(self, body: Callable[[], T]) -> T:
-        """Run what all workers do at the same step, such as evaluate, again where one is lost in it."""
+    def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
+        """Run what all workers do at the same step, such as evaluate, again where one is lost in it.
+
+        Args:
+            body: what they do.
+            sends: whether it is known to communicate; else the meter says whether it has.
+        """
         results: list[T] = []
-        self.round(lambda: results.append(body()), sends=True)
+        self.round(lambda: results.append(body()), sends=sends)
         return results[-1]
 
     def round(
@@ -394,7 +399,8 @@ class Elastic:
             self._connector.disconnect(self._comm.comm)
             self._comm.round = ""
             if self._neighbours:
-                requests = self._membership.requests()
+                # Whoever proposes takes in those that anybody has heard of, so that nobody has to ask for a view again.
+                requests = self._membership.requests(now=True)
             progress = Progress(self._round, self._done, self.worker.step, ready=self._size > 0)
             view = self._membership.change(progress, requests=requests, donor=donor)
             if self._arrivals is not None and not (view.joined and view.donor):

@@ -101,10 +101,8 @@ class Notice:
         if self.reasons or step % every or step == self._asked_at:
             return bool(self.reasons)
         self._asked_at = step
-        if worker.elastic is not None and _somebody_joined(worker.crews, step):
-            return False  # who has joined just now has not taken the step after which the others would ask
         # Elastic workers ask again where one is lost meanwhile.
-        self.reasons = worker._together(self._ask)  # pyright: ignore[reportPrivateUsage]
+        self.reasons = self._ask() if worker.elastic is None else worker.elastic.together(self._ask, sends=False)
         return bool(self.reasons)
 
     def leave(self) -> bool:
@@ -155,6 +153,10 @@ class Notice:
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
+        # Who has joined just now has not taken the step after which the others would ask. It may have joined since this
+        # worker began to ask: where workers wait for their neighbours alone, others are a step behind.
+        if worker.elastic is not None and _somebody_joined(worker.crews, worker.step):
+            return {}
         worker.wait_pending()
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
         names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.view.members
