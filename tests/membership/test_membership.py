@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of views on its own, and the connections of a view that does not come about."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from thinwire.comm.liveness import State
+from thinwire.comm.rendezvous import memory_store
+from thinwire.comm.roll_call import within
+from thinwire.comm.view_group import GlooConnector
+from thinwire.errors import PeerLostError
+from thinwire.membership.membership import Membership, RunEndedError
+from thinwire.membership.view import Progress
+
+
+class LateHint:
+    """A store in which the number of the newest view is not there yet."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        if key != "epoch":
+            self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_who_is_left_out_of_a_view_does_not_enter_an_older_one_again() -> None:
+    store, gone = LateHint(memory_store()), set[str]()
+
+    def state(worker: str) -> State:
+        return State.ENDED if worker in gone else State.RUNNING
+
+    members = {each: Membership(store, each, timeout=10, state=state, beat_seconds=0.02) for each in "abcd"}
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda rank: members["abcd"[rank]].enter(rank, 4), range(4)))
+            ready, new = Progress(3, done=True, step=9), Progress(0, done=True, step=0, ready=False)
+            gone.add("c")
+            waits = pool.submit(members["d"].change, new)
+            stay = list(pool.map(lambda each: members[each].change(ready), "ab"))
+            assert [view.members for view in stay] == [("a", "b"), ("a", "b")]
+            gone.update("ab")
+            # It asks again; with the others gone there is nothing that it could enter.
+            with pytest.raises(RunEndedError, match="all workers of its last view, 1, are gone"):
+                waits.result()
+    finally:
+        for each in members.values():
+            each.close()
+
+
+def test_a_store_answers_while_a_group_that_nobody_waits_for_any_more_still_connects() -> None:
+    """Gloo waits for the keys of workers that are gone until its timeout, and cannot be stopped."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    gone = threading.Event()
+    before = {*threading.enumerate()}
+    threading.Timer(0.3, gone.set).start()
+    with pytest.raises(PeerLostError, match="a worker of the new view is gone"):
+        GlooConnector(store).connect(1, 0, 2, 4, gone.is_set)
+    within(2, lambda: store.set("still", "there"))
+    assert store.get("still") == b"there"
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10)
