@@ -234,7 +234,7 @@ def test_one_leaves_while_another_joins(strategy: Strategy, joins: int) -> None:
 
 
 def test_who_joins_while_the_others_ask_is_not_waited_for() -> None:
-    """Ranks that are a step ahead under push-sum ask for notices, and are still asking when the last one hears of it."""
+    """Ranks that are a step ahead under push-sum ask for notices, and are still asking when the last hears of it."""
     parts = run(3, PushSum(Irregular(), staleness=1), leaves={1: 10}, joins=7, slow=1, every=4, steps=24)
     assert [part.left_at for part in parts] == [None, 12, None, None]
     stay = [parts[0], parts[2], parts[3]]
