@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,21 @@ def attached(comm: Comm) -> str:
     model(torch.ones(2, 300)).sum().backward()
     optimizer.step()
     return repr(worker.strategy)
+
+
+def watched(comm: Comm, seconds: float) -> tuple[str, str]:
+    """Attaches by "auto", and trains sixty steps of so many seconds; what was chosen, and what goes on."""
+    now = [0.0]
+    comm.runtime = replace(comm.runtime, clock=lambda: now[0])
+    model, optimizer = model_and_optimizer()
+    worker = thinwire.attach(model, optimizer, "auto", comm=comm)
+    chosen = repr(worker.strategy)
+    for _ in range(150):
+        now[0] += seconds if repr(worker.strategy) == chosen else 0.9
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).mean().backward()
+        optimizer.step()
+    return chosen, repr(worker.strategy)
 
 
 def on_a_process() -> str:
@@ -80,6 +95,25 @@ def test_a_slow_link_gets_what_sends_less_and_the_log_says_why(
     assert row is not None and row.factor <= auto.MOST_STEPS and not row.missed
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "has chosen" in caplog.text and "from" in caplog.text and "were measured between 2 ranks" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.1, True), (0.8, True), (1.0, False)])
+def test_what_is_slower_than_all_reduce_gives_way_on_all_ranks(
+    slow_link: None, seconds: float, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An all-reduce of the gradients takes 0.7 s there: what needs less is kept, and all else measured beside it."""
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02)))
+    (first, second) = thinwire.run_threads(2, lambda comm: watched(comm, seconds), timeout=30)
+    assert first == second
+    chosen, goes_on = first
+    assert chosen != repr(AllReduce())
+    assert goes_on == (chosen if kept else repr(AllReduce()))
+
+
+def test_the_time_of_an_all_reduce_lies_on_the_line_through_those_that_were_measured() -> None:
+    assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 2000) == pytest.approx(0.2)
+    assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 10_000) == pytest.approx(1.0)
+    assert auto.reduce_seconds({1000: 0.1, 3000: 0.05}, 10_000) == pytest.approx(0.1)
 
 
 def test_a_long_step_gets_all_reduce_on_the_same_link(

@@ -11,6 +11,7 @@ import torch
 import thinwire
 from tests.engine import attach, batches, flat, steps
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Strategy
+from thinwire.strategies.recipe import brief
 from thinwire.worker.guard import Guard, Verdict
 
 
@@ -64,7 +65,38 @@ def test_a_prediction_stands_for_the_fallback_and_all_ranks_go_by_the_slowest() 
     assert strategy == AllReduce()
 
 
-@pytest.mark.parametrize("wrong", [{"fallback_seconds": 0.0}, {"tolerance": -1.0}, {"windows": 0}])
+@pytest.mark.parametrize(
+    ("local", "kept", "step", "seconds"),
+    [(0.4, True, 2 + 9, 0.5), (0.9, True, 2 + 9 + 2 + 8, 1.0), (1.1, False, 2 + 9 + 2 + 8, 1.0)],
+    ids=["faster than the least", "faster than the fallback", "slower"],
+)
+def test_the_fallback_is_measured_only_where_it_could_be_faster(
+    local: float, kept: bool, step: int, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="thinwire")
+
+    def work(comm: Comm) -> tuple[Verdict | None, Strategy]:
+        return run(comm, -1, {"LocalSGD": local, "AllReduce": 1.0}, fallback_least=0.5, windows=1)
+
+    first, second = thinwire.run_threads(2, work, timeout=20)
+    assert first == second
+    verdict, strategy = first
+    assert verdict is not None
+    assert (verdict.kept, verdict.step) == (kept, step)
+    assert verdict.seconds == pytest.approx(local) and verdict.fallback_seconds == pytest.approx(seconds)
+    assert strategy == (LocalSGD(period=3) if kept else AllReduce())
+    (record,) = caplog.records
+    assert record.levelname == ("INFO" if kept else "WARNING") and f"{brief(strategy)} goes on" in record.getMessage()
+
+
+def test_what_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use one of the two"):
+        Guard(attach(None, LocalSGD(period=3)), fallback_seconds=1.0, fallback_least=1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fallback_least": -1.0}, {"fallback_seconds": 0.0}, {"tolerance": -1.0}, {"windows": 0}]
+)
 def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Guard(attach(None, LocalSGD(period=3)), **wrong)  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
@@ -42,9 +42,7 @@ class ViewComm(GroupComm):
         Comm.__init__(self, rank, size, timeout=timeout)
         self._lost = lost
         self._first = store
-        # Over a connection of its own: who waits for keys of workers that never come keeps all other calls waiting, and
-        # goes on to after this worker has given up, since it cannot be stopped.
-        self._connect(store.clone(), range(size), {"cpu"})
+        self._connect(_with_own_connection(store), range(size), {"cpu"})
 
     def _connected(self, connect: Callable[[], T]) -> T:
         end = time.monotonic() + self.timeout
@@ -130,3 +128,15 @@ class GlooConnector:
         """Close a comm's connections."""
         assert isinstance(comm, ViewComm)
         comm.disconnect()
+
+
+def _with_own_connection(store: Store) -> Store:
+    """The same store, where calls do not wait for those of the given one.
+
+    Who connects waits for the keys of all workers. If one of them never comes, that wait cannot be ended, and all calls
+    over the same connection wait with it, although this worker has given up long before.
+    """
+    # A store of the user's own may have no `clone`; one that cannot be reached is found out by whoever calls it next.
+    with suppress(RuntimeError, OSError, AttributeError):  # TimeoutError too
+        return within(_STORE_SECONDS, cast(Any, store).clone)
+    return store

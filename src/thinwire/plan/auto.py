@@ -51,26 +51,27 @@ _MOST_WORKERS = 64
 _LOGGER = logging.getLogger("thinwire")
 
 
-def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
-    """The strategy; every rank calls it, and gets the same one.
+def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, float | None]:
+    """The strategy, and the seconds of one all-reduce of all gradients, by which a guard goes; the same on all ranks.
 
     Args:
         optimizer: of the model.
         named: the trained parameters.
-        comm: of the ranks.
+        comm: of the ranks; all of them call it.
 
     Raises:
         ConfigError: on all ranks, if the file that THINWIRE_PLAN names cannot be read.
         CommError: a rank does not answer.
     """
     if comm.size == 1:
-        return AllReduce()
+        return AllReduce(), None
     device = next(iter(named.values())).device
     reduces = time_two(comm, device)
     said: dict[str, Any] = {}
     if comm.rank == 0:
         try:
             said = _decide(optimizer, named, network_of_all_reduces(reduces, comm.size), comm.size)
+            said["least"] = reduce_seconds(reduces, sum(p.numel() * p.element_size() for p in named.values()))
         except ConfigError as error:
             said = {"error": str(error)}
     decision = json.loads(gather_texts(comm, json.dumps(said).encode(), device)[0])
@@ -78,7 +79,15 @@ def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
         raise ConfigError(decision["error"])
     if comm.rank == 0:
         _LOGGER.log(logging.INFO if decision["known"] else logging.WARNING, "%s", decision["words"])
-    return parse(decision["recipe"], imports=False)
+    strategy = parse(decision["recipe"], imports=False)
+    return strategy, None if decision["recipe"] == DENSE else decision["least"]
+
+
+def reduce_seconds(reduces: Mapping[int, float], nbytes: int) -> float:
+    """What an all-reduce of so many bytes takes, on the line through the smallest and the largest measured one."""
+    small, large = min(reduces), max(reduces)
+    per_byte = max(0.0, reduces[large] - reduces[small]) / (large - small)
+    return max(reduces[small] + (nbytes - small) * per_byte, 1e-9)
 
 
 def time_two(comm: Comm, device: torch.device) -> dict[int, float]:

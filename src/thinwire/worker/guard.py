@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from thinwire.worker.worker import Worker
 
 _LEAST_STEPS = 8
 _SKIPPED_STEPS = 2
+_LOGGER = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Verdict:
         strategy: its recipe.
         seconds: of one of its steps, on the slowest rank.
         fallback: the recipe of the fallback.
-        fallback_seconds: of one of its steps: as it was given, or measured on the slowest rank.
+        fallback_seconds: of one of its steps: as it was given, the least that it can take, or measured on the slowest
+            rank.
     """
 
     step: int
@@ -43,10 +46,11 @@ class Verdict:
 class Guard:
     """Measures a worker's steps, and switches to a fallback if the strategy is slower than that; all ranks make one.
 
-    Without `fallback_seconds` the fallback itself is measured first, so that training begins with it. A step lasts from
-    the end of the one before to its own end. What counts is the median of `windows` means, each over whole periods of
-    the strategy and at least 8 steps; the first 2 steps of each strategy are left out. After each, ranks share their
-    figure, 8 bytes, and go by the slowest. The guard then takes its hook off, and costs nothing.
+    Without `fallback_seconds` the fallback itself is measured first, so that training begins with it; with
+    `fallback_least` the strategy is, and the fallback only if it could be faster. A step lasts from the end of the one
+    before to its own end. What counts is the median of `windows` means, each over whole periods of the strategy and at
+    least 8 steps; the first 2 steps of each strategy are left out. After each, ranks share their figure, 8 bytes, and
+    go by the slowest. The guard then logs what it has found, takes its hook off, and costs nothing.
 
     Attributes:
         worker: that trains.
@@ -57,6 +61,8 @@ class Guard:
         fallback: what goes on if that is too slow.
         fallback_seconds: what a step of the fallback takes on these machines and links, such as a prediction; None
             measures it.
+        fallback_least: what a step of it takes at least, such as the time of an all-reduce of all gradients: a strategy
+            that is faster than that is kept without a step of the fallback. Not with `fallback_seconds`.
         tolerance: how much slower the strategy may be, as a share of the fallback's time.
         windows: how many means are taken.
 
@@ -86,11 +92,15 @@ class Guard:
         *,
         fallback: Strategy | str = "AllReduce()",
         fallback_seconds: float | None = None,
+        fallback_least: float | None = None,
         tolerance: float = 0.02,
         windows: int = 3,
     ) -> None:
-        if fallback_seconds is not None and not fallback_seconds > 0:
-            raise ConfigError(f"fallback_seconds={fallback_seconds}: must be positive, or None to measure it")
+        for name, given in {"fallback_seconds": fallback_seconds, "fallback_least": fallback_least}.items():
+            if given is not None and not given > 0:
+                raise ConfigError(f"{name}={given}: must be positive, or None to measure it")
+        if fallback_seconds is not None and fallback_least is not None:
+            raise ConfigError("fallback_least with fallback_seconds: what it takes is given; use one of the two")
         if not tolerance >= 0:
             raise ConfigError(f"tolerance={tolerance}: must not be negative; 0.02 is two percent")
         if windows < 1:
@@ -99,9 +109,10 @@ class Guard:
         self.verdict: Verdict | None = None
         self._tried = worker.strategy
         self._fallback = parse(fallback) if isinstance(fallback, str) else fallback
-        self._fallback_seconds = fallback_seconds
+        self._seconds: float | None = None  # of the strategy that is tried
+        self._fallback_seconds, self._fallback_least = fallback_seconds, fallback_least
         self._tolerance, self._windows = tolerance, windows
-        if fallback_seconds is None:
+        if fallback_seconds is None and fallback_least is None:
             worker.switch(self._fallback)
         self._begin()
         self._seen = worker.step
@@ -126,18 +137,37 @@ class Guard:
             return
         spans = [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
         seconds = self._slowest(median(spans) / self._window)
-        if self._fallback_seconds is None:
+        if self.worker.strategy is self._tried:
+            self._seconds = seconds
+        else:
             self._fallback_seconds = seconds
-            self.worker.switch(self._tried)
-            self._begin()
-            return
+        if self._seconds is None:
+            self._measure(self._tried)
+        elif self._fallback_seconds is not None:
+            self._decide(self._seconds, self._fallback_seconds)
+        elif self._seconds <= (self._fallback_least or 0.0):
+            self._decide(self._seconds, self._fallback_least or 0.0)
+        else:
+            self._measure(self._fallback)
+
+    def _measure(self, strategy: Strategy) -> None:
+        self.worker.switch(strategy)
+        self._begin()
+
+    def _decide(self, seconds: float, fallback: float) -> None:
+        worker = self.worker
         self._handle.remove()
-        kept = seconds <= (1 + self._tolerance) * self._fallback_seconds
-        self.verdict = Verdict(
-            self.worker.step, kept, brief(self._tried), seconds, brief(self._fallback), self._fallback_seconds
-        )
-        if not kept:
-            self.worker.switch(self._fallback)
+        kept = seconds <= (1 + self._tolerance) * fallback
+        goes_on = self._tried if kept else self._fallback
+        if worker.strategy is not goes_on:
+            worker.switch(goes_on)
+        self.verdict = Verdict(worker.step, kept, brief(self._tried), seconds, brief(self._fallback), fallback)
+        if worker.comm.rank == 0:
+            _LOGGER.log(
+                logging.INFO if kept else logging.WARNING,
+                "step %d: %s goes on: a step of %s takes %.3g s on the slowest rank, and one of %s %.3g s",
+                *(worker.step, brief(goes_on), brief(self._tried), seconds, brief(self._fallback), fallback),
+            )
 
     def _slowest(self, seconds: float) -> float:
         worker = self.worker

@@ -39,10 +39,22 @@ def check_named(*, automatic: bool) -> None:
         )
 
 
-def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> Strategy:
-    """What "auto" stands for on these ranks; they have agreed that all ask for it."""
+def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, float | None]:
+    """What "auto" stands for on these ranks, which have agreed that all ask for it; and what `watch` goes by."""
     # By name, because plans lie above this package: to predict a strategy, they attach workers.
     return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
+
+
+def watch(worker: WorkerState, reduce_seconds: float | None) -> None:
+    """Fall back to `AllReduce()` if what "auto" has chosen is slower.
+
+    Args:
+        worker: with the strategy that was chosen.
+        reduce_seconds: of one all-reduce of all gradients; None where `AllReduce()` was chosen.
+    """
+    if reduce_seconds is not None:
+        # By name, because a guard is a user of workers.
+        import_module("thinwire.worker.guard").Guard(worker, fallback_least=reduce_seconds, windows=1)
 
 
 def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:

@@ -42,7 +42,7 @@ from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
-from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start
+from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start, watch
 from thinwire.worker.state import Policy
 from thinwire.worker.survivable import check_elastic
 from thinwire.worker.switching import Switched
@@ -477,7 +477,8 @@ def attach(
         strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`); or
             "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
             logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
-            rank 0 from the file of `thinwire doctor --out` that THINWIRE_PLAN names, and otherwise assumed.
+            rank 0 from the file of `thinwire doctor --out` that THINWIRE_PLAN names, and otherwise assumed. The first
+            steps are measured, and `AllReduce()` takes over if it is faster (see `thinwire.worker.guard.Guard`).
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
             there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
             CUDA, otherwise Gloo), and destroyed when the process ends.
@@ -528,7 +529,7 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
-    views = None
+    views = reduce_seconds = None
     if elastic:
         check_named(automatic=automatic)
         check_new(named, optimizer)
@@ -553,7 +554,7 @@ def attach(
     # waiting for a rank that has raised.
     agree_with(views, comm, facts, device)
     if automatic:
-        strategy = choose(optimizer, named, comm)
+        strategy, reduce_seconds = choose(optimizer, named, comm)
     worker = Worker(model, optimizer, strategy, comm, seed=seed)
     worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
     comm.in_step = comm.in_step and not strategy.timing_dependent
@@ -581,4 +582,5 @@ def attach(
         worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
     worker.attachment = Attachment(worker, inside_ddp)
     share_skips(worker)
+    watch(worker, reduce_seconds)
     return worker
