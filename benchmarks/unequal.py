@@ -16,8 +16,8 @@ The rule, which was written before any run:
   `AllReduce()` every step is a round. The bar is 0.90, for `Paced` over LocalSGD, SlowMo and DiLoCo; `AllReduce()` and
   `LocalSGD` without it are shown beside them.
 - `loss`: threads of one process, where `steps` fixes what `Paced` measures on machines: (32, 32, 32, 8). The equal
-  fleet is four workers under the base alone. Both take 1,664 batches: 16 rounds of 104, and 13 of 128. The loss is that
-  of the consensus on the same 256 held-out windows. Told is the unequal fleet's loss over the equal one's, less one, for
+  fleet is four workers under the base alone. Both take 1,664 batches: 16 rounds of 104, and 13 of 128. The loss is of
+  the consensus on the same 256 held-out windows. Told is the unequal fleet's loss over the equal one's, less one, for
   each seed, and the mean. The bar is 1 %.
 
 Each result is a line of JSON, and of benchmarks/results/survival/NAME.jsonl with `--save NAME`.
