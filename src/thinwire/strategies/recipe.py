@@ -109,7 +109,7 @@ def read(
         except (SyntaxError, ValueError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{where}: {reason}; write it like {example}") from None
-        found = _Reader(text, where, more or {}, imports, kind).build(tree)
+        found = _Reader(text, where, example, more or {}, imports, kind).build(tree)
     except (RecursionError, MemoryError):
         # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
         raise ConfigError(f"{where}: nested too deeply; write it like {example}") from None
@@ -124,6 +124,7 @@ class _Reader:
 
     text: str
     where: str
+    example: str
     more: Mapping[str, type]
     imports: bool
     kind: type | tuple[type, ...]
@@ -139,7 +140,9 @@ class _Reader:
             return ast.literal_eval(f"({source})")
         except (SyntaxError, ValueError, TypeError):
             wrong = _shortened(repr(source))
-            raise ConfigError(f"{self.where}: {wrong} is neither a literal nor a known name") from None
+            raise ConfigError(
+                f"{self.where}: {wrong} is neither a literal nor a known name; write it like {self.example}"
+            ) from None
 
     def call(self, name: str, call: ast.Call) -> Any:
         """An instance of the class of that name, with the arguments of a call."""
