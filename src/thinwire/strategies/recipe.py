@@ -187,9 +187,10 @@ class _Reader:
         names = [*own, *entry_points(), *users.values()]
         found = _same(name, names)
         if found is None:
-            # The outermost name can only be one of the kind that is asked for.
-            likely = [each for each in own if issubclass(own[each], self.kind)] if self.text.startswith(name) else names
-            raise ConfigError(f"{self.where}: {_shortened(repr(name))} is unknown{_nearest(name, likely or names)}")
+            # The outermost name can only be one of the kind that is asked for, as far as that is known.
+            other = {each for each in own if self.text.startswith(name) and not issubclass(own[each], self.kind)}
+            likely = [each for each in names if each not in other]
+            raise ConfigError(f"{self.where}: {_shortened(repr(name))} is unknown{_nearest(name, likely)}")
         if found in own:
             return own[found]
         if found in entry_points():
