@@ -9,7 +9,7 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test test-all gpu coverage check types layout format bench race reproduce docs dist clean help
+.PHONY: demo test core test-all gpu coverage check lint types layout format bench race reproduce docs dist clean help
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -23,9 +23,12 @@ $(VENV)/ok: pyproject.toml constraints.txt
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
 	$(BIN)/thinwire demo
 
-# `check` has run the tests of the architecture already.
-test: $(VENV)/ok check  ## set-up, checks and the core tests; at most 8 minutes on two cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --ignore tests/test_architecture.py --durations=10
+# Types are checked on the core that the tests leave idle.
+test: $(VENV)/ok lint  ## set-up, checks and the core tests; about nine minutes on two cores
+	@$(MAKE) --no-print-directory -j 2 types core
+
+core: $(VENV)/ok
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=10
 
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too
 	$(BIN)/python -m pip install --quiet --group docs
@@ -37,11 +40,13 @@ gpu: $(VENV)/ok  ## the tests of NCCL, CUDA streams and Triton; skipped, with th
 coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term
 
-check: $(VENV)/ok ## format, lint, types, architecture
+check: $(VENV)/ok lint ## format, lint, types, architecture
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 types layout
+
+lint: $(VENV)/ok
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/python tools/spdx.py --check
-	@$(MAKE) --no-print-directory --output-sync=target -j 2 types layout
 
 types: $(VENV)/ok
 	$(BIN)/pyright --pythonpath $(BIN)/python
