@@ -62,7 +62,7 @@ class Watched:
     def read(self, rank: int, stream: str, line: str) -> None:
         """A line of a worker."""
         if not line.startswith("{"):
-            if stream == "stderr" and "Error" in line:
+            if stream == "stderr" and ("Error" in line or line.startswith("view ")):
                 print(f"rank {rank}: {line}", file=sys.stderr)
             return
         said = json.loads(line)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.liveness import State
@@ -64,9 +66,64 @@ def test_a_store_answers_while_a_group_that_nobody_waits_for_any_more_still_conn
     gone = threading.Event()
     before = {*threading.enumerate()}
     threading.Timer(0.3, gone.set).start()
-    with pytest.raises(PeerLostError, match="a worker of the new view is gone"):
+    with pytest.raises(PeerLostError, match="a worker of this view is gone, or has given it up"):
         GlooConnector(store).connect(1, 0, 2, 4, gone.is_set)
     within(2, lambda: store.set("still", "there"))
     assert store.get("still") == b"there"
     for thread in {*threading.enumerate()} - before:
         thread.join(10)
+
+
+def send_and_wait(comm: Any) -> None:
+    comm.send_recv(torch.zeros(3), [], [1]).wait()
+
+
+def reduce(comm: Any) -> None:
+    comm.all_reduce_(torch.zeros(3)).wait()
+
+
+@pytest.mark.parametrize("call", [send_and_wait, reduce])
+def test_a_wait_ends_when_its_view_has_been_given_up_though_no_connection_was_closed(
+    call: Callable[[Any], None],
+) -> None:
+    """As on a busy link, where the word of the lost worker's kernel has got lost."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    before, given_up, connector = {*threading.enumerate()}, threading.Event(), GlooConnector(store)
+    with ThreadPoolExecutor(2) as pool:
+        waits, silent = pool.map(lambda rank: connector.connect(0, rank, 2, 6, given_up.is_set), range(2))
+        threading.Timer(0.6, given_up.set).start()
+        with pytest.raises(
+            PeerLostError, match=r"rank 0, step 0, .*: a worker of this view is gone, or has given it up"
+        ):
+            call(waits)
+        assert given_up.is_set()
+        connector.disconnect(silent)
+    del waits, silent
+    for thread in {*threading.enumerate()} - before:
+        thread.join(20)
+
+
+def test_a_view_is_given_up_by_who_registers_for_the_next_one_and_not_for_a_store_that_is_gone() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    store, gone = memory_store(), set[str]()
+
+    def state(worker: str) -> State:
+        return State.ENDED if worker in gone else State.RUNNING
+
+    a, b = (Membership(store, each, timeout=10, state=state, beat_seconds=0.02) for each in "ab")
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: one[1].enter(one[0], 2), enumerate((a, b))))
+        assert not a.given_up()
+        b.leave(Progress(1, done=True, step=1, left="notice"))
+        assert a.given_up() and not b.given_up()
+        b._store = Gone()  # type: ignore[assignment]
+        assert not b.given_up()
+        gone.add("a")
+        assert b.given_up()
+    finally:
+        a.close()
+        b.close()

@@ -98,7 +98,7 @@ class GroupComm(Comm):
                 self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
                 problem = None
             except RuntimeError as error:
-                problem = _first_sentence(error)
+                problem = first_sentence(error)
             except TimeoutError:
                 problem = "timed out"
             # Raised outside the handler: a traceback would keep the half-opened group alive.
@@ -206,7 +206,7 @@ class GroupComm(Comm):
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
                 raise
-            problem = _first_sentence(error)
+            problem = first_sentence(error)
         # Raised outside the handler: a traceback would keep the group alive, and its connections open.
         if problem:
             raise self._failed(operation, problem, 0.0)
@@ -216,13 +216,17 @@ class GroupComm(Comm):
         def finish() -> T:
             start = time.monotonic()
             # On NCCL a wait with a timeout would block the host; NCCL's own watchdog ends the call instead.
-            problem = _try_wait(handles, self.timeout if timed else None)
+            problem = self._wait_for(handles, self.timeout if timed else None)
             self._inflight.pop(id(handles), None)
             if problem or self._fault is not None:
                 raise self._failed(operation, problem, time.monotonic() - start)
             return result()
 
         return Work(finish)
+
+    def _wait_for(self, handles: Handles, seconds: float | None) -> str:
+        """Wait for all handles; returns what went wrong."""
+        return try_wait(handles, seconds)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error that this rank has found, here and in the calls of all others."""
@@ -461,7 +465,7 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
-def _try_wait(handles: Handles, seconds: float | None) -> str:
+def try_wait(handles: Handles, seconds: float | None) -> str:
     """Wait for all handles; returns what went wrong as text, since a traceback would keep handle and group alive."""
     try:
         while handles:
@@ -471,11 +475,11 @@ def _try_wait(handles: Handles, seconds: float | None) -> str:
         if "Invalid scalar type" in str(error):
             raise  # a mistake in the call: the backend does not support this dtype
         handles.clear()
-        return _first_sentence(error)
+        return first_sentence(error)
     return ""
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def first_sentence(error: RuntimeError) -> str:
     """The first sentence of a backend's error, without the line of its source."""
     line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
     return line.partition(". ")[0][:200]

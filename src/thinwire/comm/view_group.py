@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.base import Comm
-from thinwire.comm.group import GroupComm
+from thinwire.comm.group import GroupComm, Handles, first_sentence, try_wait
 from thinwire.comm.roll_call import Failure, within
 from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
 
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _POLL_SECONDS = 0.01
+_LOOK_SECONDS = 0.25
+_GONE = "a worker of this view is gone, or has given it up"
+_COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
 
 
 class ViewComm(GroupComm):
@@ -32,7 +38,7 @@ class ViewComm(GroupComm):
         rank: of this worker.
         size: of the view.
         timeout: for all to connect, and of later waits, in seconds.
-        lost: whether a member is known to be gone, so that nobody waits for it.
+        lost: whether a member is known to be gone or to have given up, so that nobody waits for it.
 
     Raises:
         CommError: not all workers of the view connected.
@@ -60,11 +66,63 @@ class ViewComm(GroupComm):
             if time.monotonic() > end:
                 raise TimeoutError
             if self._lost():
-                raise RuntimeError("a worker of the new view is gone")
+                raise RuntimeError(_GONE)
             time.sleep(_POLL_SECONDS)
         if failed:
             raise failed[0]
         return done[0]
+
+    def _wait_for(self, handles: Handles, seconds: float | None) -> str:
+        """Wait, and look now and then whether there is still somebody to wait for.
+
+        The kernel of a lost worker closes its connections, but says so once for those with unread data: on a busy link
+        that word may be lost, and who only receives never learns of it.
+        """
+        end = time.monotonic() + self.timeout
+        while handles and not _is_message(handles[0]):
+            if problem := self._wait_for_collective(handles.pop(0), end):
+                handles.clear()
+                return problem
+        return self._wait_for_messages(handles, end) if handles else ""
+
+    def _wait_for_collective(self, handle: dist.Work, end: float) -> str:
+        while True:
+            begin = time.monotonic()
+            try:
+                handle.wait(timedelta(seconds=max(_POLL_SECONDS, min(_LOOK_SECONDS, end - begin))))
+                return ""
+            except RuntimeError as error:
+                if "Invalid scalar type" in str(error):
+                    raise
+                problem = first_sentence(error)
+            now = time.monotonic()
+            # A wait that was too short for a collective may be repeated.
+            if "timed out" not in problem.lower() or now >= end or now - begin < 0.9 * _LOOK_SECONDS:
+                return problem
+            if self._lost():
+                return _GONE
+
+    def _wait_for_messages(self, handles: Handles, end: float) -> str:
+        # Gloo gives up a connection on which a wait for a message was too short. So a thread waits for as long as it
+        # takes, and is left behind where there is nobody to wait for.
+        waiting, done, ended = list(handles), threading.Event(), list[str | RuntimeError]()
+        handles.clear()
+
+        def body() -> None:
+            try:
+                ended.append(try_wait(waiting, max(_POLL_SECONDS, end - time.monotonic())))
+            except RuntimeError as error:
+                ended.append(error)
+            done.set()
+
+        self.runtime.start_thread(body)
+        while not done.wait(_LOOK_SECONDS):
+            if self._lost():
+                waiting.clear()
+                return _GONE
+        if isinstance(ended[0], RuntimeError):
+            raise ended[0]
+        return ended[0]
 
     def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
         if self._fault is not None:
@@ -73,6 +131,8 @@ class ViewComm(GroupComm):
         late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
         if late:
             self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s ({problem})")
+        elif problem == _GONE:
+            self._fault = PeerLostError(f"{where}: {problem}")
         else:
             self._fault = PeerLostError(f"{where}: a connection was closed ({problem})")
         # An error that another rank tells all is in the store before its connections are closed.
@@ -128,6 +188,11 @@ class GlooConnector:
         """Close a comm's connections."""
         assert isinstance(comm, ViewComm)
         comm.disconnect()
+
+
+def _is_message(handle: Any) -> bool:
+    # What forwards the chunks of a broadcast is none of torch's, and waits for messages.
+    return not isinstance(handle, dist.Work) or cast(Any, handle)._get_op_type() not in _COLLECTIVES
 
 
 def _with_own_connection(store: Store) -> Store:

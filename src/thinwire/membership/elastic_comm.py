@@ -24,7 +24,7 @@ class Connector(Protocol):
             rank: this worker's.
             size: of the view.
             timeout: for all to connect, and of later waits, in seconds.
-            lost: whether a member is known to be gone, so that there is nothing to wait for.
+            lost: whether a member is known to be gone or to have given up, so that there is nothing to wait for.
 
         Raises:
             CommError: not all members connected.

@@ -33,6 +33,7 @@ T = TypeVar("T")
 _STORE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
+_GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
 
 
 class ViewStore(Protocol):
@@ -96,6 +97,7 @@ class Membership:
         self._requests = 0
         self._history: list[View] = []
         self._ended = threading.Event()
+        self._store_is_lost = False
 
     # -- entering --------------------------------------------------------------------------------------------------
 
@@ -300,16 +302,35 @@ class Membership:
         assert self.view is not None, "enter() comes first"
         return self.state_of(worker, self.view.rows[worker])
 
-    def state_of(self, worker: str, row: str) -> State:
-        """Whether a process runs, by what it says of itself."""
+    def given_up(self) -> bool:
+        """Whether this view cannot come about, or has ended: a member is gone, or has registered for the next one."""
+        assert self.view is not None, "enter() comes first"
+        epoch, rows = self.view.epoch + 1, self.view.rows
+        others = [each for each in self.view.members if each != self.worker]
+        if self._store_is_lost:
+            return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
+        try:
+            return any(
+                self.state_of(each, rows[each], _GIVEN_UP_SECONDS) is State.ENDED or self._has_registered(each, epoch)
+                for each in others
+            )
+        except StoreLostError:
+            self._store_is_lost = True  # which ends the run at the next change of view, and not before
+            return False
+
+    def state_of(self, worker: str, row: str, silent: float = _SILENT_SECONDS) -> State:
+        """Whether a process runs, by what it says of itself; one elsewhere has ended when it is silent for so long."""
         if worker == self.worker:
             return State.RUNNING
+        found = self._state_by_process(worker, row)
+        return found if found is not State.UNKNOWN else self._state_by_beats(worker, silent)
+
+    def _state_by_process(self, worker: str, row: str) -> State:
         if self._given_state is not None:
             return self._given_state(worker)
-        found = Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
-        return found if found is not State.UNKNOWN else self._state_by_beats(worker)
+        return Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
 
-    def _state_by_beats(self, worker: str) -> State:
+    def _state_by_beats(self, worker: str, silent: float) -> State:
         key, now = f"beat/{worker}", time.monotonic()
         if not self._ask(lambda store: store.check([key])):
             beat = b""
@@ -318,7 +339,7 @@ class Membership:
         known = self._beats.get(worker)
         if known is None or known[0] != beat:
             self._beats[worker] = known = (beat, now)
-        return State.ENDED if now - known[1] > _SILENT_SECONDS else State.UNKNOWN
+        return State.ENDED if now - known[1] > silent else State.UNKNOWN
 
     def _beat(self) -> None:
         """Show that this process runs, and look whether others want to join."""

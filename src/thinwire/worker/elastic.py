@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.liveness import State
 from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 from thinwire.membership.elastic_comm import Connector, ElasticComm
@@ -426,7 +425,7 @@ class Elastic:
             rank,
             view.size,
             self._membership.timeout,
-            lambda: any(self._membership.state(each) is State.ENDED for each in view.members),
+            self._membership.given_up,
         )
         self._comm.use(comm)
         self.view = view
