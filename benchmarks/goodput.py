@@ -27,18 +27,18 @@ The rule, which was written before any run:
   those that a worker computed before it got the state of the others. Of a worker of `thinwire` that was started again,
   the first batch is never counted, since its step may be the one with which it comes in. A failed average of torchft's
   `LocalSGD` leaves a worker its parameters: its batches count at the next one.
-- Schedule: the window is cut into four parts, and in each another worker gets SIGKILL, in an order and at moments drawn
-  from `--seed`, each in the first three quarters of its part, so that the recovery is in the window. So each worker, the
-  first rank too, is killed once in `--seconds`.
+- Schedule: the window is cut into four parts, and in each another worker gets SIGKILL, in an order and at moments
+  drawn from `--seed`, each in the first three quarters of its part, so that the recovery is in the window. So each
+  worker, the first rank too, is killed once in `--seconds`.
 - The window begins when each worker has been in an average, and ends with the first average of each worker after
   `--seconds`. If none comes for `PATIENCE` seconds more, it ends there, and `ended` is false.
-- The undisturbed run is a run of its own of the same contender, with its checkpoints, for `--undisturbed` seconds, since
-  its rate is steady. Its rate is, summed over the workers, batches between a worker's first and last average over the
-  time between them. *Goodput* is the kept batches over that rate times the length of the window.
-- Told are goodput, the undisturbed batches in a second, batches kept and lost, and for each kill `recovery_seconds`, from
-  the kill to the first average that takes in a batch of each worker as before (of all started again, for the killed one
-  after it began again), and `pause_seconds`, the longest time between two averages of anybody from the kill on to
-  then, less the median of the undisturbed run. Also how many processes ended with an error of their own.
+- The undisturbed run is a run of its own of the same contender, with its checkpoints, for `--undisturbed` seconds,
+  since its rate is steady. Its rate is, summed over the workers, batches between a worker's first and last average
+  over the time between them. *Goodput* is the kept batches over that rate times the length of the window.
+- Told are goodput, the undisturbed batches in a second, batches kept and lost, and for each kill `recovery_seconds`,
+  from the kill to the first average that takes in a batch of each worker as before (of all started again, for the
+  killed one after it began again), and `pause_seconds`, the longest time between two averages of anybody from the kill
+  on to then, less the median of the undisturbed run. Also how many processes ended with an error of their own.
 - The bar is 0.88 for `thinwire`. One run each. Figures of `--seconds` other than 300 are trials and are not reported.
 
 Each result is a line of JSON, and of benchmarks/results/survival/NAME.jsonl with `--save NAME`.
