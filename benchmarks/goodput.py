@@ -5,7 +5,7 @@
 
 A contender takes `--undisturbed` + `--seconds` seconds and about 30 more for its two starts, so all eight take about 55
 minutes with the defaults; `--only thinwire` picks those whose name contains the text. They run one after the other.
-torchft's need its environment, which is made by `python -m benchmarks.race peers`.
+torchft gets an environment of its own (`benchmarks.peers`), once, which takes a minute.
 
 The rule, which was written before any run:
 
@@ -64,7 +64,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import installed, python_of
+from benchmarks.peers import install, installed, python_of
 from thinwire.emulate import Network, parse_links
 from thinwire.emulate.launch import Workers
 from thinwire.emulate.network import RENDEZVOUS_PORT, address
@@ -191,7 +191,11 @@ class Job:
     def __enter__(self) -> Job:
         self._network = self._contexts.enter_context(Network(self._links))
         folder = self._contexts.enter_context(tempfile.TemporaryDirectory())
-        self._environment = {"GOODPUT_FOLDER": folder}
+        # The environment of torchft does not know this checkout.
+        self._environment = {
+            "GOODPUT_FOLDER": folder,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         if self.kind == "thinwire":
             self._environment |= {
                 "THINWIRE_STORE": f"{address(0)}:{RENDEZVOUS_PORT}",
@@ -400,32 +404,11 @@ def train_torchft(slot: int, method: str) -> None:
     import torch
     from torch.distributed import TCPStore
 
-    torchft: Any = importlib.import_module("torchft")
-    local_sgd: Any = importlib.import_module("torchft.local_sgd")
     loop = Loop(slot)
     healed: list[bool] = []
     committed: list[bool] = []
-
-    def load(state: dict[str, Any]) -> None:
-        healed.append(True)
-        loop.model.load_state_dict(state["model"])
-        loop.optimizer.load_state_dict(state["optimizer"])
-
     store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()},
-        min_replica_size=1,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr=own,
-        store_port=store.port,
-        lighthouse_addr=f"http://{address(0)}:{LIGHTHOUSE_PORT}",
-        replica_id=f"worker_{slot}",
-        hostname=own,
-    )
+    manager = manager_of(loop, own, store.port, healed)
     ask = manager.should_commit
 
     def should_commit(*arguments: Any, **named: Any) -> bool:
@@ -433,6 +416,7 @@ def train_torchft(slot: int, method: str) -> None:
         return committed[-1]
 
     manager.should_commit = should_commit
+    local_sgd: Any = importlib.import_module("torchft.local_sgd")
     if method == "DiLoCo":
         outer = torch.optim.SGD(loop.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         context = local_sgd.DiLoCo(manager, [loop.model], loop.optimizer, outer, sync_every=PERIOD)
@@ -450,6 +434,31 @@ def train_torchft(slot: int, method: str) -> None:
             healed.clear()
             committed.clear()
             tell(step=step, kept=kept)
+
+
+def manager_of(loop: Loop, own: str, port: int, healed: list[bool]) -> Any:
+    """A worker's manager, which notes in `healed` that it got the state of another one."""
+    torchft: Any = importlib.import_module("torchft")
+
+    def load(state: dict[str, Any]) -> None:
+        healed.append(True)
+        loop.model.load_state_dict(state["model"])
+        loop.optimizer.load_state_dict(state["optimizer"])
+
+    return torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=port,
+        lighthouse_addr=f"http://{address(0)}:{LIGHTHOUSE_PORT}",
+        replica_id=f"worker_{os.environ['RANK']}",
+        hostname=own,
+    )
 
 
 def host(kind: str) -> None:
@@ -497,8 +506,7 @@ def main() -> None:
         return
     for contender in [each for each in CONTENDERS if any(text in each for text in options.only)]:
         if contender.startswith("torchft") and not installed("torchft"):
-            print(f"{contender}: not installed; run `python -m benchmarks.race peers` first", file=sys.stderr)
-            continue
+            install("torchft")
         line = json.dumps(measure(contender, options))
         print(line, flush=True)
         if options.save:
