@@ -37,8 +37,8 @@ The rule, which was written before any run:
   over the time between them. *Goodput* is the kept batches over that rate times the length of the window.
 - Told are goodput, the undisturbed batches in a second, batches kept and lost, and for each kill `recovery_seconds`,
   from the kill to the first average that takes in a batch of each worker as before (of all started again, for the
-  killed one after it began again), and `pause_seconds`, the longest time between two averages of anybody from the kill
-  on to then, less the median of the undisturbed run. Also how many processes ended with an error of their own.
+  killed one after it began again), and `pause_seconds`, the longest time between two kept averages of anybody from the
+  kill on to then, less the median of the undisturbed run. Also how many processes ended with an error of their own.
 - The bar is 0.88 for `thinwire`. One run each. Figures of `--seconds` other than 300 are trials and are not reported.
 
 Each result is a line of JSON, and of benchmarks/results/survival/NAME.jsonl with `--save NAME`.
@@ -226,7 +226,6 @@ class Job:
             raise SystemExit(f"{self.kind} {self.recipe}: all workers have ended")
 
     def _start(self) -> None:
-        survives = self.kind != "restart"
         workers = Workers(
             self._command,
             WORKERS + self._hosts,
@@ -234,8 +233,8 @@ class Job:
             environment=self._environment,
             on_line=lambda rank, stream, text: self._watched.read(rank - self._hosts, stream, text),
             grace_seconds=0.0,
-            survives=survives,
-            **({"restart": self._note} if survives else {}),
+            survives=self.kind != "restart",
+            restart=self._note,
         )
         self._workers = self._generation.enter_context(workers)
 
@@ -402,7 +401,7 @@ def train_torchft(slot: int, method: str) -> None:
     own = own_address()
     socket.gethostname = lambda: own
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     loop = Loop(slot)
     healed: list[bool] = []
@@ -427,10 +426,12 @@ def train_torchft(slot: int, method: str) -> None:
         while True:
             loop.once(step)
             step, pending, kept = step + 1, pending + 1, 0
-            if healed or (committed and not committed[-1] and method == "DiLoCo"):
-                pending = 0
-            elif committed and committed[-1]:
+            if healed:
+                pending = 0  # what came before the others' state
+            if committed and committed[-1]:
                 kept, pending = pending, 0
+            elif committed and method == "DiLoCo":
+                pending = 0  # it goes back to the last average
             healed.clear()
             committed.clear()
             tell(step=step, kept=kept)
