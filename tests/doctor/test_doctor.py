@@ -7,10 +7,13 @@ import secrets
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from thinwire.cli import main
+from thinwire.doctor import speeds
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
 from thinwire.doctor.links import Listener, Pair, call, schedule
@@ -116,6 +119,26 @@ def test_the_time_of_an_all_reduce_lies_on_a_line_through_measured_sizes() -> No
     assert all_reduce_seconds(measured, 2000) == pytest.approx(0.015)
     assert all_reduce_seconds(measured, 6000) == pytest.approx(0.050)
     assert all_reduce_seconds({}, 1) is None
+
+
+def test_a_step_in_which_another_process_had_the_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not leave such steps out either; the first one, of the warm-up, is."""
+    now, calls = [0.0], [0]
+    model = torch.nn.Linear(2, 1)
+
+    def loss() -> torch.Tensor:
+        calls[0] += 1
+        now[0] += {1: 100.0, 3: 5.0}.get(calls[0], 1.0)
+        return model(torch.ones(1, 2)).sum()
+
+    def clock() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=clock))
+    step = speeds.time_steps("model", model, torch.optim.SGD(model.parameters(), lr=0.1), loss, budget=1e9)
+    assert step.forward == pytest.approx((5.0 + (speeds.STEPS - 1)) / speeds.STEPS, rel=1e-4)
+    assert step.backward < 1e-3 and calls == [speeds.STEPS + 1]
 
 
 def test_a_door_hangs_up_on_strangers_and_answers_the_caller() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
 
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-STEPS = 8
+STEPS = 24
 _FEWEST_STEPS = 3
 _REPEATS = 6
 
@@ -30,7 +30,7 @@ class StepTime:
         shapes: of the trained parameter tensors.
         dtype: of the first of them, such as "float32".
         nbytes: of their gradients.
-        forward: median seconds of the forward pass and of all else before the backward pass.
+        forward: mean seconds of the forward pass and of all else before the backward pass.
         backward: of the backward pass.
         update: of the optimizer's step.
         ready: for each tensor, the share of the backward pass that has passed when its gradient is final.
@@ -99,7 +99,10 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         rows.append([middle - begin, after - middle, time.perf_counter() - after, *ready])
     for handle in handles:
         handle.remove()
-    forward, backward, update, *ready = (median(column) for column in zip(*rows[1:], strict=True))
+    # Means, as a median leaves out the steps in which another process had the core, and training does not.
+    columns = list(zip(*rows[1:], strict=True))
+    forward, backward, update = (fmean(column) for column in columns[:3])
+    ready = [median(column) for column in columns[3:]]
     nbytes = sum(p.numel() * p.element_size() for p in trained)
     shapes, dtype = [list(p.shape) for p in trained], str(trained[0].dtype).removeprefix("torch.")
     return StepTime(name, shapes, dtype, nbytes, forward, backward, update, ready)
