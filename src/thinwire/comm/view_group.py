@@ -24,6 +24,7 @@ T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.25
+_CLOSE_SECONDS = 0.5
 _GONE = "a worker of this view is gone, or has given it up"
 _COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
 
@@ -142,6 +143,23 @@ class ViewComm(GroupComm):
                 self._fault = error_named(told.error, told.text)
         self._close_connections()
         return self._fault
+
+    def _close_connections(self) -> None:
+        """Drop the last references to the group, which waits for collectives that have not ended.
+
+        One that waits for a lost worker, whose end nothing has told, ends at the timeout; nobody waits so long.
+        """
+        held: list[Any] = [*self._own, *(handle for handles in self._inflight.values() for handle in handles)]
+        super()._close_connections()
+        closed = threading.Event()
+
+        def drop() -> None:
+            held.clear()
+            closed.set()
+
+        if held:
+            self.runtime.start_thread(drop)
+            closed.wait(_CLOSE_SECONDS)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error that this rank has found, here and in the calls of all others."""
