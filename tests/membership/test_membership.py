@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,6 +20,7 @@ from thinwire.comm.rendezvous import memory_store
 from thinwire.comm.roll_call import within
 from thinwire.comm.view_group import GlooConnector
 from thinwire.errors import PeerLostError
+from thinwire.membership import membership
 from thinwire.membership.membership import Membership, RunEndedError
 from thinwire.membership.view import Progress
 
@@ -126,6 +128,28 @@ def test_a_view_is_given_up_by_who_registers_for_the_next_one_and_not_for_a_stor
         assert not b.given_up()
         gone.add("a")
         assert b.given_up()
+    finally:
+        a.close()
+        b.close()
+
+
+def test_a_worker_elsewhere_that_is_silent_for_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a machine has lost its power: no connection is closed."""
+    monkeypatch.setattr(membership, "_GIVEN_UP_SECONDS", 2.0)
+    store = memory_store()
+    a, b = (Membership(store, each, timeout=10, beat_seconds=0.02) for each in "ab")
+    b.row = bytes(len(bytes.fromhex(b.row))).hex()  # of another machine
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: one[1].enter(one[0], 2), enumerate((a, b))))
+        for _ in range(5):
+            assert not a.given_up()
+            time.sleep(0.1)
+        b.close()
+        end = time.monotonic() + 20
+        while not a.given_up():
+            assert time.monotonic() < end
+            time.sleep(0.02)
     finally:
         a.close()
         b.close()
