@@ -16,13 +16,33 @@ import torch
 
 from tests.membership import fleets
 from tests.membership.fleets import End, Kill, KilledError, run_fleet, survivors
-from thinwire import DiLoCo, LocalSGD, OuterOptimizer, PeerLostError, Strategy
+from thinwire import (
+    AllReduce,
+    CoCoD,
+    DiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OverlapLocalSGD,
+    PeerLostError,
+    PushSum,
+    SlowMo,
+    Strategy,
+)
+from thinwire.worker.elastic import Elastic
 
 SIZE, VICTIM, PERIOD = 4, 1, 2
 # A check that all are in step is the first message of a round, the average the second. This outer step is the average.
 STRATEGIES: list[Strategy] = [
     LocalSGD(period=PERIOD),
     DiLoCo(period=PERIOD, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.0, nesterov=False)),
+]
+
+IN_FLIGHT: list[Strategy] = [
+    AllReduce(),
+    CoCoD(period=3),
+    OverlapLocalSGD(period=3),
+    DiLoCo(period=4, fragments=2, delay=1),
+    SlowMo(PushSum(staleness=1), period=3),
 ]
 
 
@@ -122,3 +142,25 @@ def test_a_run_that_is_scaled_up_twice_ends_with_one_model(strategy: Strategy) -
     assert len(ends) == 4 and len(ends[0].epochs[-1][1]) == 4
     agreed = [end.agreed for end in ends]
     assert all(x is not None and torch.equal(x, agreed[0]) for x in agreed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at", range(4, 10))
+@pytest.mark.parametrize("strategy", IN_FLIGHT, ids=str)
+def test_workers_that_are_a_step_apart_go_on_together(
+    strategy: Strategy, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection breaks when one worker has all answers at the end of a round, and the other has not."""
+    confirm, broken = Elastic.confirm, list[int]()
+
+    def breaks(self: Elastic) -> None:
+        confirm(self)
+        if self.worker_id == "w1" and self.worker.step == at and not broken:
+            broken.append(at)
+            raise PeerLostError("an answer has got lost")
+
+    monkeypatch.setattr(Elastic, "confirm", breaks)
+    ends = survivors(run_fleet(3, strategy, timeout=5.0))
+    assert [end.steps for end in ends] == [12, 12, 12]
+    for end in ends:
+        assert end.agreed is not None and torch.equal(end.agreed, ends[0].agreed)  # type: ignore[arg-type]
+        assert end.epochs[-1] == (len(broken), ("w0", "w1", "w2"))

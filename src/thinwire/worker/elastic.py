@@ -186,12 +186,18 @@ class Elastic:
                 self._open_again()
         elif self._neighbours and self._membership.requests() > self.view.requests:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
-        elif (waits := any(r.inflight for r in self.worker.replicas)) or self._may_send(step):
+        elif self._waits() or self._may_send(step):
             ends = not self._neighbours or self.worker.strategy.averages_at(step)
             if self._arrivals is not None and self.worker.strategy.averages_at(step):
                 self._admit(self._arrivals)
-            # What is in flight may be waited for in this hook, and fail on some workers only.
-            self.round(hook, ends=ends, drops=self._neighbours, sends=ends and (waits or self._uneven))
+            self.round(
+                hook,
+                ends=ends,
+                drops=self._neighbours,
+                # What is in flight may be waited for in this hook, and fail on some workers only.
+                sends=lambda: ends and (self._waits() or self._uneven),
+                needed=lambda: self._waits() or self._may_send(step),
+            )
             ended = True
             if self._newcomers:
                 self._end_arrival()
@@ -262,7 +268,8 @@ class Elastic:
         keeps_gradient: bool = False,
         ends: bool = True,
         drops: bool = False,
-        sends: bool = False,
+        sends: bool | Callable[[], bool] = False,
+        needed: Callable[[], bool] = lambda: True,
     ) -> T | None:
         """Run what communicates; where a worker is lost in it, all survivors keep its result, or none does.
 
@@ -273,8 +280,11 @@ class Elastic:
             ends: whether a message of each to all ends it.
             drops: whether it is left out, and not repeated, where it has failed.
             sends: whether it is known to communicate; else the meter says whether it has.
+            needed: whether it is a round at all, asked in a new view: others, which had kept the round before, may be a
+                step behind, and come here with nothing in flight.
         """
         while True:
+            told = sends() if callable(sends) else sends
             kept = [
                 _Kept(
                     r.x.clone() if keeps_x else None,
@@ -284,24 +294,28 @@ class Elastic:
                 )
                 for r in self.worker.replicas
             ]
-            sent = self._comm.meter.messages
+            sent, step = self._comm.meter.messages, self._comm.step
             result: Any = None
             try:
                 if ends:
                     self._round, self._done = self._round + 1, False
                 result = body()
                 if ends:
-                    self._end_round(sends or self._comm.meter.messages > sent)
+                    self._end_round(told or self._comm.meter.messages > sent)
                 return result
             except _LOST as error:
                 if isinstance(error, StoreLostError):
                     raise
                 problem = str(error)
             # Outside the handler: a traceback would keep the connections open.
-            if self._change(problem, kept, repeats=ends):
+            keeps = self._change(problem, kept, repeats=ends)
+            self._comm.step = step  # as others have it who come to this round for the first time
+            if keeps:
                 return result
             if drops or self._opens_at is not None:
                 return None
+            if not needed():
+                return body()
 
     def _end_round(self, sent: bool) -> None:
         self._done = True
@@ -320,6 +334,10 @@ class Elastic:
         self._patience.record(now - self._round_ended)
         self._round_ended, self._comm.timeout = now, self._patience.seconds
         self._requests = max(int(row[1]) for row in rows)
+
+    def _waits(self) -> bool:
+        """Whether messages are in flight."""
+        return any(r.inflight for r in self.worker.replicas)
 
     def _may_send(self, step: int) -> bool:
         """Whether a hook after so many steps may communicate; where it cannot, nothing has to be kept for it."""
