@@ -291,6 +291,6 @@ def test_a_second_notice_ends_the_workers():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(SystemExit), Workers([*BARE_PYTHON, code], 1, notices=[signal.SIGTERM], on_line=on_line) as job:
-        job.stop(0.0)
+    job = Workers([*BARE_PYTHON, code], 1, notices=[signal.SIGTERM], on_line=on_line, grace_seconds=0)
+    with pytest.raises(SystemExit), job:
         job.wait()
