@@ -5,7 +5,7 @@
     python -m benchmarks.predicted --group N [--cell M]     measure what is missing of a group
     python -m benchmarks.predicted --report [--plot FILE]   all cells, and whether the rule holds
     python -m benchmarks.predicted --quick [--plot FILE]    one small group as a trial, which counts for nothing
-    python -m benchmarks.predicted --plot FILE              draw the first edition
+    python -m benchmarks.predicted --plot FILE              draw the second edition
 
 The rule, which was written before any of the groups was run, and is not changed:
 
@@ -27,6 +27,8 @@ in all eight groups. Its cells are in benchmarks/results/predicted, and `--repor
 The second edition, whose rule was written after the first was run and before any of its own: the same, but for the
 model's step, which is the median over ranks of their means. With eight workers on two cores the medians left out the
 pauses in which others had the core, and said 4 ms for a step of 21 ms.
+
+By it: 51 of 64 cells, 79.7 %: not met, by one cell; the recipe that was chosen was the fastest in all eight groups.
 
 Each cell of it is written to benchmarks/results/predicted-2/GROUP-CELL.json as soon as it is done, and is not repeated:
 an interrupted run is continued by the same command. Nothing else may run on the machine meanwhile. How long a group
@@ -134,7 +136,7 @@ def main() -> None:
             run(str(number), GROUPS[number], places, RESULTS, seconds=_SECONDS)
         report(cells(RESULTS), asked.plot)
     elif asked.plot:
-        draw(cells(FIRST), asked.plot)
+        draw(cells(RESULTS), asked.plot)
     else:
         parser.error("give --all, --group, --report, --quick or --plot")
 
