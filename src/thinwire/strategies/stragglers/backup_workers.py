@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.quorum.log import LOG, USED, begin_log, resize_log, write_log
+from thinwire.quorum.log import LOG, USED, begin_log, memberships, resize_log, write_log
 from thinwire.quorum.opening import open_participant, participant_of
 from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
@@ -164,12 +164,14 @@ class BackupWorkers(Strategy):
         if participant.has_mean:
             write_log(r, outcome.members)
         else:
-            participant.recover(outcome)  # the log too, and r.step
+            participant.recover()  # the log too, and r.step
+            # A coordinator that was lost may have said otherwise.
+            on_time = r.step >= step and r.comm.rank in next(memberships(r, step - 1))
         r.metrics["on_time"] = float(on_time)
         r.metrics["all_reduced"] = float(outcome.all_reduce > 0)
         r.metrics["steps_missed"] = float(r.step - step + (not on_time))
         for rank, used in enumerate(r.state[USED][:_MAX_RANKS_IN_METRICS].tolist()):
-            r.metrics[f"share_of_rank_{rank}"] = used / r.step
+            r.metrics[f"share_of_rank_{rank}"] = used / max(1, r.step)
         participant.end_step()
 
         def barrier() -> list[Tensor]:
@@ -178,6 +180,10 @@ class BackupWorkers(Strategy):
 
         # Waited for only where all ranks are needed: consensus(), save(), detach().
         r.launch("barrier", Work(barrier))
+
+    def lost(self, r: Replica) -> Sequence[int]:
+        """Up to `backups` workers."""
+        return participant_of(r).lost if self.backups else ()
 
     def holds_average(self, size: int) -> bool:
         """All ranks hold the same parameters."""
