@@ -130,6 +130,8 @@ class World:
         spare = self.size - self.rule.least - len(self.stopped | self.dead)
         # A step of which all members die is lost, and where it is not known whether ranks have ended, half must live.
         mortal = len(self.dead) + 1 < self.rule.least and (self.tells or 2 * len(self.dead) + 2 < self.size)
+        # Of two ranks one may go on alone, even if it was late.
+        mortal |= self.size == 2 and self.tells and not self.dead
         for rank in range(self.size):
             if rank in self.stopped:
                 moves.append(("continue", partial(self.stopped.remove, rank)))
@@ -204,6 +206,8 @@ class World:
             self._update(number, rank)
         elif rank.phase == "unpacking":
             self._unpack(number, rank)
+        elif member.round is not None and member.round.has_mean:
+            rank.phase = "updating"
         elif not member.has_state:
             self.perform(number, member.time_passed(self.now))
         else:
@@ -236,6 +240,8 @@ class World:
             self.perform(number, rank.member.recover(self.now))
             return
         members = current.outcome.members
+        if members == (number,) and len(self.dead) == self.size - 1:
+            rank.gradient = gradient_of(number, step)  # it was left alone while it was late
         assert torch.equal(rank.gradient, mean_of(members, step)), "each member's gradient counts once"
         rank.verdicts[step] = number in members
         rank.x += rank.gradient

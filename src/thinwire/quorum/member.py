@@ -23,7 +23,7 @@ from thinwire.quorum.coordinator import Coordinator, Outbox
 from thinwire.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
 from thinwire.quorum.reductions import MessageReduction, Partition
 from thinwire.quorum.rules import QuorumRule
-from thinwire.quorum.succession import ATTEMPTS, Succession
+from thinwire.quorum.succession import ATTEMPTS, Succession, splits
 
 _WINDOW = 16  # latest reductions whose time is kept
 _USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
@@ -71,7 +71,7 @@ class Round:
         all_reduced: the number of the latest all-reduce of this step, and its mean.
         lent: whether an all-reduce reads the gradient, which must not change meanwhile.
         has_mean: whether the gradient was replaced by the mean of the members.
-        forfeited: whether the mean may not be used any more, where it is not here yet: the step may be decided anew.
+        forfeited: whether the mean may not be used any more, even if it comes: this rank takes the step without it.
         refused: two ranks whose optimizers are set differently.
     """
 
@@ -260,7 +260,7 @@ class Member:
             gradient.copy_(mean)
         elif mean is not None:
             mean.write_(gradient)
-        current.has_mean = mean is not None
+        current.has_mean, current.forfeited = mean is not None, mean is None
 
     def recover(self, now: float) -> list[Action]:
         """This rank was late for a step: ask a member for the state after it, or after a later one."""
@@ -270,7 +270,7 @@ class Member:
         self.transfer = StateTransfer(
             outcome.step + (outcome.kind is Kind.COMMIT), self._donors_among(outcome.members), now
         )
-        return self._request_state(now)
+        return self._adopt(self.rank, now) if self._is_alone() else self._request_state(now)
 
     @property
     def has_state(self) -> bool:
@@ -319,6 +319,15 @@ class Member:
         """The living ranks that have not come to the barrier that this rank is at."""
         return [rank for rank in self._others() if self.barriers[rank] < self.barriers[self.rank]]
 
+    def lost_at_barrier(self) -> list[int]:
+        """Lost ranks that have not come to the barrier that this rank is at, if it must not go on without them."""
+        gone, ended = self.succession.gone, self.succession.ended
+        # Those that were here have gone on, and may have ended since.
+        absent = {rank for rank in gone if self.barriers[rank] < self.barriers[self.rank]}
+        split = splits(self.size - len(absent & ended), len(absent - ended), settled=self.succession.settled)
+        too_many = self.size - len(absent) < self.rule.least or self.stranded
+        return sorted(absent) if too_many or split else []
+
     # -- losses ------------------------------------------------------------------------------------------------------
 
     def lose(self, gone: Collection[int], ended: Collection[int], now: float) -> list[Action]:
@@ -335,6 +344,8 @@ class Member:
             actions += self._post(self.coordinator.lose(new, now), now)
         if self.succession.coordinator_rank in new and (successor := self.succession.successor()) is not None:
             actions += self._adopt(successor, now)
+        elif self.transfer is not None and self._is_alone():
+            actions += self._adopt(self.rank, now)
         else:
             actions += self._begin_if_promised(now)
         return actions + (self._renew_donors(now) if new else [])
@@ -362,7 +373,7 @@ class Member:
         self.succession.adopt(rank)
         self.coordinator, current = None, self.round
         if current is not None and current.outcome is not None and not self._has_mean(current):
-            # Nobody else may know of this outcome. A step that this rank has taken all the same is beyond repair.
+            # The step may be decided anew; but one that this rank takes already without a mean has spoilt its state.
             current.forfeited = self.idle_at < 0
             current.outcome = current.outcome if current.forfeited else None
         self.state_requests.clear()  # ranks ask again, perhaps for an earlier step
@@ -395,6 +406,8 @@ class Member:
         if not succession.may_begin():
             return []
         held, waiting, living = succession.held(), dict(succession.ready), succession.living
+        if held.step < 0 and self._is_alone():
+            held = self._count_alone()
         # The new coordinator knows no times, and uses messages alone: an all-reduce needs all ranks.
         coordinator = Coordinator(self.rule.anew(), first_attempt=succession.first_attempt)
         coordinator.lose(succession.gone, now)
@@ -410,6 +423,21 @@ class Member:
             if src not in succession.gone:
                 actions += self._post(coordinator.receive(src, message, now), now)
         return actions
+
+    def _is_alone(self) -> bool:
+        """Whether this rank goes on alone, as all others have ended."""
+        return self.rule.least == 1 and len(self.succession.ended) == self.size - 1 > 0
+
+    def _count_alone(self) -> ControlMessage:
+        """This rank alone is left, and has taken a step with its own gradient: let that be the step.
+
+        It was late, and the state that it was to take is lost.
+        """
+        current = self.round
+        assert current is not None, "a state is spoilt by a step"
+        commit = ControlMessage(Kind.COMMIT, current.step, members=(self.rank,))
+        current.outcome, current.has_mean, current.forfeited, self.transfer = commit, True, False, None
+        return commit._replace(kind=Kind.PROMISE, step=current.step + 1)
 
     def _resume(self, message: ControlMessage, now: float) -> list[Action]:
         """The new coordinator decides from a step on, among some ranks; all others are lost for this rank too."""
@@ -552,7 +580,7 @@ class Member:
 
     def receive_gradient(self, src: int, chunk: GradientChunk) -> None:
         """A part of a gradient has arrived; one of a step that this rank is not at is dropped."""
-        if self.round is not None and chunk.step == self.round.step:
+        if self.round is not None and chunk.step == self.round.step and src not in self.succession.gone:
             self.round.receive(src, chunk)
 
     def receive_state(self, src: int, chunk: StateChunk) -> None:

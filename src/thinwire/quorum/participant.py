@@ -131,6 +131,8 @@ class Participant:
     @property
     def lost(self) -> list[int]:
         """The ranks that the others go on without, in order."""
+        with self._box.changed:
+            self._look_for_losses(self._others)
         return sorted(self._member.succession.gone)
 
     @property
@@ -179,6 +181,8 @@ class Participant:
     def recover(self) -> None:
         """Take the state that members had after the step for which this rank was late, or after a later one.
 
+        Afterwards `has_mean` tells whether there is none, as this rank alone is left: its own gradient has counted.
+
         Raises:
             CommTimeoutError: no member answered.
             PeerLostError: as `contribute`.
@@ -186,8 +190,10 @@ class Participant:
         start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
             self._perform(member.recover(start))
-        self._wait(lambda: member.has_state, "the state of a member that was in time")
+        self._wait(lambda: member.has_state or self.has_mean, "the state of a member that was in time")
         with self._box.changed:
+            if self.has_mean:
+                return
             received_step, data = member.take_state()
         unpack_(self._r, data)
         self._r.step = received_step
@@ -214,8 +220,7 @@ class Participant:
         def missing() -> list[int]:
             # Ranks that were here may have gone on, and have ended since.
             self._look_for_losses(member.missing_at_barrier())
-            lost = self.lost if member.cannot_go_on() or member.succession.splits() else []
-            return lost or member.missing_at_barrier()
+            return member.lost_at_barrier() or member.missing_at_barrier()
 
         with self._box.changed:
             self._perform(member.enter_barrier(self._r.step, start))
@@ -267,7 +272,8 @@ class Participant:
             if ready():
                 return []
             if member.stranded:
-                problem = f"all ranks that held the latest steps are lost ({self.lost}); continue from a checkpoint"
+                lost = sorted(member.succession.gone)
+                problem = f"all ranks that held the latest steps are lost ({lost}); continue from a checkpoint"
                 raise self._comm.failure(words, problem, late=False)
             return member.waits_for()
 
@@ -282,7 +288,7 @@ class Participant:
                 new, silent = member.succession.coordinator_rank, member.succession.silent()
                 who = f"; ranks {silent} have not answered it" if member.succession.is_taking_over else ""
                 raise CommTimeoutError(
-                    f"{error}; ranks {self.lost} are lost, and rank {new} could not go on as the coordinator{who}"
+                    f"{error}; ranks {sorted(member.succession.gone)} are lost, and rank {new} could not go on as the coordinator{who}"
                 ) from None
 
     def _meanwhile(self) -> float:

@@ -18,6 +18,20 @@ ATTEMPTS = 1 << 20
 """More than any coordinator makes at one step: each has attempt numbers of its own, so that chunks are never mixed."""
 
 
+def splits(running: int, unknown: int, *, settled: bool) -> bool:
+    """Whether ranks that cannot be reached may train on by themselves, if a network has split.
+
+    A new coordinator needs more than half of all ranks that have not ended, so that nobody else can be one. One that
+    decides already may go on with half of them.
+
+    Args:
+        running: ranks that are not known to have ended.
+        unknown: those of them that cannot be reached.
+        settled: whether the coordinator decides already.
+    """
+    return 2 * unknown > running if settled else 2 * unknown >= running
+
+
 @dataclass
 class Succession:
     """One rank's view of the coordinators.
@@ -94,13 +108,8 @@ class Succession:
         return [rank for rank in self.living if rank not in self.promises]
 
     def splits(self) -> bool:
-        """Whether those that are lost may train on without this rank, as far as it knows.
-
-        A network may split, so that ranks which live cannot reach each other. A new coordinator needs more than half of
-        all that have not ended, and so nobody else can be one. A coordinator that has lost more than half stops.
-        """
-        unknown, running = len(self.gone - self.ended), self.size - len(self.ended)
-        return 2 * unknown > running if self.settled else 2 * unknown >= running
+        """Whether those that are lost may train on without this rank, as far as it knows."""
+        return splits(self.size - len(self.ended), len(self.gone - self.ended), settled=self.settled)
 
     def may_begin(self) -> bool:
         """Whether this rank, which is becoming the coordinator, may decide."""
