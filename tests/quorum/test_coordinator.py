@@ -215,7 +215,9 @@ def test_an_all_reduce_starts_on_all_ranks_and_is_committed_once_members_hold_th
     assert coordinator.receive(1, ack(0, 1), 0.0) == [
         (rank, ControlMessage(Kind.COMMIT, 0, 1, all_reduce=1, members=(0, 1))) for rank in (0, 1)
     ]
-    assert coordinator.receive(2, ready(0), 0.0) == [(2, ControlMessage(Kind.LATE, 1, 1, all_reduce=1, answers=0, members=(0, 1)))]
+    assert coordinator.receive(2, ready(0), 0.0) == [
+        (2, ControlMessage(Kind.LATE, 1, 1, all_reduce=1, answers=0, members=(0, 1)))
+    ]
 
 
 def test_the_next_all_reduce_waits_until_all_ranks_have_ended_the_last_and_messages_do_not() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +26,7 @@ NUMEL = 5
 CHUNK_BYTES = 40
 _TROUBLES = 6  # every so many moves there may be trouble
 Payload = ControlMessage | GradientChunk | StateChunk
-Move = Callable[[], None]
+Move = partial[None]
 
 
 def gradient_of(rank: int, step: int) -> Tensor:
@@ -101,6 +100,12 @@ class World:
         name, move = moves[choice % len(moves)]
         self.moves[name] += 1
         move()
+
+    def has_ended(self) -> bool:
+        """Whether all that live are through, and have read their messages."""
+        living = [number for number in range(self.size) if number not in self.dead]
+        arrived = not any(messages for (_, dst), messages in self.edges.items() if dst in living)
+        return arrived and all(self.ranks[number].phase == "done" for number in living)
 
     def progress(self) -> list[tuple[str, Move]]:
         """What a run is made of: messages arrive, and ranks go on."""

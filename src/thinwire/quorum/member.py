@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a quorum as a state machine: what it sends when, and what it makes of what it receives.
 
-Events go in: a gradient is ready, a message was received, time has passed, ranks were lost, a step has ended. Actions come out, for
-`participant` to perform. What was decided stands in attributes, such as `Round.outcome`. The machine has no thread and
-no connection, and reads no clock: each event brings its time, in seconds.
+Events go in: a gradient is ready, a message was received, time has passed, ranks were lost, a step has ended. Actions
+come out, for `participant` to perform. What was decided stands in attributes, such as `Round.outcome`. The machine has
+no thread and no connection, and reads no clock: each event brings its time, in seconds.
 
 Messages of one rank must arrive in the order in which they were sent. One that arrives twice changes nothing.
 """
@@ -593,7 +593,9 @@ class Member:
         if message.kind is Kind.LATE and message.answers == current.step:
             missed = message.step - current.step
             # A rank that is late by one step only may know the mean already, as if it had been there at the commit.
-            current.outcome = message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step, answers=0)
+            current.outcome = (
+                message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step, answers=0)
+            )
         elif message.step != current.step:
             return
         elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:

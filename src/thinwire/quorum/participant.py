@@ -285,11 +285,7 @@ class Participant:
             except CommTimeoutError as error:
                 if member.succession.settled:
                     raise
-                new, silent = member.succession.coordinator_rank, member.succession.silent()
-                who = f"; ranks {silent} have not answered it" if member.succession.is_taking_over else ""
-                raise CommTimeoutError(
-                    f"{error}; ranks {sorted(member.succession.gone)} are lost, and rank {new} could not go on as the coordinator{who}"
-                ) from None
+                raise CommTimeoutError(f"{error}; {member.succession.in_words()}") from None
 
     def _meanwhile(self) -> float:
         """What is due while this rank waits; returns after how many seconds to look again."""

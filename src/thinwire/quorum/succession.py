@@ -111,6 +111,11 @@ class Succession:
         """Whether those that are lost may train on without this rank, as far as it knows."""
         return splits(self.size - len(self.ended), len(self.gone - self.ended), settled=self.settled)
 
+    def in_words(self) -> str:
+        """Why there is no coordinator, for an error."""
+        words = f"{self.coordinator_rank} could not take over from the coordinator; lost ranks: {sorted(self.gone)}"
+        return f"rank {words}" + (f"; ranks that have not answered it: {self.silent()}" if self.is_taking_over else "")
+
     def may_begin(self) -> bool:
         """Whether this rank, which is becoming the coordinator, may decide."""
         return self.is_taking_over and not self.silent() and not self.splits()

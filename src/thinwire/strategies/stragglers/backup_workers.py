@@ -36,8 +36,9 @@ class BackupWorkers(Strategy):
     the loop as `while worker.step < steps`. One rank decides the members of each step, once for all, and every rank
     keeps a log of them.
 
-    Up to b workers may be lost, the one that decides too: the others go on. There is no server. Members average the gradient by messages among themselves, or all workers do in an all-reduce,
-    to which late ones contribute zeros beside their computation; one of the workers coordinates while it computes.
+    Up to b workers may be lost, also the one that decides: the others go on. There is no server. Members average the
+    gradient by messages among themselves, or all workers do in an all-reduce, to which late ones contribute zeros
+    beside their computation; one of the workers coordinates while it computes.
     `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
     step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers; `choice="online"` looks for the N with the
     most gradients per second.
