@@ -220,7 +220,7 @@ def test_a_late_rank_asks_one_member_after_the_other_and_takes_no_state_from_bef
 
 def test_the_state_machines_know_no_thread_no_clock_and_no_connection() -> None:
     folder = Path(member_module.__file__).parent
-    for name in ("member", "coordinator", "reductions", "rules", "messages", "succession"):
+    for name in ("member", "coordinator", "reductions", "rules", "messages", "succession", "rounds"):
         tree = ast.parse((folder / f"{name}.py").read_text())
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

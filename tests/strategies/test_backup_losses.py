@@ -15,8 +15,8 @@ from tests.engine import attach, flat, momentum
 from tests.pool import start_processes
 from tests.strategies.backup_runs import Run, check_runs, train
 from thinwire import Comm, PeerLostError, run_threads
-from thinwire.quorum.member import Round
 from thinwire.quorum.participant import Participant
+from thinwire.quorum.rounds import Round
 from thinwire.quorum.rules import Reduction
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
 

@@ -24,7 +24,7 @@ from thinwire.errors import CommError, CommTimeoutError, MismatchError
 from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.quorum.coordinator import Coordinator
 from thinwire.quorum.log import memberships
-from thinwire.quorum.member import Action, Member, Round, Send, SendState
+from thinwire.quorum.member import Action, Member, Send, SendState
 from thinwire.quorum.messages import (
     HEADER_BYTES,
     ControlMessage,
@@ -36,6 +36,7 @@ from thinwire.quorum.messages import (
     encode_chunk,
 )
 from thinwire.quorum.reductions import Partition
+from thinwire.quorum.rounds import Round
 from thinwire.quorum.rules import QuorumRule, ReductionSelector
 from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
