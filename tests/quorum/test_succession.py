@@ -128,6 +128,14 @@ def test_what_an_earlier_coordinator_says_is_dropped() -> None:
     assert (two.round.outcome, two.round.attempt) == (None, 0)
 
 
+def test_a_lost_rank_that_is_heard_again_counts_no_more() -> None:
+    one = waiting()
+    one.lose([0], [], 2.0)
+    one.receive(2, ControlMessage(Kind.PROMISE, 0), 2.0)
+    assert one.receive(0, ControlMessage(Kind.READY, 0, digest=7), 3.0) == []
+    assert one.waits_for() == [1]
+
+
 def test_attempts_of_two_coordinators_have_different_numbers() -> None:
     one = waiting()
     one.lose([0], [0], 2.0)
