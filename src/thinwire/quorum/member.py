@@ -445,7 +445,7 @@ class Member:
         if src in self.succession.gone:
             return []
         if message.kind is Kind.STATE_REQUEST:
-            self.state_requests[src] = max(self.state_requests.get(src, 0), message.step)
+            self.state_requests[src] = message.step  # the last one counts: after a loss it may be of an earlier step
             return self._answer_state_requests()
         if message.kind is Kind.BARRIER:
             self.barriers[src] = max(self.barriers[src], message.attempt)
