@@ -32,9 +32,9 @@ from benchmarks.paired import start
 from benchmarks.stragglers_ideal import ideal_seconds
 from thinwire.emulate import run_workers
 from thinwire.emulate.straggler import Straggler
-from thinwire.quorum.member import Round
 from thinwire.quorum.messages import ControlMessage
 from thinwire.quorum.participant import Participant
+from thinwire.quorum.rounds import Round
 from thinwire.quorum.rules import Reduction
 
 WORKERS = 4

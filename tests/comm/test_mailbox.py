@@ -582,3 +582,27 @@ def test_a_pyzmq_without_encryption_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(zmq, "has", lambda capability: False)
     with pytest.raises(ConfigError, match="this pyzmq was built without CURVE"):
         zeromq.ZeroMqMailbox(CountingComm(0, 2), 1, LIKE, 4)
+
+
+def test_an_owner_that_tolerates_losses_asks_drops_and_dismisses() -> None:
+    def body(comm: Comm) -> list[object]:
+        box = comm.open_mailbox(owner := Owner(), torch.zeros(1))
+        comm.all_gather(torch.zeros(1)).wait()
+        if comm.rank == 2:
+            box.close()
+            comm.all_gather(torch.zeros(1)).wait()
+            return []
+        box.tolerant = True
+        comm.all_gather(torch.zeros(1)).wait()
+        found: list[object] = [box.lost_among([1 - comm.rank, 2]), box.has_ended(2), box.has_ended(1 - comm.rank)]
+        for _ in range(9):
+            box.send(2, torch.ones(1))  # more than its capacity
+        box.send(1 - comm.rank, torch.ones(1))
+        found.append(box.expect(1 - comm.rank, torch.zeros(1)).wait().src)
+        box.dismiss([2])
+        with box.changed, pytest.raises(PeerLostError, match="rank 2 has closed its mailbox"):
+            box.wait_until(lambda: [2], "a rank that is dismissed")
+        del owner
+        return found
+
+    assert run_threads(3, body, timeout=10)[:2] == [[[2], True, False, 1], [[2], True, False, 0]]

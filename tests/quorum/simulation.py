@@ -74,7 +74,7 @@ class Simulation:
         step = self.steps.setdefault(rank, 0)
         if message.kind is Kind.START and message.all_reduce:
             self.started.setdefault(rank, []).append(message)
-        if message.kind is Kind.LATE and message.attempt == step:
+        if message.kind is Kind.LATE and message.answers == step:
             self.steps[rank] = message.step
         elif message.step != step:
             return

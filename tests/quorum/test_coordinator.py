@@ -35,7 +35,7 @@ def run_step(coordinator: Coordinator, ranks: list[int], now: float = 0.0) -> tu
 def test_the_first_ranks_to_be_ready_are_members_and_others_are_late() -> None:
     coordinator = Coordinator(QuorumRule(4, 3))
     assert run_step(coordinator, [2, 0, 3]) == (0, 2, 3)
-    assert coordinator.receive(1, ready(0), 0.0) == [(1, ControlMessage(Kind.LATE, 1, 0, members=(0, 2, 3)))]
+    assert coordinator.receive(1, ready(0), 0.0) == [(1, ControlMessage(Kind.LATE, 1, 1, answers=0, members=(0, 2, 3)))]
 
 
 def test_a_rank_that_is_ready_during_a_reduction_learns_of_the_commit() -> None:
@@ -116,7 +116,7 @@ def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
 
 
 def test_a_control_message_is_decoded_as_it_was_encoded() -> None:
-    message = ControlMessage(Kind.START, 2**40, 3, 2**32 - 1, 5, 2**20, (0, 69))
+    message = ControlMessage(Kind.START, 2**40, 3, 2**32 - 1, 5, 2**20, 2**39, (0, 69))
     assert decode_control(message.encode(70).tolist()) == message
     assert message.encode(70).numel() == control_length(70)
 
@@ -215,7 +215,9 @@ def test_an_all_reduce_starts_on_all_ranks_and_is_committed_once_members_hold_th
     assert coordinator.receive(1, ack(0, 1), 0.0) == [
         (rank, ControlMessage(Kind.COMMIT, 0, 1, all_reduce=1, members=(0, 1))) for rank in (0, 1)
     ]
-    assert coordinator.receive(2, ready(0), 0.0) == [(2, ControlMessage(Kind.LATE, 1, 0, all_reduce=1, members=(0, 1)))]
+    assert coordinator.receive(2, ready(0), 0.0) == [
+        (2, ControlMessage(Kind.LATE, 1, 1, all_reduce=1, answers=0, members=(0, 1)))
+    ]
 
 
 def test_the_next_all_reduce_waits_until_all_ranks_have_ended_the_last_and_messages_do_not() -> None:

@@ -2,14 +2,13 @@
 """All ranks of a quorum as state machines, and a network between them: no threads, no clock, no waiting.
 
 What happens next is chosen by whoever calls `World.do`: which rank receives, computes, takes part in an all-reduce,
-stops or dies, which message arrives a second time, and how much time passes.
+stops, dies or notices that another one has, which message arrives a second time, and how much time passes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,8 +24,9 @@ from thinwire.quorum.state_transfer import split_state
 
 NUMEL = 5
 CHUNK_BYTES = 40
+_TROUBLES = 6  # every so many moves there may be trouble
 Payload = ControlMessage | GradientChunk | StateChunk
-Move = Callable[[], None]
+Move = partial[None]
 
 
 def gradient_of(rank: int, step: int) -> Tensor:
@@ -46,9 +46,11 @@ class Rank:
         member: the state machine.
         x: the sum of all means so far.
         log: the members of each step.
-        phase: computing, waiting, catching up, or at the barrier.
+        phase: computing, waiting, updating its parameters, catching up, unpacking a state, or at the barrier.
         starts: all-reduces that this rank has still to end.
         verdicts: of each step that it contributed to, whether its gradient has counted.
+        gradient: what it updates its parameters with.
+        taken: the state that it unpacks.
     """
 
     member: Member
@@ -57,19 +59,31 @@ class Rank:
     phase: str = "computing"
     starts: deque[ControlMessage] = field(default_factory=deque[ControlMessage])
     verdicts: dict[int, bool] = field(default_factory=dict[int, bool])
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(NUMEL, dtype=torch.float64))
+    taken: tuple[int, Tensor] | None = None
 
 
 class World:
-    """The ranks of one run, until all have done `steps`."""
+    """The ranks of one run, until all have done `steps`.
 
-    def __init__(self, rule: QuorumRule, selector: ReductionSelector, *, coordinator: int, steps: int) -> None:
+    Args:
+        rule: of the quorum.
+        selector: of the reduction, of the first coordinator.
+        coordinator: the first one.
+        steps: to be done.
+        tells: whether it is known of lost ranks that they have ended; otherwise fewer than half of all die.
+    """
+
+    def __init__(
+        self, rule: QuorumRule, selector: ReductionSelector, *, coordinator: int, steps: int, tells: bool = True
+    ) -> None:
         self.size, self.rule, self.steps, self.now = rule.size, rule, steps, 0.0
         partition = Partition(NUMEL, rule.least, torch.float64)
         self.ranks = [
-            Rank(Member(rank, rule.size, coordinator, partition, 0.01, self.now)) for rank in range(rule.size)
+            Rank(Member(rank, rule.anew(), coordinator, partition, 0.01, self.now)) for rank in range(rule.size)
         ]
         self.ranks[coordinator].member.coordinator = Coordinator(rule, selector)
-        self.coordinator_rank = coordinator
+        self.tells = tells
         self.edges: dict[tuple[int, int], deque[Payload]] = defaultdict(deque[Payload])
         self.delivered: dict[int, list[tuple[int, Payload]]] = defaultdict(list[tuple[int, Payload]])
         self.collectives: dict[int, dict[int, Tensor]] = defaultdict(dict[int, Tensor])
@@ -80,11 +94,18 @@ class World:
     # -- what may happen next ----------------------------------------------------------------------------------------
 
     def do(self, choice: int) -> None:
-        """One thing that can happen now; which one is a number's remainder."""
-        moves = [*self.progress(), *self.trouble()]
+        """One thing that can happen now, as a number chooses; most often one that lets the run progress."""
+        kind, choice = choice % _TROUBLES, choice // _TROUBLES
+        moves = self.progress() if kind else [*self.progress(), *self.trouble()]
         name, move = moves[choice % len(moves)]
         self.moves[name] += 1
         move()
+
+    def has_ended(self) -> bool:
+        """Whether all that live are through, and have read their messages."""
+        living = [number for number in range(self.size) if number not in self.dead]
+        arrived = not any(messages for (_, dst), messages in self.edges.items() if dst in living)
+        return arrived and all(self.ranks[number].phase == "done" for number in living)
 
     def progress(self) -> list[tuple[str, Move]]:
         """What a run is made of: messages arrive, and ranks go on."""
@@ -99,22 +120,27 @@ class World:
                 moves.append((rank.phase, partial(self.go_on, number)))
             if rank.starts:
                 moves.append(("all-reduce", partial(self.all_reduce, number)))
+            moves += [
+                ("notice", partial(self.notice, number, lost)) for lost in self.dead - rank.member.succession.gone
+            ]
         return moves
 
     def trouble(self) -> list[tuple[str, Move]]:
-        """What disturbs a run; no more ranks stop and die than each step can go without, and not the coordinator."""
+        """What disturbs a run; no more ranks stop and die than each step can go without."""
         moves: list[tuple[str, Move]] = []
         for rank in set(self.delivered) - self.stopped - self.dead:
             old = self.delivered[rank]
             src, payload = old[self.moves.total() % len(old)]
             moves.append(("duplicate", partial(self.receive, src, rank, payload)))
         spare = self.size - self.rule.least - len(self.stopped | self.dead)
-        # A step of which all members die is lost.
-        mortal = len(self.dead) + 1 < self.rule.least
+        # A step of which all members die is lost, and where it is not known whether ranks have ended, half must live.
+        mortal = len(self.dead) + 1 < self.rule.least and (self.tells or 2 * len(self.dead) + 2 < self.size)
+        # Of two ranks one may go on alone, even if it was late.
+        mortal |= self.size == 2 and self.tells and not self.dead
         for rank in range(self.size):
             if rank in self.stopped:
                 moves.append(("continue", partial(self.stopped.remove, rank)))
-            elif spare > 0 and rank not in self.dead and rank != self.coordinator_rank:
+            elif spare > 0 and rank not in self.dead:
                 moves.append(("stop", partial(self.stopped.add, rank)))
                 moves += [("die", partial(self.dead.add, rank))] * mortal
         return moves
@@ -126,8 +152,13 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        if self.coordinator_rank not in self.stopped:  # its timer
-            self.perform(self.coordinator_rank, self.ranks[self.coordinator_rank].member.time_passed(self.now))
+        for number, rank in enumerate(self.ranks):
+            if rank.member.coordinator is not None and number not in self.stopped | self.dead:  # its timer
+                self.perform(number, rank.member.time_passed(self.now))
+
+    def notice(self, rank: int, lost: int) -> None:
+        """A rank learns that another one is lost."""
+        self.perform(rank, self.ranks[rank].member.lose([lost], [lost] if self.tells else [], self.now))
 
     def deliver(self, edge: tuple[int, int]) -> None:
         payload = self.edges[edge].popleft()
@@ -176,14 +207,17 @@ class World:
             rank.phase = "waiting"
         elif rank.phase == "waiting":
             self._wait(number, rank, step)
+        elif rank.phase == "updating":
+            self._update(number, rank)
+        elif rank.phase == "unpacking":
+            self._unpack(number, rank)
+        elif member.round is not None and member.round.has_mean:
+            rank.phase = "updating"
         elif not member.has_state:
             self.perform(number, member.time_passed(self.now))
         else:
-            reached, data = member.take_state()
-            log, x = json.loads(data.numpy().tobytes())
-            rank.log, rank.x = [tuple(each) for each in log], torch.tensor(x, dtype=torch.float64)
-            assert reached == len(rank.log) > step
-            self._end_step(number, rank)
+            rank.taken = member.take_state()
+            rank.phase = "unpacking"
 
     def _wait(self, number: int, rank: Rank, step: int) -> None:
         member, current = rank.member, rank.member.round
@@ -198,21 +232,43 @@ class World:
         elif not current.is_over:
             self.perform(number, member.time_passed(self.now))
         else:
-            outcome, gradient = member.begin_update(current, self.now), gradient_of(number, step)
-            rank.verdicts[step] = member.is_member(outcome)
-            member.write_mean_(current, gradient)
-            if not current.has_mean:
-                rank.phase = "catching up"
-                self.perform(number, member.recover(outcome, self.now))
-                return
-            assert torch.equal(gradient, mean_of(outcome.members, step)), "each member's gradient counts once"
-            rank.x += gradient
-            rank.log.append(outcome.members)
-            self._end_step(number, rank)
+            rank.gradient, rank.phase = gradient_of(number, step), "updating"
+            member.begin_update(current, self.now)
+            member.write_mean_(current, rank.gradient)
+
+    def _update(self, number: int, rank: Rank) -> None:
+        current, step = rank.member.round, len(rank.log)
+        assert current is not None
+        assert current.outcome is not None
+        if not current.has_mean:
+            rank.phase = "catching up"
+            self.perform(number, rank.member.recover(self.now))
+            return
+        members = current.outcome.members
+        if members == (number,) and len(self.dead) == self.size - 1:
+            rank.gradient = gradient_of(number, step)  # it was left alone while it was late
+        assert torch.equal(rank.gradient, mean_of(members, step)), "each member's gradient counts once"
+        rank.verdicts[step] = number in members
+        rank.x += rank.gradient
+        rank.log.append(members)
+        self._end_step(number, rank)
+
+    def _unpack(self, number: int, rank: Rank) -> None:
+        assert rank.taken is not None
+        reached, data = rank.taken
+        before, step = rank.log, len(rank.log)
+        log, x = json.loads(data.numpy().tobytes())
+        rank.log, rank.x = [tuple(each) for each in log], torch.tensor(x, dtype=torch.float64)
+        assert reached == len(rank.log), "the step that was told is that of the state"
+        assert rank.log[:step] == before, "what this rank has used stays decided"
+        if reached > step:
+            rank.verdicts[step] = number in rank.log[step]
+        self._end_step(number, rank)
 
     def _end_step(self, number: int, rank: Rank) -> None:
         rank.phase = "computing"
-        self.perform(number, rank.member.end_step(len(rank.log), self.now))
+        members = rank.log[-1] if rank.log else ()
+        self.perform(number, rank.member.end_step(len(rank.log), members, self.now))
 
     def all_reduce(self, number: int) -> None:
         """What the all-reduce thread does next: add this rank's vector, or end once all ranks have added theirs."""

@@ -109,13 +109,17 @@ def try_seed(each: Case, seed: int, seen: Seen) -> None:
         wrong(str(error))
         return
     seen.events["late message"] += ended.record.late_messages
+    agreed = [result for result in ended.results if result is not None]
     if ended.died:
         check_death(network, ended.failures, seen, wrong)
+        seen.events["survivor"] += len(agreed)
+        # No other method goes on by itself; some of its workers may have ended before the loss.
+        if isinstance(each.strategy, BackupWorkers) and any(not torch.equal(x, agreed[0]) for x in agreed[1:]):
+            wrong("survivors end with different parameters")
         return
     if ended.failures:
         wrong(f"nobody has died, and {next(iter(ended.failures.values()))!r}")
         return
-    agreed = [result for result in ended.results if result is not None]
     if any(not torch.equal(each, agreed[0]) for each in agreed[1:]):
         wrong("the consensus differs between ranks")
 

@@ -20,13 +20,12 @@ def test_invariants_hold_under_random_faults_and_rare_events_are_seen() -> None:
         assert seen.events[event], event
 
 
-def test_a_coordinator_that_too_few_ranks_are_left_to_says_who_is_lost() -> None:
-    # It used to wait for its timeout, and named nobody.
+def test_backup_workers_go_on_and_agree_where_one_has_died() -> None:
     (case,) = (each for each in CASES if each.strategy == BackupWorkers(backups=1, reduction="all_reduce"))
     seen = Seen()
     try_seed(case, 170, seen)
     assert not seen.wrong
-    assert seen.events["dead peer"]
+    assert seen.events["survivor"] >= 2
 
 
 @pytest.mark.parametrize("strategy", PRESERVING, ids=str)

@@ -23,9 +23,9 @@ from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo,
 from thinwire.plan.traffic import DryRun
 from thinwire.quorum.elastic_sampler import ElasticSampler
 from thinwire.quorum.log import memberships
-from thinwire.quorum.member import Round
 from thinwire.quorum.messages import ControlMessage
 from thinwire.quorum.participant import Participant
+from thinwire.quorum.rounds import Round
 from thinwire.quorum.rules import Reduction
 from thinwire.runs.defaults import resolve
 from thinwire.runs.launcher import launch

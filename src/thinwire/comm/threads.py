@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm, named
-from thinwire.comm.mailbox.base import Mailbox, Message
+from thinwire.comm.mailbox.base import Loss, Mailbox, Message
 from thinwire.comm.work import Work, describe
 from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError, ThinwireError, error_named
 
@@ -377,12 +377,18 @@ class ThreadMailbox(Mailbox):
             return super()._has_arrived(src, number, step)
         return self._comm.step >= step + self._hub.delay(src, self._rank, step)
 
-    def _check_peers(self, src: Sequence[int]) -> None:
-        super()._check_peers(src)
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has closed its mailbox: all threads are of one process."""
+        return self._hub.mailboxes[self._epoch, rank]._closed
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
         self._hub.check_lost(self._comm.step)
-        for rank in src:
-            if self._hub.mailboxes[self._epoch, rank]._closed:
-                raise self._lost_error(f"rank {rank} has closed its mailbox; end training together", closed=True)
+
+    def _loss_of(self, rank: int) -> Loss | None:
+        if self._hub.mailboxes[self._epoch, rank]._closed:
+            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+        return None
 
 
 def single_worker() -> Comm:

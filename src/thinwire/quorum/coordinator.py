@@ -20,6 +20,7 @@ the last one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from thinwire.quorum.messages import ControlMessage, Kind
@@ -38,9 +39,11 @@ class Coordinator:
         rule: how long to wait for how many ranks.
         selector: by which reduction members average.
         step: the step to be decided next.
-        attempt: attempts at this step so far.
+        first_attempt: attempts are numbered from one more; no two coordinators' numbers are equal.
+        attempt: the number of the latest attempt at this step; `first_attempt` before there is one.
         members: of the attempt in progress; empty while none is.
         last: members of the latest committed step.
+        last_attempt: the number of the attempt by which it was committed; 0 where it is not known.
         opened: when the first of the ready ranks began to compute, in seconds.
         all_reduces: all-reduces started so far.
         all_reduce: the number of the one in progress, or 0.
@@ -55,10 +58,12 @@ class Coordinator:
 
     rule: QuorumRule
     selector: ReductionSelector = field(default_factory=ReductionSelector)
+    first_attempt: int = 0
     step: int = 0
     attempt: int = 0
     members: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
+    last_attempt: int = 0
     opened: float = 0.0
     all_reduces: int = 0
     all_reduce: int = 0
@@ -72,9 +77,24 @@ class Coordinator:
 
     def begin(self, step: int) -> None:
         """Decide this step next, whatever was in progress."""
-        self.step, self.attempt = step, 0
+        self.step, self.attempt = step, self.first_attempt
         self.ready.clear()
         self._end_attempt()
+
+    def take_over(self, held: ControlMessage) -> None:
+        """Decide next the step after the last one that a living rank holds, which a PROMISE tells."""
+        self.begin(held.step)
+        self.last, self.last_attempt, self.last_all_reduce = held.members, held.attempt, held.all_reduce
+
+    def lose(self, ranks: Collection[int], now: float) -> Outbox:
+        """Wait for these ranks no more; an attempt with one of them as a member is abandoned."""
+        self.rule.lose(ranks)
+        for rank in ranks:
+            self.ready.pop(rank, None)
+        if set(ranks).isdisjoint(self.members):
+            return []
+        self._end_attempt()
+        return self.start_if_due(now)
 
     def receive(self, src: int, message: ControlMessage, now: float) -> Outbox:
         """Handle a READY or ACK message.
@@ -97,7 +117,12 @@ class Coordinator:
             if message.step == self.step - 1 and src in self.last:
                 return []  # its COMMIT is on its way
             late = ControlMessage(
-                Kind.LATE, self.step, message.step, all_reduce=self.last_all_reduce, members=self.last
+                Kind.LATE,
+                self.step,
+                self.last_attempt,
+                all_reduce=self.last_all_reduce,
+                answers=message.step,
+                members=self.last,
             )
             return [(src, late)]
         if message.step > self.step:
@@ -124,7 +149,7 @@ class Coordinator:
         self.attempt, self.members, self.started = self.attempt + 1, tuple(sorted(members)), now
         destinations = self.members
         # Later attempts are by messages: an all-reduce has just been held up, or a member has stopped.
-        if self.attempt == 1 and self.selector.use_all_reduce and not self.busy:
+        if self._tries == 1 and self.selector.use_all_reduce and not self.busy:
             destinations = range(self.rule.size)
             self.all_reduce = self.all_reduces = self.all_reduces + 1
             self.busy = set(destinations)
@@ -154,7 +179,7 @@ class Coordinator:
             # Members that hold the mean count less with every attempt: one that has sent its whole part may have
             # stopped before it acknowledged, or be merely slow. Other ranks count only if no member has responded.
             counts = is_member or not responded
-            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
+            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self._tries)
         if not abandon:
             return []
         for rank in missing:
@@ -175,11 +200,15 @@ class Coordinator:
             return []
         commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
         outbox = [(dst, commit) for dst in self.ready]
-        self.last, self.last_all_reduce = self.members, self.all_reduce
-        if self.attempt == 1:
+        self.last, self.last_attempt, self.last_all_reduce = self.members, self.attempt, self.all_reduce
+        if self._tries == 1:
             self.selector.record(now - self.started, all_reduce=bool(self.all_reduce))
         self.begin(self.step + 1)
         return outbox
+
+    @property
+    def _tries(self) -> int:
+        return self.attempt - self.first_attempt
 
     def _end_attempt(self) -> None:
         self.members, self.all_reduce = (), 0

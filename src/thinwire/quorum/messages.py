@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FIELDS = 6
+_FIELDS = 7
 _HEADER = 4
 HEADER_BYTES = 8 * _HEADER
 
@@ -26,6 +26,9 @@ class Kind(IntEnum):
     REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks are set differently
     STATE_REQUEST = 6  # to a member: send me the state of this step or of a later one
     BARRIER = 7  # to all ranks: I have ended a step, and wait until all ranks have
+    PROMISE = 8  # to a new coordinator: I follow only you; so many steps are done here, the last one by this attempt
+    TAKEOVER = 9  # to all living ranks: the coordinator is lost, and I am the next; promise
+    RESUME = 10  # to all living ranks: I decide from this step on, among these ranks, as all of them have promised
 
 
 class ControlMessage(NamedTuple):
@@ -34,11 +37,12 @@ class ControlMessage(NamedTuple):
     Attributes:
         kind: what it is about.
         step: the training step.
-        attempt: the attempt at that step, from 1; of LATE, the step that it answers; of BARRIER, its number, from 1.
+        attempt: the attempt at that step; of LATE and PROMISE, at the one before; of BARRIER, its number, from 1.
         digest: of the optimizer's settings.
         microseconds: how long the gradient took.
-        all_reduce: the number of the all-reduce that averages, from 1; of LATE, the one that averaged the latest step.
-            0 where members average by messages.
+        all_reduce: the number of the all-reduce that averages, from 1; of LATE and PROMISE, the one that averaged the
+            latest step. 0 where members average by messages.
+        answers: of LATE, the step that it answers.
         members: ranks.
     """
 
@@ -48,6 +52,7 @@ class ControlMessage(NamedTuple):
     digest: int = 0
     microseconds: int = 0
     all_reduce: int = 0
+    answers: int = 0
     members: tuple[int, ...] = ()
 
     def encode(self, size: int) -> Tensor:
@@ -60,9 +65,9 @@ class ControlMessage(NamedTuple):
 
 def decode_control(numbers: Sequence[int]) -> ControlMessage:
     """The control message that was encoded as these numbers."""
-    kind, step, attempt, digest, microseconds, all_reduce = numbers[:_FIELDS]
+    kind, step, attempt, digest, microseconds, all_reduce, answers = numbers[:_FIELDS]
     members = tuple(rank for rank, flag in enumerate(numbers[_FIELDS:]) if flag)
-    return ControlMessage(Kind(kind), step, attempt, digest, microseconds, all_reduce, members)
+    return ControlMessage(Kind(kind), step, attempt, digest, microseconds, all_reduce, answers, members)
 
 
 def control_length(size: int) -> int:

@@ -72,7 +72,12 @@ class CountingParticipant:
         """Always."""
         return outcome.kind is Kind.COMMIT
 
-    def recover(self, outcome: ControlMessage) -> None:
+    @property
+    def lost(self) -> list[int]:
+        """Nobody."""
+        return []
+
+    def recover(self) -> None:
         """Never needed."""
 
     def end_step(self) -> None:

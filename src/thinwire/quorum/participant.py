@@ -20,10 +20,11 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.runtime import Runtime
-from thinwire.errors import CommError, MismatchError
+from thinwire.errors import CommError, CommTimeoutError, MismatchError
 from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.quorum.coordinator import Coordinator
-from thinwire.quorum.member import Action, Member, Round, Send, SendState
+from thinwire.quorum.log import memberships
+from thinwire.quorum.member import Action, Member, Send, SendState
 from thinwire.quorum.messages import (
     HEADER_BYTES,
     ControlMessage,
@@ -35,6 +36,7 @@ from thinwire.quorum.messages import (
     encode_chunk,
 )
 from thinwire.quorum.reductions import Partition
+from thinwire.quorum.rounds import Round
 from thinwire.quorum.rules import QuorumRule, ReductionSelector
 from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
@@ -46,9 +48,9 @@ T = TypeVar("T")
 _CONTROL, _GRADIENT, _STATE = 1, 2, 3  # topics of the mailbox
 _CAPACITY = 64  # messages on one edge: a whole state in chunks beside the control messages of some steps
 _MIN_STATE_CHUNK_BYTES = 4096
-_MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the coordinator is still there
+_MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the others are still there
 _MIN_WAIT_SECONDS = 0.001
-_PATIENCE_SECONDS = 1.0  # after which the coordinator looks whether enough ranks are left
+_LOOK_SECONDS = 0.01  # no more often, however many messages arrive
 
 
 def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
@@ -70,7 +72,7 @@ class Participant:
         rule: for how many ranks to wait, and how long.
         selector: by which reduction members average.
         side_comm: connections of their own for all-reduces; None where members average by messages alone.
-        coordinator: the rank that decides.
+        coordinator: the rank that decides first; the next one does where it is lost.
         retry_seconds: the least time that a rank waits before it sends READY again.
         names: entries of the replica's state that a late rank must receive.
         runtime: the clock and the threads; those of the comm unless given.
@@ -92,17 +94,19 @@ class Participant:
         self._runtime = runtime = runtime or r.comm.runtime
         self.rank, size, self._clock = r.comm.rank, r.comm.size, runtime.clock
         partition = Partition(r.x.numel(), rule.least, r.x.dtype)
-        self._member = Member(self.rank, size, coordinator, partition, retry_seconds, self._clock(), r.step)
+        self._member = Member(self.rank, rule, coordinator, partition, retry_seconds, self._clock(), r.step)
         if self.rank == coordinator:
             self._member.coordinator = Coordinator(rule, selector)
         self._packed: tuple[int, Tensor] | None = None
-        self._timer_at = inf
+        self._timer_at, self._looked_at = inf, -inf
         self._state_chunk_bytes = max(r.x.numel() * r.x.element_size(), _MIN_STATE_CHUNK_BYTES)
         largest = HEADER_BYTES + max(partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
+        self._box.tolerant = True
         self._all_reduces = AllReduceThread(self._box.changed)
-        others = [other for other in range(size) if other != self.rank]
+        self._others = others = [other for other in range(size) if other != self.rank]
+        self._box.lost_among(others)  # connects: only a connection tells later that a rank is lost
         for topic, handler, like in (
             (_CONTROL, self._on_control, torch.empty(control_length(size), dtype=torch.int64)),
             (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + partition.nbytes, dtype=torch.uint8)),
@@ -126,6 +130,13 @@ class Participant:
         return None if self._member.round is None else self._member.round.outcome
 
     @property
+    def lost(self) -> list[int]:
+        """The ranks that the others go on without, in order."""
+        with self._box.changed:
+            self._look_for_losses(self._others)
+        return sorted(self._member.succession.gone)
+
+    @property
     def has_mean(self) -> bool:
         """Whether the contributed gradient was replaced by the mean, so that this rank can take the step itself."""
         return self._member.round is not None and self._member.round.has_mean
@@ -144,7 +155,7 @@ class Participant:
 
         Raises:
             CommTimeoutError: too few ranks were ready in time.
-            PeerLostError: the coordinator is gone.
+            PeerLostError: too many ranks are lost, or all that held the result of the last steps.
             MismatchError: the optimizers of two ranks are set differently.
         """
         if self._member.idle_at != self._r.step:
@@ -155,15 +166,10 @@ class Participant:
             self._perform(self._member.contribute(self._r.step, own, digest(self._r), start, self._clock()))
             current = self._member.round
         assert current is not None, "this rank has just contributed"
-        while not current.is_over:
-            self._wait(
-                lambda: self._can_continue(current),
-                f"enough ranks to be ready, as rank {self._member.coordinator_rank} counts",
-            )
+        while (outcome := self._begin_update(current)) is None:
+            self._wait(lambda: self._can_continue(current), "enough ranks to be ready, as rank {coordinator} counts")
             self._advance(current)
         end = self._clock()
-        with self._box.changed:
-            outcome = self._member.begin_update(current, end)
         self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
         if self.is_member(outcome):
             self._comm.meter.waited("mean", current.started, current.started, end, current.step)
@@ -173,17 +179,22 @@ class Participant:
             self._member.write_mean_(current, gradient)
         return outcome
 
-    def recover(self, outcome: ControlMessage) -> None:
+    def recover(self) -> None:
         """Take the state that members had after the step for which this rank was late, or after a later one.
+
+        Afterwards `has_mean` tells whether there is none, as this rank alone is left: its own gradient has counted.
 
         Raises:
             CommTimeoutError: no member answered.
+            PeerLostError: as `contribute`.
         """
         start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
-            self._perform(member.recover(outcome, start))
-        self._wait(lambda: member.has_state, "the state of a member that was in time")
+            self._perform(member.recover(start))
+        self._wait(lambda: member.has_state or self.has_mean, "the state of a member that was in time")
         with self._box.changed:
+            if self.has_mean:
+                return
             received_step, data = member.take_state()
         unpack_(self._r, data)
         self._r.step = received_step
@@ -194,20 +205,27 @@ class Participant:
         with self._box.changed:
             self._packed = None
             self._all_reduces.flush_meter(self._comm.meter)
-            self._perform(self._member.end_step(self._r.step, self._clock()))
+            members = next(memberships(self._r, max(0, self._r.step - 1)), ())
+            self._perform(self._member.end_step(self._r.step, members, self._clock()))
         self._box.process_deferred()  # raises what went wrong in other threads
 
     def barrier(self) -> None:
-        """Wait until all ranks are here; late ranks receive this rank's state meanwhile.
+        """Wait until all living ranks are here; late ranks receive this rank's state meanwhile.
 
         Raises:
             CommTimeoutError: some rank did not reach the barrier in time.
-            PeerLostError: some rank is gone.
+            PeerLostError: too many ranks are lost.
         """
-        start = self._clock()
+        start, member = self._clock(), self._member
+
+        def missing() -> list[int]:
+            # Ranks that were here may have gone on, and have ended since.
+            self._look_for_losses(member.missing_at_barrier())
+            return member.lost_at_barrier() or member.missing_at_barrier()
+
         with self._box.changed:
-            self._perform(self._member.enter_barrier(self._r.step, start))
-            self._box.wait_until(self._member.missing_at_barrier, f"{{ranks}} to end step {self._r.step}")
+            self._perform(member.enter_barrier(self._r.step, start))
+            self._box.wait_until(missing, f"{{ranks}} to end step {self._r.step}", meanwhile=self._meanwhile)
             self._all_reduces.flush_meter(self._comm.meter)
         self._comm.meter.waited("barrier", start, start, self._clock(), self._r.step)
 
@@ -219,6 +237,11 @@ class Participant:
             self._packed = None
             self._perform(self._member.begin_after_loading(self._r.step))
         self.barrier()
+
+    def _begin_update(self, current: Round) -> ControlMessage | None:
+        """How the step was decided, once it is; that cannot change any more then, whoever becomes the coordinator."""
+        with self._box.changed:
+            return self._member.begin_update(current, self._clock()) if current.is_over else None
 
     def _can_continue(self, current: Round) -> bool:
         """Whether the step is decided, or this rank has something to compute or to send for it."""
@@ -241,36 +264,53 @@ class Participant:
                 self._perform(self._member.acknowledge(reduction, self._clock()))
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
-        """Wait under the comm's timeout; the coordinator's loss ends the wait, and that of more ranks than backups."""
-        member, start = self._member, self._clock()
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        """Wait under the comm's timeout; the loss of more ranks than backups ends the wait, and no other loss."""
+        member = self._member
+        words = waiting_for.replace("{coordinator}", str(member.succession.coordinator_rank))
 
         def missing() -> list[int]:
+            self._look_for_losses(self._others)
             if ready():
                 return []
-            # Others hear of it from the coordinator, which fails.
-            if member.coordinator is not None and self._clock() - start > _PATIENCE_SECONDS:
-                gone = self._box.lost_among(others)
-                if self._comm.size - len(gone) < member.coordinator.rule.least:
-                    return gone
-            return [member.coordinator_rank]
-
-        def meanwhile() -> float:
-            self._perform(member.time_passed(self._clock()))
-            seconds = member.seconds_to_wait(self._clock())
-            return _MAX_WAIT_SECONDS if seconds is None else min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS))
+            if member.stranded:
+                lost = sorted(member.succession.gone)
+                problem = f"all ranks that held the latest steps are lost ({lost}); continue from a checkpoint"
+                raise self._comm.failure(words, problem, late=False)
+            return member.waits_for()
 
         with self._box.changed:
-            self._box.wait_until(
-                missing,
-                f"{waiting_for} (all ranks must train until the same worker.step)",
-                meanwhile=meanwhile,
-            )
+            try:
+                self._box.wait_until(
+                    missing, f"{words} (all ranks must train until the same worker.step)", meanwhile=self._meanwhile
+                )
+            except CommTimeoutError as error:
+                if member.succession.settled:
+                    raise
+                raise CommTimeoutError(f"{error}; {member.succession.in_words()}") from None
+
+    def _meanwhile(self) -> float:
+        """What is due while this rank waits; returns after how many seconds to look again."""
+        self._perform(self._member.time_passed(self._clock()))
+        seconds = self._member.seconds_to_wait(self._clock())
+        return _MAX_WAIT_SECONDS if seconds is None else min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS))
+
+    def _look_for_losses(self, ranks: Sequence[int]) -> None:
+        """Tell the member which of these ranks are lost."""
+        now, known = self._clock(), self._member.succession
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        gone = self._box.lost_among([rank for rank in ranks if rank not in known.gone])
+        ended = [rank for rank in (*gone, *(known.gone - known.ended)) if self._box.has_ended(rank)]
+        if gone or ended:
+            self._box.dismiss(gone)
+            self._perform(self._member.lose(gone, ended, now))
 
     # -- what the member has decided: in any thread, under the lock --------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Send what the member wants sent, and set the coordinator's timer."""
+        self._box.dismiss(self._member.succession.gone)
         for action in actions:
             if isinstance(action, Send):
                 self._box.send(action.dst, action.message.encode(self._member.size), topic=_CONTROL)
@@ -279,6 +319,8 @@ class Participant:
             else:
                 self._all_reduces.enqueue(action.start)
         seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
+        if self._member.succession.is_taking_over:
+            seconds = _MAX_WAIT_SECONDS  # it may compute, and must notice who is lost
         # One timer is enough, unless there is something to do before it.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
             self._timer_at = self._clock() + seconds
@@ -293,11 +335,15 @@ class Participant:
     def _on_timer(self) -> None:
         with suppress(CommError, ReferenceError), self._box.changed:
             self._timer_at = inf
+            if not self._member.succession.settled:
+                self._look_for_losses(self._others)
             self._perform(self._member.time_passed(self._clock()))
             self._box.changed.notify_all()
 
     def _on_control(self, message: Message) -> bool:
         self._perform(self._member.receive(message.src, decode_control(message.content.tolist()), self._clock()))
+        if not self._member.succession.settled:
+            self._look_for_losses(self._others)
         return True
 
     def _on_gradient(self, message: Message) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
@@ -35,10 +35,23 @@ class QuorumRule:
     choice: Choice = "fixed"
     deviations: float = 3.0
     _seconds: dict[int, deque[float]] = field(default_factory=dict[int, deque[float]])
+    _lost: set[int] = field(default_factory=set[int])
 
     def record(self, rank: int, seconds: float) -> None:
         """Record how long a rank took for its gradient, whether it was in time or late."""
+        if rank in self._lost:
+            return
         self._seconds.setdefault(rank, deque(maxlen=_WINDOW)).append(seconds)
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Wait for these ranks no more."""
+        for rank in ranks:
+            self._lost.add(rank)
+            self._seconds.pop(rank, None)
+
+    def anew(self) -> QuorumRule:
+        """The same rule without measured times."""
+        return QuorumRule(self.size, self.least, self.choice, self.deviations)
 
     def seconds_to_wait(self, ready: int, waited_seconds: float) -> float | None:
         """Seconds to wait for more ranks: 0 to start now, None to wait for the next one without a limit.
@@ -51,7 +64,7 @@ class QuorumRule:
             return None
         samples = list(self._seconds.values())
         known = sum(len(each) >= _MIN_SAMPLES for each in samples) >= self.least
-        if self.choice == "deadline" and ready < self.size and known:
+        if self.choice == "deadline" and ready < self.size - len(self._lost) and known:
             times = [seconds for each in samples for seconds in each]
             return max(0.0, deadline(times, self.deviations) - waited_seconds)
         if self.choice == "online" and known and ready < (needed := best_number(samples, self.least)):

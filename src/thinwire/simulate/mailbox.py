@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from thinwire.comm.mailbox.base import Mailbox, Message
+from thinwire.comm.mailbox.base import Loss, Mailbox, Message
 from thinwire.comm.mailbox.frame import HEADER_BYTES
 from thinwire.comm.work import nbytes_of
-from thinwire.errors import PeerLostError
+from thinwire.errors import PeerLostError, ThinwireError
 from thinwire.simulate.schedule import VirtualCondition
 from thinwire.simulate.world import RECONNECT_SECONDS, World
 
@@ -103,15 +103,24 @@ class SimulatedMailbox(Mailbox):
 
         self._arrive(src, arrived - world.times.now, deliver)
 
-    def _check_peers(self, src: Sequence[int]) -> None:
-        super()._check_peers(src)
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has closed its mailbox: machines of others do not tell which processes have ended."""
+        return rank in self._closed_peers
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
         self._world.check_heard()
-        for rank in src:
-            loss = self._world.lost.get(rank)
-            if loss is not None and not loss.silent and self.clock() >= loss.at + RECONNECT_SECONDS:
-                raise PeerLostError(f"rank {self._rank}, step {self._comm.step}: rank {rank} is lost ({loss.reason})")
-            if rank in self._closed_peers:
-                raise PeerLostError(f"rank {self._rank}: rank {rank} has closed its mailbox; end training together")
+
+    def _loss_of(self, rank: int) -> Loss | None:
+        loss = self._world.lost.get(rank)
+        if loss is not None and not loss.silent and self.clock() >= loss.at + RECONNECT_SECONDS:
+            return Loss(f"rank {rank} is lost ({loss.reason})")
+        if rank in self._closed_peers:
+            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+        return None
+
+    def _lost_error(self, problem: str, *, closed: bool = False) -> ThinwireError:
+        return PeerLostError(f"rank {self._rank}, step {self._comm.step}: {problem}")
 
     def _on_close(self, rank: int) -> None:
         self._closed_peers.add(rank)

@@ -174,6 +174,10 @@ class Strategy(ABC):  # noqa: B024
         momenta and residuals stay. All ranks call it together, with equal parameters unless `holds_average`.
         """
 
+    def lost(self, r: Replica) -> Sequence[int]:
+        """The ranks that are lost, and that this strategy goes on without, by itself; no call waits for them."""
+        return ()
+
     def holds_average(self, size: int) -> bool:
         """Whether each worker's own `r.x` is its estimate of the average, as `SlowMo(exact=False)` takes it to be.
 

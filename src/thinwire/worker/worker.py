@@ -40,6 +40,7 @@ from thinwire.worker.elastic_state import ElasticState
 from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
+from thinwire.worker.losses import check_all_there, lost_ranks
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
 from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start, watch
@@ -189,7 +190,8 @@ class Worker(ElasticState):
         # call. Workers at their own pace reach the same step only by waiting.
         if self.strategy.timing_dependent:
             self.wait_pending()
-        self._check_in_step(call)
+        if not lost_ranks(self):  # the others have come to the same step by waiting
+            self._check_in_step(call)
         self.wait_pending()
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
@@ -274,6 +276,7 @@ class Worker(ElasticState):
         """
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
+        check_all_there(self, "switch()")
         self.end_failed_pass()
         self._wait_in_step("switch()")
         return switching.switch(self, strategy)
@@ -288,11 +291,16 @@ class Worker(ElasticState):
         buffers while it trains; at consensus those of floating dtype, such as BatchNorm statistics, are averaged over
         workers, and others are rank 0's. An optimizer whose result differs from the parameters it trains (it has a
         method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored.
+
+        Raises:
+            PeerLostError: the strategy goes on without a rank that is lost, and the model has buffers to be averaged.
         """
         self.end_failed_pass()
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             self._together(lambda: self._wait_in_step("consensus()"))
+            if any(True for _ in self.model.buffers()):
+                check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
             self.shards.read()
             own = [replica.x.clone() for replica in self.replicas]
             buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -356,6 +364,7 @@ class Worker(ElasticState):
                 complete on all ranks. None keeps all.
 
         Raises:
+            PeerLostError: the strategy goes on without a rank that is lost; a checkpoint is of all ranks.
             CheckpointError: a file cannot be written, `extra` holds something that is neither a tensor nor JSON, or
                 ranks are at different steps.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
@@ -376,7 +385,9 @@ class Worker(ElasticState):
         self.end_failed_pass()
 
         def write() -> Path:
+            check_all_there(self, "save()")
             self._wait_in_step("save()")
+            check_all_there(self, "save()")
             return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
 
         return self._together(write)
@@ -396,6 +407,7 @@ class Worker(ElasticState):
         """
 
         def read() -> dict[str, Any]:
+            check_all_there(self, "load()")
             self.comm.check_in_step("load()").wait()
             self._begun_step = -1
             return resizing.load(self, self.own_folder(folder))
@@ -426,6 +438,7 @@ class Worker(ElasticState):
             >>> torch.nn.Linear(2, 1).load_state_dict(state), sorted(state)
             (<All keys matched successfully>, ['bias', 'weight'])
         """
+        check_all_there(self, "export()")
         with self.consensus() as model:
             return exporting.export(self, model, Path(path))
 

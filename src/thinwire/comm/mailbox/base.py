@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -91,6 +91,18 @@ class Edge:
     inbox: dict[int, Message] = field(default_factory=dict[int, Message])
 
 
+class Loss(NamedTuple):
+    """How a rank was lost.
+
+    Attributes:
+        problem: in words.
+        closed: whether it has said that it ends, which no failure needs to have caused.
+    """
+
+    problem: str
+    closed: bool = False
+
+
 class TopicHandler(NamedTuple):
     """The handler of a topic, and which messages it accepts."""
 
@@ -108,6 +120,8 @@ class Mailbox(ABC):
         duplicates: messages that arrived twice and were dropped the second time.
         capacity: unconsumed messages allowed on one edge.
         clock: what waits measure the timeout by, in seconds.
+        tolerant: whether the owner goes on without lost ranks: their loss is then no error by itself, and messages to
+            them are dropped. The owner asks with `lost_among`, and calls `dismiss`; a wait for a dismissed rank fails.
     """
 
     def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: Condition) -> None:
@@ -116,6 +130,8 @@ class Mailbox(ABC):
         self.changed = changed
         self.capacity = capacity
         self.duplicates = 0
+        self.tolerant = False
+        self._dismissed: set[int] = set()
         self.clock: Callable[[], float] = comm.runtime.clock
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
@@ -151,11 +167,13 @@ class Mailbox(ABC):
                 f"a message of {nbytes_of(x)} bytes: this mailbox was opened for {self._max_bytes} at most"
             )
         with self.changed:
+            if self._drops(dst):
+                return
             edge, start = self._edges[dst], self.clock()
             full = edge.sent - edge.acknowledged >= self.capacity
             self._check_peers([dst])
             self.wait_until(
-                lambda: [dst] if edge.sent - edge.acknowledged >= self.capacity else [],
+                lambda: [dst] if edge.sent - edge.acknowledged >= self.capacity and not self._drops(dst) else [],
                 f"room for a message to rank {dst}",
             )
             number, edge.sent = edge.sent, edge.sent + 1
@@ -260,13 +278,16 @@ class Mailbox(ABC):
 
     def lost_among(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks are gone."""
-        found: list[int] = []
-        for rank in ranks:
-            try:
-                self._check_peers([rank])
-            except PeerLostError:
-                found.append(rank)
-        return found
+        return [rank for rank in ranks if rank in self._dismissed or self._loss_of(rank) is not None]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank is known to send nothing more: its process has ended, or it has closed its mailbox."""
+        return self._comm.has_ended(rank)
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        """Take these ranks for lost from now on, whatever comes from them later: a link may fail and recover."""
+        with self.changed:
+            self._dismissed.update(ranks)
 
     def tell_failure(self) -> None:
         """Let the other ranks know that this one has failed, where they would not notice by themselves."""
@@ -286,11 +307,29 @@ class Mailbox(ABC):
         """Tell a rank how many of its messages were consumed here."""
 
     def _check_peers(self, src: Sequence[int]) -> None:
-        """Raise if this mailbox has failed or is closed; backends also raise if one of the ranks is gone."""
+        """Raise if messages have failed, or one of the ranks is gone; of a tolerant mailbox, if it was dismissed."""
+        self._check_usable()
+        for rank in src:
+            loss = self._loss_of(rank)
+            if self.tolerant:
+                loss = (loss or Loss(f"rank {rank} was lost before")) if rank in self._dismissed else None
+            if loss is not None:
+                raise self._lost_error(loss.problem, closed=loss.closed)
+
+    def _check_usable(self) -> None:
+        """Raise if this mailbox has failed or is closed; backends also raise if all ranks are to fail."""
         if self._fault is not None:
             raise self._fault
         if self._closed:
             raise CommError(f"rank {self._rank}: this mailbox is closed; attach the model again")
+
+    def _loss_of(self, rank: int) -> Loss | None:
+        """How a rank was lost; None where it is not known to be."""
+        return None
+
+    def _drops(self, dst: int) -> bool:
+        """Whether messages to a rank are dropped."""
+        return self.tolerant and bool(self.lost_among([dst]))
 
     def _has_arrived(self, src: int, number: int, step: int) -> bool:
         return number in self._edges[src].inbox
@@ -298,6 +337,8 @@ class Mailbox(ABC):
     def _deliver(self, message: Message, number: int) -> None:
         """Accept a message from the network, which may be out of order or a duplicate."""
         with self.changed:
+            if message.src in self._dismissed:
+                return
             edge = self._edges[message.src]
             if number < edge.received or number in edge.out_of_order:
                 self.duplicates += 1

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
-from thinwire.comm.mailbox.base import Mailbox, Message
+from thinwire.comm.mailbox.base import Loss, Mailbox, Message
 from thinwire.comm.mailbox.frame import PART_BYTES, Header, Kind, bytes_of, dtype_number, parse, split
 from thinwire.errors import CommError, ConfigError
 
@@ -437,21 +437,27 @@ class ZeroMqMailbox(Mailbox):
             self._sockets.farewells[dst] = [leaving.pack()]
         self._sockets.connect(dst, self._addresses[dst])
 
-    def _check_peers(self, src: Sequence[int]) -> None:
-        super()._check_peers(src)
-        if self._failed_peers:
-            raise self._lost_error(f"rank {min(self._failed_peers)} reports a failure")
-        for rank in src:
-            # A rank that only receives must connect too: only a connection shows that the other process has ended.
-            self._connect(rank)
-            if rank in self._closed_peers:
-                raise self._lost_error(f"rank {rank} has closed its mailbox; end training together", closed=True)
-            since = self._sockets.disconnected.get(rank)
-            if since is None and rank in self._sockets.reached:
-                continue
-            # What has never been connected is not closed either, where the other process ended early.
-            if (since or inf) + _RECONNECT_SECONDS < time.monotonic() or self._comm.has_ended(rank):
-                raise self._lost_error(f"the connection to rank {rank} was closed")
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended, or has said so."""
+        return rank in self._closed_peers or rank in self._ended_peers or super().has_ended(rank)
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if failed := self._failed_peers - self._dismissed:
+            raise self._lost_error(f"rank {min(failed)} reports a failure")
+
+    def _loss_of(self, rank: int) -> Loss | None:
+        # A rank that only receives must connect too: only a connection shows that the other process has ended.
+        self._connect(rank)
+        if rank in self._closed_peers:
+            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+        since = self._sockets.disconnected.get(rank)
+        if since is None and rank in self._sockets.reached:
+            return None
+        # What has never been connected is not closed either, where the other process ended early.
+        if (since or inf) + _RECONNECT_SECONDS < time.monotonic() or self._comm.has_ended(rank):
+            return Loss(f"the connection to rank {rank} was closed")
+        return None
 
 
 def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.device) -> Directory:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.quorum.log import LOG, USED, begin_log, resize_log, write_log
+from thinwire.quorum.log import LOG, USED, begin_log, memberships, resize_log, write_log
 from thinwire.quorum.opening import open_participant, participant_of
 from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
@@ -36,8 +36,9 @@ class BackupWorkers(Strategy):
     the loop as `while worker.step < steps`. One rank decides the members of each step, once for all, and every rank
     keeps a log of them.
 
-    There is no server. Members average the gradient by messages among themselves, or all workers do in an all-reduce,
-    to which late ones contribute zeros beside their computation; one of the workers coordinates while it computes.
+    Up to b workers may be lost, also the one that decides: the others go on. There is no server. Members average the
+    gradient by messages among themselves, or all workers do in an all-reduce, to which late ones contribute zeros
+    beside their computation; one of the workers coordinates while it computes.
     `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
     step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers; `choice="online"` looks for the N with the
     most gradients per second.
@@ -53,7 +54,8 @@ class BackupWorkers(Strategy):
         choice: "fixed" goes without exactly b; "deadline" takes all that are ready within the usual time, and "online"
             the number with the most gradients per second so far, from N on.
         deviations: of the deadline: median absolute deviations beyond the median of all measured times.
-        coordinator: the rank that decides. It may be slow; it may not be stopped.
+        coordinator: the rank that decides first. It may be slow; it may not be stopped. Where it is lost, the next rank
+            that is not takes over.
         retry_seconds: the least time that a member waits for the others before it reminds the coordinator, so that the
             step is tried again without members that have stopped.
         reduction: how members average: by "messages" among them; by "all_reduce" among all workers, which sends more
@@ -90,6 +92,13 @@ class BackupWorkers(Strategy):
     sends_gradients = True
     needs_equal_start = True
     timing_dependent = True
+    inelastic = trait(
+        lambda self: (
+            "it goes on by itself without up to `backups` lost workers; leave elastic=True out"
+            if self.backups
+            else "backups=0 waits for all workers; use AllReduce()"
+        )
+    )
     equal_replicas = trait(lambda self: not self.backups)
     skips_steps = trait(lambda self: self.backups > 0)
     # A late worker takes a member's parameters together with the whole state of its optimizer.
@@ -160,16 +169,17 @@ class BackupWorkers(Strategy):
         outcome = participant.outcome
         if outcome is None:
             raise ConfigError(f"step {step - 1}: optimizer.step() without a backward pass before it")
-        on_time = participant.is_member(outcome)
+        if not participant.has_mean:
+            participant.recover()  # the log too, and r.step
         if participant.has_mean:
-            write_log(r, outcome.members)
-        else:
-            participant.recover(outcome)  # the log too, and r.step
+            write_log(r, (participant.outcome or outcome).members)
+        # From the log: a coordinator that was lost may have said otherwise.
+        on_time = r.step >= step and r.comm.rank in next(memberships(r, step - 1))
         r.metrics["on_time"] = float(on_time)
         r.metrics["all_reduced"] = float(outcome.all_reduce > 0)
         r.metrics["steps_missed"] = float(r.step - step + (not on_time))
         for rank, used in enumerate(r.state[USED][:_MAX_RANKS_IN_METRICS].tolist()):
-            r.metrics[f"share_of_rank_{rank}"] = used / r.step
+            r.metrics[f"share_of_rank_{rank}"] = used / max(1, r.step)
         participant.end_step()
 
         def barrier() -> list[Tensor]:
@@ -178,6 +188,10 @@ class BackupWorkers(Strategy):
 
         # Waited for only where all ranks are needed: consensus(), save(), detach().
         r.launch("barrier", Work(barrier))
+
+    def lost(self, r: Replica) -> Sequence[int]:
+        """Up to `backups` workers."""
+        return participant_of(r).lost if self.backups else ()
 
     def holds_average(self, size: int) -> bool:
         """All ranks hold the same parameters."""

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers can still do together where a strategy has gone on without lost ranks."""
+
+from __future__ import annotations
+
+from thinwire.comm.base import named
+from thinwire.errors import PeerLostError
+from thinwire.worker.state import WorkerState
+
+
+def lost_ranks(worker: WorkerState) -> list[int]:
+    """The ranks that are lost, and that the strategy goes on without."""
+    return sorted({rank for replica in worker.replicas for rank in worker.strategy.lost(replica)})
+
+
+def check_all_there(worker: WorkerState, call: str) -> None:
+    """Refuse a call that needs all ranks, where some are lost.
+
+    Raises:
+        PeerLostError: with the ranks and what can be done.
+    """
+    if lost := lost_ranks(worker):
+        be = "is" if len(lost) == 1 else "are"
+        raise PeerLostError(
+            f"rank {worker.comm.rank}, step {worker.step}, {call}: {named(lost)} {be} lost, and this needs all ranks. "
+            "All others hold the same parameters after detach() and at consensus(): write model.state_dict() on one of "
+            "them, and start anew from it"
+        )

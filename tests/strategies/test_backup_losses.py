@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup workers that are lost for good: the others go on, also without the coordinator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.engine import attach, flat, momentum
+from tests.pool import start_processes
+from tests.strategies.backup_runs import Run, check_runs, train
+from thinwire import Comm, PeerLostError, run_threads
+from thinwire.quorum.participant import Participant
+from thinwire.quorum.rounds import Round
+from thinwire.quorum.rules import Reduction
+from thinwire.strategies.stragglers.backup_workers import BackupWorkers
+
+STEPS = 30
+
+
+def dies(victims: dict[int, int], within: bool, backups: int, reduction: Reduction) -> Run:
+    """Victims are killed at their step: while they compute, or as members that have sent only a part of what is due."""
+    mine, advance = int(os.environ["RANK"]), Participant._advance
+    last = victims.get(mine, STEPS)
+
+    def stop_within(self: Participant, current: Round) -> None:
+        if current.step >= last and current.reduction is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        advance(self, current)
+
+    def pause(_: int, step: int) -> float:
+        if not within and step >= last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.005
+
+    Participant._advance = stop_within if within else advance  # type: ignore[method-assign]
+    try:
+        worker = attach(None, BackupWorkers(backups, reduction=reduction))
+        seen = train(worker, STEPS, pause, ends=False)
+        with worker.consensus() as model:
+            assert flat(model).tolist() == seen.values
+        with pytest.raises(PeerLostError, match=rf"save\(\): ranks? .*{min(victims)}"):
+            worker.save("nowhere")
+        worker.detach()
+        return seen
+    finally:
+        Participant._advance = advance  # type: ignore[method-assign]
+
+
+def check_survivors(size: int, backups: int, victims: dict[int, int], within: bool, reduction: Reduction) -> None:
+    workers = start_processes(size, dies, victims, within, backups, reduction)
+    deadline = time.monotonic() + 40
+    for worker in workers:
+        worker.finish(deadline)
+    assert [worker.error for worker in workers if worker.rank in victims] == ["ended without an answer"] * len(victims)
+    check_survived([worker.result for worker in workers if worker.rank not in victims], victims, backups)
+
+
+def check_survived(runs: Sequence[Run], victims: dict[int, int], backups: int) -> None:
+    assert None not in runs
+    strategy = BackupWorkers(backups, "deadline")  # whose number of members is not that of these few runs
+    check_runs(runs, strategy, momentum)
+    assert len(runs[0].log) == STEPS
+    assert not any(set(members) & set(victims) for members in runs[0].log[max(victims.values()) + 1 :])
+
+
+def test_the_others_go_on_without_a_coordinator_that_is_killed() -> None:
+    check_survivors(4, 1, {0: 5}, False, "messages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "backups", "victims", "within"),
+    [
+        (4, 1, {0: 5}, True),
+        (4, 1, {2: 5}, True),
+        (4, 1, {2: 5}, False),
+        (5, 2, {0: 5, 1: 9}, False),
+        (5, 2, {0: 5, 1: 6}, True),
+        (2, 1, {0: 5}, False),
+        (2, 1, {1: 5}, False),
+    ],
+)
+def test_the_others_go_on_without_up_to_as_many_as_backups(
+    size: int, backups: int, victims: dict[int, int], within: bool
+) -> None:
+    check_survivors(size, backups, victims, within, "messages")
+
+
+@pytest.mark.slow
+def test_without_one_worker_no_all_reduce_is_left_and_the_others_go_on_by_messages() -> None:
+    workers = start_processes(4, dies, {0: 5}, False, 1, "all_reduce")
+    deadline = time.monotonic() + 40
+    for worker in workers:
+        worker.finish(deadline)
+    runs = [worker.result for worker in workers[1:]]
+    assert all(torch.equal(run.x, runs[0].x) and len(run.log) == STEPS for run in runs)
+    assert all(metrics["all_reduced"] == 0 for metrics in runs[0].metrics[8:])
+
+
+@pytest.mark.parametrize(("size", "backups", "victims"), [(4, 1, {0: 5}), (5, 2, {0: 5, 1: 9}), (3, 1, {2: 4})])
+def test_threads_go_on_without_one_that_leaves(size: int, backups: int, victims: dict[int, int]) -> None:
+    def body(comm: Comm) -> Run:
+        worker = attach(comm, BackupWorkers(backups))
+        try:
+            seen = train(worker, victims.get(comm.rank, STEPS), ends=False)
+            if comm.rank in victims:
+                raise InterruptedError
+        except InterruptedError:
+            worker.detach()  # where an error is handled, nobody is waited for
+            return Run()
+        worker.detach()
+        return seen
+
+    runs = run_threads(size, body, timeout=20)
+    check_survived([run for rank, run in enumerate(runs) if rank not in victims], victims, backups)
+
+
+def test_more_losses_than_backups_end_training_on_all_ranks() -> None:
+    def body(comm: Comm) -> str:
+        worker = attach(comm, BackupWorkers())
+        try:
+            train(worker, 5 if comm.rank < 2 else STEPS, lambda *_: 0.002, ends=False)
+            if comm.rank < 2:
+                raise InterruptedError
+        except (InterruptedError, PeerLostError) as error:
+            worker.detach()
+            return str(error)
+        return ""
+
+    assert all("rank 0 has closed its mailbox" in each for each in run_threads(4, body, timeout=20)[2:])
