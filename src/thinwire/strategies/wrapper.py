@@ -119,6 +119,10 @@ class Wrapper(Strategy):
         """As the base."""
         self.base.restart(self.inner(r))
 
+    def lost(self, r: Replica) -> Sequence[int]:
+        """As the base."""
+        return self.base.lost(self.inner(r))
+
     def holds_average(self, size: int) -> bool:
         """As the base."""
         return self.base.holds_average(size)
