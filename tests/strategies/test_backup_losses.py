@@ -104,7 +104,9 @@ def test_without_one_worker_no_all_reduce_is_left_and_the_others_go_on_by_messag
 
 
 @pytest.mark.parametrize(("size", "backups", "victims"), [(4, 1, {0: 5}), (5, 2, {0: 5, 1: 9}), (3, 1, {2: 4})])
-def test_threads_go_on_without_one_that_leaves(size: int, backups: int, victims: dict[int, int]) -> None:
+def test_threads_go_on_without_one_that_leaves(
+    size: int, backups: int, victims: dict[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     def body(comm: Comm) -> Run:
         worker = attach(comm, BackupWorkers(backups))
         try:
@@ -119,6 +121,19 @@ def test_threads_go_on_without_one_that_leaves(size: int, backups: int, victims:
 
     runs = run_threads(size, body, timeout=20)
     check_survived([run for rank, run in enumerate(runs) if rank not in victims], victims, backups)
+    for survivor in set(range(size)) - set(victims):
+        told = [each for each in caplog.messages if each.startswith(f"rank {survivor}, ")]
+        assert len(told) == len(victims), "each loss is told once"
+        assert all(f"goes on without rank {victim}" in each for victim, each in zip(victims, told, strict=True))
+
+
+def test_nobody_is_told_of_losses_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    def body(comm: Comm) -> None:
+        worker = attach(comm, BackupWorkers())
+        train(worker, 5)
+
+    run_threads(3, body, timeout=20)
+    assert not caplog.messages
 
 
 def test_more_losses_than_backups_end_training_on_all_ranks() -> None:

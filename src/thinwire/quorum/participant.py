@@ -8,6 +8,7 @@ too, answers others meanwhile. All-reduces run in a thread of their own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
@@ -17,7 +18,7 @@ from weakref import WeakMethod, proxy
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.comm.base import Comm, named
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.runtime import Runtime
 from thinwire.errors import CommError, CommTimeoutError, MismatchError
@@ -42,6 +43,7 @@ from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 
+_LOGGER = logging.getLogger("thinwire")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -99,6 +101,7 @@ class Participant:
             self._member.coordinator = Coordinator(rule, selector)
         self._packed: tuple[int, Tensor] | None = None
         self._timer_at, self._looked_at = inf, -inf
+        self._told = set[int]()
         self._state_chunk_bytes = max(r.x.numel() * r.x.element_size(), _MIN_STATE_CHUNK_BYTES)
         largest = HEADER_BYTES + max(partition.nbytes, self._state_chunk_bytes)
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
@@ -169,6 +172,7 @@ class Participant:
         while (outcome := self._begin_update(current)) is None:
             self._wait(lambda: self._can_continue(current), "enough ranks to be ready, as rank {coordinator} counts")
             self._advance(current)
+        self._tell_losses()
         end = self._clock()
         self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
         if self.is_member(outcome):
@@ -305,6 +309,22 @@ class Participant:
         if gone or ended:
             self._box.dismiss(gone)
             self._perform(self._member.lose(gone, ended, now))
+
+    def _tell_losses(self) -> None:
+        """Warn of ranks that are lost, once each: their data are used no more, and a user should know."""
+        succession = self._member.succession
+        if new := sorted(succession.gone - self._told):
+            self._told.update(new)
+            _LOGGER.warning(
+                "rank %d, step %d: training goes on without %s, which cannot be reached any more; rank %d coordinates, "
+                "and %d of %d ranks are left",
+                self.rank,
+                self._r.step,
+                named(new),
+                succession.coordinator_rank,
+                len(succession.living),
+                self._member.size,
+            )
 
     # -- what the member has decided: in any thread, under the lock --------------------------------------------------
 
