@@ -125,6 +125,10 @@ def wrong(fault: Fault, endings: Sequence[Ending]) -> str:
     for rank in failed:
         if words := _wrong_error(fault, rank, endings[rank]):
             return f"rank {rank} {words}: {endings[rank].text or endings[rank].kind}"
+    if fault.is_fatal and len(fault.victims) <= getattr(fault.case.strategy, "backups", 0):
+        # It goes on without them.
+        apart = [rank for rank in done if endings[rank].model != endings[done[0]].model]
+        return f"ranks {done[0]} and {apart} go on with different models" if apart else ""
     if fault.is_fatal:
         # Who has sent all that is sent in a whole run needs nothing of a victim any more.
         calm = _undisturbed(STRATEGIES.index(fault.case), fault.size) if done else []

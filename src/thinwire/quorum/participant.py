@@ -195,7 +195,8 @@ class Participant:
         start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
             self._perform(member.recover(start))
-        self._wait(lambda: member.has_state or self.has_mean, "the state of a member that was in time")
+            donors = [] if member.transfer is None else sorted(member.transfer.donors)
+        self._wait(lambda: member.has_state or self.has_mean, f"the state of {named(donors)}, one in time for the step")
         with self._box.changed:
             if self.has_mean:
                 return
